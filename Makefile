@@ -1,0 +1,31 @@
+# The environment is one folder, .venv; the stamp in it is newer than what it was made from, or it is
+# brought up to date. Everything else is ordinary commands inside it.
+
+BIN := .venv/bin
+STAMP := .venv/.setup-complete
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP)  ## set up .venv: vLLM for CPUs, this plugin, the tools (Python 3.11)
+
+demo: $(STAMP)  ## run the demonstration on a small real model
+	@$(BIN)/python -m demo
+
+test: lint  ## lint, then all tests
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean:  ## remove caches and build output; .venv and the converted model stay
+	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml tools/setup_venv.sh
+	@tools/setup_venv.sh

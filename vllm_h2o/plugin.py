@@ -1,0 +1,121 @@
+"""The entry points, and the one place where order matters.
+
+::
+
+    import vllm ... -> before_engine_args   (group vllm.platform_plugins: while vLLM is imported)
+                         -> register        (as soon as vllm.engine.arg_utils is there)
+    load_general_plugins -> register        (group vllm.general_plugins: every process, again)
+    policy on, in each worker -> activate   (the patches that only a policy needs)
+
+``LLM(..., kv_policy="h2o")`` makes its engine arguments before vLLM loads general plugins. The only
+entry point that runs earlier is the one that asks which platform this is; ours answers "none of mine"
+and waits for the module.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from types import ModuleType
+
+_ENGINE_ARGS = "vllm.engine.arg_utils"
+
+
+def before_engine_args() -> None:
+    """Have :func:`register` run when vLLM's engine arguments have been defined.
+
+    Returns:
+        None: this package is no platform.
+
+    """
+    if _ENGINE_ARGS not in sys.modules and not any(
+        isinstance(finder, _AfterEngineArgs) for finder in sys.meta_path
+    ):
+        sys.meta_path.insert(0, _AfterEngineArgs())
+
+
+def register() -> None:
+    """Verify what is patched in every process, fill the registries, add the flags. Runs often.
+
+    Raises:
+        PatchError: when this vLLM is not the known one. Nothing has been changed then.
+
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from vllm_h2o.engine import BACKEND
+    from vllm_h2o.errors import PatchError
+    from vllm_h2o.patches import ALWAYS
+    from vllm_h2o.patches._patch import verify_all
+
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != BACKEND:
+        raise PatchError(
+            "vllm-h2o beside another attention plugin",
+            f"{custom.get_path()} is registered as the custom backend",
+            "vLLM has one place for a custom backend",
+            "uninstall one of the two, or name the wanted one in VLLM_PLUGINS",
+        )
+    verify_all(ALWAYS)
+    if not custom.is_overridden():
+        register_backend(custom, BACKEND)
+    for patch in ALWAYS:
+        patch.apply()
+
+
+def activate() -> None:
+    """Apply the patches that a policy needs. Called where a worker with a policy starts."""
+    from vllm_h2o.patches import WITH_POLICY
+
+    register()
+    verify_for_policy()
+    for patch in WITH_POLICY:
+        patch.apply()
+
+
+def verify_for_policy() -> None:
+    """Verify every symbol that a policy patches or relies upon. Changes nothing.
+
+    Raises:
+        PatchError: when one of them is not the known one.
+
+    """
+    from vllm_h2o.patches import RELIED_UPON, WITH_POLICY
+    from vllm_h2o.patches._patch import verify_all
+
+    verify_all([*WITH_POLICY, *RELIED_UPON])
+
+
+class _AfterEngineArgs(importlib.abc.MetaPathFinder):
+    """Finds vLLM's engine arguments as everybody does, and registers the plugin behind them."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module's own spec, with a loader that calls :func:`register` last."""
+        if name != _ENGINE_ARGS:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisteringLoader(spec.loader)
+        return spec
+
+
+class _RegisteringLoader(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """As the module's own loader does."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module, then register."""
+        self.loader.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self.loader
+        register()

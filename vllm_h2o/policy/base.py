@@ -1,0 +1,40 @@
+"""What tells one eviction policy from another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class ScoreKind(str, Enum):
+    """Where the score that ranks tokens comes from."""
+
+    SUM = "sum"
+    """Accumulated attention probability, float32."""
+    RANDOM = "random"
+    """A pseudo-random number per (seed, layer, KV head, position), fixed when the token is stored."""
+    NONE = "none"
+    """No score: position alone decides."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One eviction policy.
+
+    Args:
+        name: the value of ``--kv-policy``.
+        summary: one line for ``--help``.
+        score: what ranks the tokens that are neither sinks nor recent.
+        keeps_heavy: whether a share of the budget goes to the best-scored tokens;
+            otherwise everything but the sinks is the recent window.
+        default_num_sink_tokens: sinks when the user names none.
+        evicts: False for the policy that keeps every token.
+
+    """
+
+    name: str
+    summary: str
+    score: ScoreKind
+    keeps_heavy: bool
+    default_num_sink_tokens: int = 0
+    evicts: bool = True

@@ -1,0 +1,1 @@
+"""The scheduler's side, in the engine-core process: integers only."""

@@ -1,0 +1,141 @@
+"""Who holds how many tokens: logical and resident length of every request that owns pages.
+
+Integers only: no torch, no vLLM. One request in one step::
+
+    previewed (pure; may be asked twice, and nothing may come of it)
+        -> committed (pages were granted)
+        -> taken into the step's plan | closed (preempted in the same step, finished, aborted)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.policy import Budget
+from vllm_h2o.wire import RequestPlan, ResidencyPlan
+
+
+@dataclass(frozen=True)
+class Residency:
+    """What a request holds after the last committed step.
+
+    Args:
+        logical_len: tokens computed.
+        resident_len: slots in use.
+        prompt_end: tokens to be computed before the first eviction. For a resumed request this counts
+            what it had generated, too: all of it is computed again.
+
+    """
+
+    logical_len: int
+    resident_len: int
+    prompt_end: int
+
+
+class Ledger:
+    """Lengths of all requests that hold pages, and the plan of the step that is being scheduled.
+
+    Args:
+        budget: slots of a sequence.
+        block_size: slots of a page.
+        seed: of the ``random`` policy, for requests without one of their own.
+
+    """
+
+    def __init__(self, budget: Budget, block_size: int, seed: int = 0) -> None:
+        self.budget = budget
+        self.block_size = block_size
+        self.seed = seed
+        self._residencies: dict[str, Residency] = {}
+        self._step: dict[str, RequestPlan] = {}
+
+    @property
+    def residencies(self) -> Mapping[str, Residency]:
+        """What every request with pages holds, by request id."""
+        return self._residencies
+
+    def num_pages(self, num_slots: int) -> int:
+        """Pages that hold ``num_slots`` slots."""
+        return -(-num_slots // self.block_size)
+
+    def preview(
+        self, request_id: str, num_computed: int, num_tokens: int, prompt_len: int, seed: int | None
+    ) -> RequestPlan:
+        """The plan for computing tokens [num_computed, num_tokens). Changes nothing.
+
+        Args:
+            request_id: the request.
+            num_computed: tokens computed already; must be what the ledger says.
+            num_tokens: tokens computed after this step.
+            prompt_len: tokens to be computed before the first eviction; read when the request holds
+                nothing yet.
+            seed: the request's own, if it has one.
+
+        Raises:
+            IntegrityError: when the lengths contradict each other.
+
+        """
+        held = self._residencies.get(request_id) or Residency(0, 0, prompt_len)
+        num_new = num_tokens - num_computed
+        in_prompt = num_computed < held.prompt_end
+        if num_computed != held.logical_len or num_new < 1:
+            raise IntegrityError(
+                f"request {request_id}: tokens [{num_computed}, {num_tokens}) are scheduled while "
+                f"{held.logical_len} are computed"
+            )
+        if num_tokens > (held.prompt_end if in_prompt else num_computed + 1):
+            raise IntegrityError(
+                f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
+                f"prompt at {held.prompt_end}, or are more than one past it"
+            )
+        packs = num_tokens == held.prompt_end and held.resident_len + num_new > self.budget.kept
+        return RequestPlan(
+            logical_start=num_computed,
+            num_new=num_new,
+            in_prompt=in_prompt,
+            resident_start=held.resident_len,
+            capacity=self.budget.capacity,
+            keep_after=self.budget.kept if packs else 0,
+            num_recent=self.budget.num_recent,
+            num_sinks=self.budget.num_sinks,
+            seed=self.seed if seed is None else seed,
+        )
+
+    def commit(self, request_id: str, plan: RequestPlan, prompt_len: int) -> None:
+        """Enter a previewed plan whose pages were granted.
+
+        Raises:
+            IntegrityError: when the request has been committed in this step already.
+
+        """
+        if request_id in self._step:
+            raise IntegrityError(f"request {request_id} is scheduled twice in one step")
+        held = self._residencies.get(request_id)
+        prompt_end = held.prompt_end if held else prompt_len
+        self._step[request_id] = plan
+        self._residencies[request_id] = Residency(plan.logical_end, plan.resident_end, prompt_end)
+
+    def close(self, request_id: str) -> None:
+        """Forget a request whose pages go back: finished, aborted or preempted."""
+        self._residencies.pop(request_id, None)
+        self._step.pop(request_id, None)
+
+    def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> ResidencyPlan:
+        """The plan of the step that has just been scheduled; the next step starts empty.
+
+        Args:
+            num_scheduled_tokens: request id -> tokens, as vLLM's scheduler says.
+
+        Raises:
+            IntegrityError: when vLLM's schedule and the ledger disagree.
+
+        """
+        planned = {request_id: plan.num_new for request_id, plan in self._step.items()}
+        if planned != dict(num_scheduled_tokens):
+            raise IntegrityError(
+                f"vLLM schedules {dict(num_scheduled_tokens)} tokens, the ledger {planned}"
+            )
+        step, self._step = self._step, {}
+        return ResidencyPlan(step)

@@ -1,0 +1,102 @@
+"""vLLM's scheduler, which also says how many tokens of each request stay resident."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request, StreamingUpdate
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.errors import IntegrityError, UnsupportedError
+from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.manager import HeavyHitterManager
+from vllm_h2o.scheduler.spec import HeavyHitterSpec
+
+logger = init_logger("vllm.kv_policy")
+
+
+class HeavyHitterScheduler(AsyncScheduler):
+    """Puts a :class:`~vllm_h2o.wire.ResidencyPlan` on every SchedulerOutput."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = KVPolicyConfig.from_additional_config(self.vllm_config.additional_config)
+        if config is None:
+            raise IntegrityError("HeavyHitterScheduler runs without a kv_policy")
+        self.manager = self._sole_manager(self.kv_cache_config)
+        block_size = self.manager.block_size
+        budget = config.resolve(self.max_model_len, block_size)
+        self.ledger = Ledger(budget, block_size, config.seed)
+        self.manager.bind(self.ledger, self.requests)
+        self._log_meaning(config)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """One step of vLLM's schedule, with its plan as ``residency_plan``."""
+        output = super().schedule(throttle_prefills)
+        # The one attribute that this package adds to an object of vLLM's: it reaches every worker.
+        output.residency_plan = self.ledger.take_step(output.num_scheduled_tokens)
+        return output
+
+    def check_integrity(self) -> None:
+        """Check pages and lengths, and that lengths are the ones vLLM counts.
+
+        Raises:
+            IntegrityError: with the numbers.
+
+        """
+        self.manager.check_integrity()
+        for request_id, residency in self.ledger.residencies.items():
+            computed = self.requests[request_id].num_computed_tokens
+            if computed != residency.logical_len:
+                raise IntegrityError(
+                    f"request {request_id}: vLLM counts {computed} computed tokens, "
+                    f"the ledger {residency.logical_len}"
+                )
+
+    def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
+        """A streaming input's next part: what was evicted cannot be continued, so begin again."""
+        super()._update_request_as_session(session, update)
+        self._free_request_blocks(session)
+        session.num_computed_tokens = 0
+
+    def _sole_manager(self, kv_cache_config: KVCacheConfig) -> HeavyHitterManager:
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+        if len(managers) != 1 or not isinstance(managers[0], HeavyHitterManager):
+            raise UnsupportedError(
+                "a kv-policy for this model",
+                f"its layers keep these caches: {', '.join(specs) or 'none'}",
+                "the policy works where every layer is full attention",
+                "run this model without --kv-policy",
+            )
+        return managers[0]
+
+    def _log_meaning(self, config: KVPolicyConfig) -> None:
+        budget, spec = self.ledger.budget, self.manager.kv_cache_spec
+        assert isinstance(spec, HeavyHitterSpec)
+        pages = self.kv_cache_config.num_blocks - 1
+        per_sequence = self.ledger.num_pages(min(budget.capacity, self.max_model_len))
+        kv_bytes = (spec.head_size + spec.head_size_v) * get_dtype_size(spec.dtype)
+        stock_pages = pages * spec.state_content_size_bytes // kv_bytes
+        stock_per_sequence = self.ledger.num_pages(self.max_model_len)
+        logger.info(
+            "%s: a sequence holds at most %d tokens (%d heavy, %d recent, %d sinks, 1 in turn) = "
+            "%d pages of %d; the pool of %d pages holds %d sequences of max_model_len=%d at once, "
+            "stock vLLM in the same memory %d.",
+            config.name,
+            budget.capacity,
+            budget.num_heavy,
+            budget.num_recent,
+            budget.num_sinks,
+            per_sequence,
+            self.manager.block_size,
+            pages,
+            pages // per_sequence,
+            self.max_model_len,
+            stock_pages // stock_per_sequence,
+        )

@@ -1,0 +1,39 @@
+"""The page that vLLM accounts for: K, V, and eight bytes a slot for score and position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+SCORE_AND_POSITION_BYTES = 8
+"""float32 score and int32 position of one slot of one KV head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavyHitterSpec(FullAttentionSpec):
+    """A full-attention page with the score and the position of each slot beside K and V.
+
+    Its blocks are rewritten in place, so they never enter the prefix cache. A prompt is kept whole
+    until its end, so the memory of one longest request is that of full attention: vLLM's start-up
+    check, that such a request fits, stays as it is.
+    """
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        """False: what a block holds is no function of a token prefix."""
+        return False
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> HeavyHitterSpec:
+        """``spec`` with the eight bytes added to each slot.
+
+        Args:
+            spec: the full-attention spec that vLLM's layer made.
+
+        """
+        own = {f.name for f in fields(cls)}
+        values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in own}
+        kv_bytes = (spec.head_size + spec.head_size_v) * get_dtype_size(spec.dtype)
+        return cls(**{**values, "state_content_bytes": kv_bytes + SCORE_AND_POSITION_BYTES})

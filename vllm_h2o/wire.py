@@ -1,0 +1,66 @@
+"""What the scheduler tells the workers: integers only, one :class:`RequestPlan` per scheduled request.
+
+The scheduler decides *how many* tokens of a request stay, the worker decides *which*; nothing travels
+back, so the plan is the same for every tensor- and pipeline-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """One request in one step. Logical lengths count tokens, resident lengths count slots in use.
+
+    Args:
+        logical_start: tokens computed before this step; the position of the first new token.
+        num_new: tokens computed in this step; one past the prompt.
+        in_prompt: whether the new tokens belong to the prompt (of a resumed request: to what is
+            computed again), which is kept whole until its last token is computed.
+        resident_start: slots in use before this step; never above ``capacity`` outside the prompt.
+        capacity: slots the request may hold after its prompt, C.
+        keep_after: tokens that survive this step; 0 means that nothing is packed.
+        num_recent: most recent positions that are never victims.
+        num_sinks: first positions that are never victims.
+        seed: of the ``random`` policy.
+
+    """
+
+    logical_start: int
+    num_new: int
+    in_prompt: bool
+    resident_start: int
+    capacity: int
+    keep_after: int
+    num_recent: int
+    num_sinks: int
+    seed: int
+
+    @property
+    def logical_end(self) -> int:
+        """Tokens computed after this step."""
+        return self.logical_start + self.num_new
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the new token takes its victim's slot: the request was full already."""
+        return not self.in_prompt and self.resident_start == self.capacity
+
+    @property
+    def attended(self) -> int:
+        """Slots in use while this step attends, before survivors are packed."""
+        return self.resident_start if self.overwrites else self.resident_start + self.num_new
+
+    @property
+    def resident_end(self) -> int:
+        """Slots in use after this step."""
+        return self.keep_after or self.attended
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyPlan:
+    """One step: a plan for each scheduled request, by request id."""
+
+    requests: Mapping[str, RequestPlan]

@@ -1,0 +1,1 @@
+"""The worker's side: which slots are written, attended to, scored and evicted."""

@@ -1,0 +1,105 @@
+"""Brings the scheduler's plan to the metadata builder: published for as long as a step runs.
+
+``Worker.execute_model`` is the one place that both model runners pass through with a real schedule;
+warm-up, profiling and graph capture do not, and see no plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.wire import RequestPlan, ResidencyPlan
+
+RowOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
+"""The request id of each row of a batch."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan, and the way to find each batch row's request."""
+
+    plan: ResidencyPlan
+    row_order: RowOrder
+
+    def rows(self, common: CommonAttentionMetadata) -> list[RequestPlan]:
+        """The plan of each row that has tokens, in the order of the batch.
+
+        Raises:
+            IntegrityError: when the batch is not the one that was planned.
+
+        """
+        starts = common.query_start_loc_cpu.tolist()
+        order = self.row_order(common)[: len(self.plan.requests)]
+        plans = [self.plan.requests[request_id] for request_id in order]
+        lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        if [plan.num_new for plan in plans] != lengths[: len(plans)] or any(lengths[len(plans) :]):
+            raise IntegrityError(
+                f"the batch has rows of {lengths} tokens, the plan is for "
+                f"{[plan.num_new for plan in plans]} of {list(order)}"
+            )
+        return plans
+
+
+_STEP: ContextVar[Step | None] = ContextVar("vllm_h2o_step", default=None)
+
+
+def current_step() -> Step | None:
+    """The step that runs in this context; None during warm-up and capture."""
+    return _STEP.get()
+
+
+@contextmanager
+def publish(step: Step | None) -> Iterator[None]:
+    """Make ``step`` the current one."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def v1_row_order(model_runner: Any) -> RowOrder:
+    """Rows of V1's persistent batch."""
+    return lambda common: model_runner.input_batch.req_ids
+
+
+def v2_row_order(model_runner: Any) -> RowOrder:
+    """Rows of Model Runner V2, which names each by its index in the runner's request table."""
+
+    def order(common: CommonAttentionMetadata) -> Sequence[str]:
+        if common.req_idx is None:
+            raise IntegrityError("Model Runner V2 built a batch without req_idx")
+        ids = model_runner.req_states.index_to_req_id
+        return [ids[index] for index in common.req_idx.tolist()]
+
+    return order
+
+
+class PublishesSteps:
+    """Mixed into vLLM's worker class: publishes each real step to the metadata builder."""
+
+    model_runner: Any
+    use_v2_model_runner: bool
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run one step of the schedule.
+
+        Raises:
+            IntegrityError: when the schedule carries no plan.
+
+        """
+        if not hasattr(scheduler_output, "residency_plan"):
+            raise IntegrityError(
+                "a step reached the worker without a plan: the scheduler is not HeavyHitterScheduler"
+            )
+        rows = v2_row_order if self.use_v2_model_runner else v1_row_order
+        with publish(Step(scheduler_output.residency_plan, rows(self.model_runner))):
+            return super().execute_model(scheduler_output)  # type: ignore[misc]

@@ -1,0 +1,19 @@
+"""The worker class that ``--kv-policy`` puts in place of vLLM's own for the platform."""
+
+from __future__ import annotations
+
+from vllm.platforms import current_platform
+
+from vllm_h2o.plugin import activate
+from vllm_h2o.worker.step import PublishesSteps
+
+activate()
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class HeavyHitterWorker(PublishesSteps, PlatformWorker):
+    """vLLM's worker, which publishes each step's plan while it runs."""
