@@ -1,0 +1,245 @@
+"""The real scheduler, KV-cache manager and block pool, with a pool whose contents are simulated.
+
+``ShadowPool`` plays the worker: it executes every step's plan on a dictionary of slots, in the order of
+scheduling, and checks at each step that every slot a request attends to holds that request's own token.
+A page that was leaked, freed twice or shared shows up as a foreign token.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter, deque
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
+from vllm_h2o.scheduler.spec import HeavyHitterSpec
+from vllm_h2o.wire import RequestPlan
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+
+
+@lru_cache
+def vllm_config(
+    budget: int, max_batched: int, max_seqs: int, policy: str, async_scheduling: bool
+) -> VllmConfig:
+    """A real config of a tiny model with the policy on."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-h2o-test-"))
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_MODEL_LEN,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    config = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=max_batched,
+        max_num_seqs=max_seqs,
+        scheduling_policy=policy,
+        additional_config={"kv_policy": {"name": "h2o", "budget": budget}},
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = async_scheduling  # the CPU platform forces it off
+    return config
+
+
+def make_scheduler(config: VllmConfig, num_blocks: int) -> HeavyHitterScheduler:
+    """The plugin's scheduler over a pool of ``num_blocks`` pages, one of them the null page."""
+    stock = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.block_size = BLOCK_SIZE
+    groups = [KVCacheGroupSpec(["layer"], HeavyHitterSpec.of(stock))]
+    return HeavyHitterScheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks, [], groups),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+        log_stats=False,
+    )
+
+
+class ShadowPool:
+    """Executes plans on slots named (block id, offset); each holds (request, life, position)."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.slots: dict[tuple[int, int], tuple[str, int, int]] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.lives: Counter[str] = Counter()
+        self.victims: dict[str, tuple[int, int]] = {}
+        self.num_evictions = 0
+
+    def execute(self, output: SchedulerOutput) -> None:
+        """Run one step: update the block table rows as a model runner does, then every plan."""
+        for request_id in output.finished_req_ids:
+            self.tables.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[0])
+            self.lives[new.req_id] += 1
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                assert block_ids is not None
+                self.tables[request_id] = list(block_ids[0])
+                self.lives[request_id] += 1
+            elif block_ids is not None:
+                self.tables[request_id].extend(block_ids[0])
+        for request_id, plan in output.residency_plan.requests.items():
+            self._run(request_id, plan)
+
+    def _slot(self, request_id: str, index: int) -> tuple[int, int]:
+        return self.tables[request_id][index // BLOCK_SIZE], index % BLOCK_SIZE
+
+    def _run(self, request_id: str, plan: RequestPlan) -> None:
+        life = self.lives[request_id]
+        if plan.overwrites:
+            assert plan.num_new == 1
+            self.slots[self.victims[request_id]] = (request_id, life, plan.logical_start)
+        else:
+            for i in range(plan.num_new):
+                slot = self._slot(request_id, plan.resident_start + i)
+                self.slots[slot] = (request_id, life, plan.logical_start + i)
+        held = [self._slot(request_id, index) for index in range(plan.attended)]
+        tokens = [self.slots[slot] for slot in held]
+        assert all(token[:2] == (request_id, life) for token in tokens), (request_id, plan, tokens)
+        positions = [token[2] for token in tokens]
+        assert len(set(positions)) == len(positions)
+        recent = range(max(plan.logical_end - plan.num_recent, 0), plan.logical_end)
+        assert set(recent) <= set(positions)
+        old = [p for p in positions if plan.num_sinks <= p < plan.logical_end - plan.num_recent]
+        if plan.keep_after:
+            dropped = set(self.random.sample(old, len(positions) - plan.keep_after))
+            kept = [p for p in positions if p not in dropped]
+            for index, position in enumerate(kept):
+                self.slots[self._slot(request_id, index)] = (request_id, life, position)
+            self.num_evictions += len(dropped)
+        elif not plan.in_prompt and plan.attended == plan.capacity:
+            victim = self.random.choice(old)
+            self.victims[request_id] = held[positions.index(victim)]
+            self.num_evictions += 1
+
+
+class Simulation:
+    """A scheduler, the shadow pool, and up to ``depth`` steps whose output is still on its way."""
+
+    def __init__(self, config: VllmConfig, num_blocks: int, depth: int, seed: int = 0) -> None:
+        self.scheduler = make_scheduler(config, num_blocks)
+        self.pool = ShadowPool(seed)
+        self.depth = depth
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.count: Counter[str] = Counter()
+        self.peak_held = 0
+
+    @property
+    def num_free(self) -> int:
+        """Free pages, read from the block pool."""
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def num_total(self) -> int:
+        """Pages of the pool without the null page."""
+        return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+
+    def pages_of(self, request_id: str) -> int:
+        """Pages that a request holds, read from vLLM's manager."""
+        return len(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+    def add(
+        self,
+        prompt_len: int,
+        max_tokens: int,
+        priority: int = 0,
+        resumable: bool = False,
+        request_id: str | None = None,
+    ) -> str:
+        """A new request, or the next part of a streaming input."""
+        request_id = request_id or f"r{self.count['add']}"
+        self.count["add"] += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(range(prompt_len)),
+            sampling_params=params,
+            pooling_params=None,
+            priority=priority,
+            resumable=resumable,
+        )
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests in whatever state they are."""
+        self.count["abort"] += len(request_ids)
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.check_integrity()
+
+    def step(self) -> SchedulerOutput:
+        """Schedule one step, run it, and deliver the outputs that are due."""
+        scheduler = self.scheduler
+        before = {r.request_id for r in scheduler.running}
+        output = scheduler.schedule()
+        scheduler.check_integrity()
+        self.count["preempt"] += len(before - {r.request_id for r in scheduler.running})
+        self.count["resume"] += len(output.scheduled_cached_reqs.resumed_req_ids)
+        plans = output.residency_plan.requests.values()
+        self.count["chunk"] += sum(p.in_prompt and p.logical_start > 0 for p in plans)
+        self.count["decode"] += sum(not p.in_prompt for p in plans)
+        self.count["pack"] += sum(p.keep_after > 0 for p in plans)
+        self.peak_held = max(self.peak_held, self.num_total - self.num_free)
+        self.pool.execute(output)
+        self.in_flight.append((output, self._sample(output)))
+        while len(self.in_flight) >= self.depth or (
+            self.in_flight and not output.total_num_scheduled_tokens
+        ):
+            self.deliver()
+        return output
+
+    def deliver(self) -> None:
+        """Hand the oldest step's sampled tokens to the scheduler."""
+        before = set(self.scheduler.requests)
+        self.scheduler.update_from_output(*self.in_flight.popleft())
+        self.count["finish"] += len(before - set(self.scheduler.requests))
+        self.scheduler.check_integrity()
+
+    def _sample(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One token for each request whose last prompt token, or a later one, was computed."""
+        residencies = self.scheduler.ledger.residencies
+        plans = output.residency_plan.requests
+        ids = list(output.num_scheduled_tokens)
+        done = [plans[i].logical_end >= residencies[i].prompt_end for i in ids]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+            sampled_token_ids=[[7] if samples else [] for samples in done],
+        )
+
+    def drain(self, limit: int = 2000) -> None:
+        """Run until nothing is left."""
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished_requests() and not self.in_flight:
+                return
+            self.step()
+        raise AssertionError("the schedule does not come to an end")

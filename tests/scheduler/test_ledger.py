@@ -1,0 +1,113 @@
+"""Lengths and plans, without vLLM."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.wire import RequestPlan
+
+BUDGET = Budget(capacity=16, num_heavy=7, num_recent=8, num_sinks=0)
+
+
+def run(ledger: Ledger, start: int, end: int, prompt_len: int) -> RequestPlan:
+    """Compute tokens [start, end) of request "r" in a step of its own."""
+    plan = ledger.preview("r", start, end, prompt_len, None)
+    ledger.commit("r", plan, prompt_len)
+    ledger.take_step({"r": end - start})
+    return plan
+
+
+@given(chunks=st.lists(st.integers(1, 30), min_size=1, max_size=6), decodes=st.integers(0, 40))
+def test_resident_length_follows_the_definition(chunks: list[int], decodes: int) -> None:
+    """All of the prompt, then C - 1, then at most C; logical length counts every token."""
+    ledger = Ledger(BUDGET, block_size=4)
+    prompt_len, done = sum(chunks), 0
+    for chunk in chunks:
+        plan = run(ledger, done, done + chunk, prompt_len)
+        done += chunk
+        assert plan.in_prompt
+        assert plan.attended == done
+        assert plan.keep_after == (15 if done == prompt_len and done > 15 else 0)
+    resident = min(prompt_len, 15)
+    assert ledger.residencies["r"].resident_len == resident
+    for _ in range(decodes):
+        plan = run(ledger, done, done + 1, prompt_len)
+        done += 1
+        assert plan.overwrites == (resident == 16)
+        resident = min(resident + 1, 16)
+        assert plan.attended == plan.resident_end == resident
+        assert ledger.residencies["r"].logical_len == done
+
+
+def test_a_prompt_chunk_of_one_token_at_capacity_overwrites_nothing() -> None:
+    """Only tokens past the prompt take a victim's slot."""
+    ledger = Ledger(BUDGET, block_size=4)
+    run(ledger, 0, 16, prompt_len=20)
+    plan = run(ledger, 16, 17, prompt_len=20)
+    assert not plan.overwrites
+    assert plan.attended == 17
+
+
+def test_preview_changes_nothing() -> None:
+    """It may be asked twice, and pages may not be granted."""
+    ledger = Ledger(BUDGET, block_size=4)
+    first = ledger.preview("r", 0, 5, 9, None)
+    assert ledger.preview("r", 0, 5, 9, None) == first
+    assert not ledger.residencies
+    assert not ledger.take_step({}).requests
+
+
+def test_a_request_preempted_in_its_own_step_leaves_the_plan() -> None:
+    """And may come back with a longer prompt: what it had generated is computed again."""
+    ledger = Ledger(BUDGET, block_size=4)
+    ledger.commit("r", ledger.preview("r", 0, 5, 5, None), 5)
+    ledger.close("r")
+    assert not ledger.take_step({}).requests
+    assert run(ledger, 0, 9, prompt_len=9).in_prompt
+
+
+def test_the_request_seed_wins() -> None:
+    """The config's seed is for requests without one."""
+    ledger = Ledger(BUDGET, block_size=4, seed=3)
+    assert ledger.preview("r", 0, 1, 1, None).seed == 3
+    assert ledger.preview("r", 0, 1, 1, 7).seed == 7
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "message"),
+    [
+        (4, 6, "tokens \\[4, 6\\) are scheduled while 5 are computed"),
+        (5, 5, "tokens \\[5, 5\\)"),
+        (5, 10, "cross the end of the prompt at 9"),
+    ],
+)
+def test_lengths_that_contradict_each_other_raise(start: int, end: int, message: str) -> None:
+    """A chunk that does not follow, is empty, or runs over the prompt's end."""
+    ledger = Ledger(BUDGET, block_size=4)
+    run(ledger, 0, 5, prompt_len=9)
+    with pytest.raises(IntegrityError, match=message):
+        ledger.preview("r", start, end, 9, None)
+
+
+def test_two_tokens_past_the_prompt_raise() -> None:
+    """Speculative tokens cannot be undone, so they never get here."""
+    ledger = Ledger(BUDGET, block_size=4)
+    run(ledger, 0, 5, prompt_len=5)
+    with pytest.raises(IntegrityError, match="more than one past it"):
+        ledger.preview("r", 5, 7, 5, None)
+
+
+def test_a_plan_that_is_not_the_schedule_raises() -> None:
+    """Scheduled without pages, or pages without a schedule, or twice."""
+    ledger = Ledger(BUDGET, block_size=4)
+    plan = ledger.preview("r", 0, 5, 5, None)
+    ledger.commit("r", plan, 5)
+    with pytest.raises(IntegrityError, match="scheduled twice"):
+        ledger.commit("r", plan, 5)
+    with pytest.raises(IntegrityError, match="the ledger"):
+        ledger.take_step({"r": 5, "other": 1})

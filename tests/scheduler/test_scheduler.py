@@ -1,0 +1,161 @@
+"""Random schedules against vLLM's real scheduler, KV-cache manager and block pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.harness import BLOCK_SIZE, MAX_MODEL_LEN, Simulation, vllm_config
+
+BUDGET = 12
+PAGES_AT_CAPACITY = BUDGET // BLOCK_SIZE
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("add"), st.integers(1, 50), st.integers(1, 40), st.integers(1, 5)
+        ),
+        st.tuples(st.just("steps"), st.integers(1, 8)),
+        st.tuples(st.just("abort"), st.integers(0, 1000)),
+    ),
+    min_size=3,
+    max_size=30,
+)
+totals: Counter[str] = Counter()
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(
+    ops=operations,
+    budget=st.sampled_from([BUDGET, 32, 64]),
+    max_batched=st.sampled_from([8, 20, 64]),
+    num_blocks=st.integers(17, 26),
+    depth=st.sampled_from([1, 2]),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    seed=st.integers(0, 1000),
+)
+def test_no_page_is_lost_shared_or_freed_twice(
+    ops: list[tuple], budget: int, max_batched: int, num_blocks: int, depth: int, policy: str, seed: int
+) -> None:
+    """Admit, chunk, decode, preempt, resume, abort, finish in any order, async or not."""
+    config = vllm_config(budget, max_batched, 8, policy, async_scheduling=depth == 2)
+    simulation = Simulation(config, num_blocks, depth, seed)
+    for op in ops:
+        if op[0] == "add":
+            prompt_len = op[1]
+            for priority in range(op[3]):
+                simulation.add(prompt_len, min(op[2], MAX_MODEL_LEN - prompt_len), -priority)
+        elif op[0] == "steps":
+            for _ in range(op[1]):
+                simulation.step()
+        elif live := sorted(simulation.scheduler.requests):
+            simulation.abort([live[op[1] % len(live)]])
+    simulation.drain()
+    assert simulation.num_free == simulation.num_total
+    assert not simulation.scheduler.ledger.residencies
+    totals.update(simulation.count)
+    totals["evict"] += simulation.pool.num_evictions
+
+
+def test_the_schedules_covered_every_transition() -> None:
+    """The test above is worth something only if all of these really happened, many times."""
+    if not totals:
+        pytest.skip("runs after the random schedules")
+    for event in ("add", "chunk", "decode", "preempt", "resume", "abort", "finish", "pack", "evict"):
+        assert totals[event] >= 100, (event, totals)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_tail_of_a_prompt_is_free_at_the_next_schedule(depth: int) -> None:
+    """After the prompt the pages of the survivors are held, and decoding never changes that."""
+    config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=depth == 2)
+    simulation = Simulation(config, 40, depth)
+    request = simulation.add(prompt_len=40, max_tokens=20)
+    simulation.step()
+    assert simulation.pages_of(request) == 10
+    for _ in range(15):
+        output = simulation.step()
+        assert simulation.pages_of(request) == PAGES_AT_CAPACITY
+        assert not any(output.scheduled_cached_reqs.new_block_ids)
+    assert simulation.num_free == simulation.num_total - PAGES_AT_CAPACITY
+
+
+def test_freed_pages_admit_others_in_the_very_next_schedule() -> None:
+    """Two long prompts that do not fit together: the second one starts one step after the first."""
+    config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=False)
+    simulation = Simulation(config, 17, depth=1)
+    first, second = simulation.add(40, 20), simulation.add(44, 20)
+    simulation.step()
+    assert (simulation.pages_of(first), simulation.pages_of(second)) == (10, 0)
+    simulation.step()
+    assert (simulation.pages_of(first), simulation.pages_of(second)) == (3, 11)
+    simulation.drain()
+    assert simulation.count["preempt"] == 0
+
+
+def test_a_short_request_grows_to_its_capacity_and_no_further() -> None:
+    """Pages follow resident tokens: one at a time up to C / block_size."""
+    config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=False)
+    simulation = Simulation(config, 40, depth=1)
+    request = simulation.add(prompt_len=2, max_tokens=60)
+    held = []
+    for _ in range(50):
+        simulation.step()
+        held.append(simulation.pages_of(request))
+    assert held == sorted(held)
+    assert held[:3] == [1, 1, 1]
+    assert held[-1] == PAGES_AT_CAPACITY
+
+
+def test_a_request_that_finishes_with_its_prompt_leaves_nothing() -> None:
+    """The step that packs is also the request's last."""
+    config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=False)
+    simulation = Simulation(config, 40, depth=1)
+    simulation.add(prompt_len=40, max_tokens=1)
+    simulation.step()
+    assert simulation.num_free == simulation.num_total
+    simulation.add(prompt_len=30, max_tokens=5)
+    simulation.drain()
+    assert simulation.num_free == simulation.num_total
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_streaming_input_begins_again_at_each_part(depth: int) -> None:
+    """A session that was evicted from cannot be continued: its text is computed anew, and correctly."""
+    config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=depth == 2)
+    simulation = Simulation(config, 40, depth)
+    request = simulation.add(30, 6, resumable=True)
+    for _ in range(12):
+        simulation.step()
+    simulation.add(10, 6, resumable=True, request_id=request)
+    starts = []
+    for _ in range(12):
+        plan = simulation.step().residency_plan.requests.get(request)
+        starts += [plan.logical_start] if plan else []
+    assert starts[0] == 0
+    assert starts[1] >= 40
+    simulation.abort([request])
+    assert simulation.num_free == simulation.num_total
+
+
+def test_lengths_outlive_nothing() -> None:
+    """Abort in the middle of a prompt, while waiting, and after eviction."""
+    config = vllm_config(BUDGET, 8, 8, "fcfs", async_scheduling=False)
+    simulation = Simulation(config, 40, depth=1)
+    in_prompt, waiting = simulation.add(40, 10), simulation.add(40, 10)
+    simulation.step()
+    simulation.abort([waiting, in_prompt])
+    assert simulation.num_free == simulation.num_total
+    full = simulation.add(20, 30)
+    for _ in range(10):
+        simulation.step()
+    simulation.abort([full])
+    assert simulation.num_free == simulation.num_total
