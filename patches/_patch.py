@@ -6,9 +6,6 @@ import ast
 import hashlib
 import importlib
 import inspect
-import io
-import textwrap
-import tokenize
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -30,8 +27,8 @@ class Symbol:
 
     Args:
         path: ``module:Class.function`` or ``module:function``.
-        digest: of the tokens of its source; of its parameters' names, where the
-            source is generated.
+        digest: of its definition; of its parameters' names, where the definition is
+            generated.
 
     """
 
@@ -55,25 +52,25 @@ class Symbol:
             PatchError: otherwise.
 
         """
-        file = self.file()
-        node = _find(ast.parse(file.read_text()), self.names)
-        if node is None:
-            raise self.refusal(f"it is not defined in {file}")
-        found = self.found_digest(file, node)
+        found = self.found_digest()
         if found != self.digest:
-            line = node.lineno
-            raise self.refusal(f"its digest is {found}, not {self.digest}, at {file}:{line}")
+            place = f"{self.file()}:{self._definition().lineno}"
+            raise self.refusal(f"its digest is {found}, not {self.digest}, at {place}")
 
-    def found_digest(self, file: Path, node: ast.stmt) -> str:
-        """The digest of what is installed."""
+    def found_digest(self) -> str:
+        """The digest of what is installed.
+
+        Raises:
+            PatchError: when it is not defined.
+
+        """
+        node = self._definition()
         if isinstance(node, ast.ClassDef):  # the function itself is generated
             owner = getattr(importlib.import_module(self.module), self.names[0])
             original = getattr(owner, self.names[1])
             parameters = inspect.signature(getattr(original, _MARK, original)).parameters
-            return digest(" ".join(parameters))
-        lines = file.read_text().splitlines()
-        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-        return digest("\n".join(lines[first - 1 : node.end_lineno]))
+            return _hash(" ".join(parameters))
+        return digest(node)
 
     def file(self) -> Path:
         """The source file of the module.
@@ -100,6 +97,13 @@ class Symbol:
             "vllm-h2o",
         )
 
+    def _definition(self) -> ast.stmt:
+        file = self.file()
+        node = _find(ast.parse(file.read_text(encoding="utf-8")), self.names)
+        if node is None:
+            raise self.refusal(f"it is not defined in {file}")
+        return node
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -122,11 +126,14 @@ class Patch:
 
         """
         self.symbol.verify()
-        function = _function(self._raw())
-        function = getattr(function, _MARK, function)
-        home = function.__code__.co_filename
-        if hasattr(function, "__wrapped__") or home not in (str(self.symbol.file()), "<string>"):
-            raise self.symbol.refusal(f"something else has replaced it: {home}")
+        installed = _function(self._raw())
+        # functools.wraps copies the mark, too: a wrapper around ours shows by its __wrapped__.
+        original = getattr(installed, _MARK, installed)
+        known = (str(self.symbol.file()), "<string>")
+        for function in (installed, original):
+            foreign = function is original and _home(function) not in known
+            if foreign or hasattr(function, "__wrapped__"):
+                raise self.symbol.refusal(f"something else has replaced it: {_home(function)}")
 
     @property
     def is_applied(self) -> bool:
@@ -158,7 +165,7 @@ class Patch:
         return owner
 
     def _raw(self) -> Any:
-        """The attribute as it stands in its owner: a staticmethod or classmethod is not unwrapped."""
+        """The attribute as it stands in its owner: a staticmethod or classmethod stays one."""
         return inspect.getattr_static(self._owner(), self.symbol.names[-1])
 
     def _set(self, raw: Any, function: Callable[..., Any]) -> None:
@@ -195,22 +202,37 @@ def verify_all(parts: Sequence[Symbol | Patch]) -> None:
         part.verify()
 
 
-def digest(source: str) -> str:
-    """12 hex digits of the tokens of ``source``: comments, blank lines and line breaks do not count."""
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    tokens = tokenize.generate_tokens(io.StringIO(textwrap.dedent(source)).readline)
-    text = " ".join(token.string for token in tokens if token.type not in skipped)
+def digest(node: ast.AST) -> str:
+    """12 hex digits of a definition: neither comments nor layout count.
+
+    Of the syntax tree, because the tokens of an f-string differ between Python 3.11 and 3.12. Fields
+    that are empty are left out: newer versions of Python have more of them.
+    """
+    return _hash(_shape(node))
+
+
+def _shape(node: object) -> str:
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
+        return f"{type(node).__name__}({','.join(f'{n}={_shape(value)}' for n, value in fields)})"
+    if isinstance(node, list):
+        return f"[{','.join(map(_shape, node))}]"
+    return repr(node)
+
+
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _find(tree: ast.AST, names: Sequence[str]) -> Any:
+def _find(tree: ast.AST, names: Sequence[str]) -> ast.stmt | None:
     """The definition of ``names`` in a module; the class alone when it generates the function."""
     found: Any = tree
     for name in names:
         inner = [
             node
             for node in getattr(found, "body", ())
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.name == name
         ]
         if not inner:
             generated = name == "__init__" and isinstance(found, ast.ClassDef)
@@ -232,3 +254,8 @@ def _function(raw: Any) -> Callable[..., Any]:
     if isinstance(raw, staticmethod | classmethod):
         return raw.__func__
     return raw  # type: ignore[no-any-return]
+
+
+def _home(function: Any) -> str:
+    """The file of a function; the type of anything else that is called like one."""
+    return function.__code__.co_filename if hasattr(function, "__code__") else repr(type(function))

@@ -12,4 +12,4 @@ from __future__ import annotations
 from vllm_h2o.patches._patch import Patch, Symbol
 from vllm_h2o.patches.engine_args__init import wrap
 
-PATCH = Patch(Symbol("vllm.engine.arg_utils:AsyncEngineArgs.__init__", "c9abaa74e84d"), wrap)
+PATCH = Patch(Symbol("vllm.engine.arg_utils:AsyncEngineArgs.__init__", "345f776b09d8"), wrap)

@@ -28,4 +28,4 @@ def wrap(original: Callable[..., str]) -> Callable[..., str]:
     return get_attn_backend_cls
 
 
-PATCH = Patch(Symbol("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", "cba20bbbdf4a"), wrap)
+PATCH = Patch(Symbol("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", "6ebdf2153e19"), wrap)

@@ -25,4 +25,4 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_cli_args
 
 
-PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.add_cli_args", "011cdabde5cd"), wrap)
+PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.add_cli_args", "05618eb77fc4"), wrap)

@@ -27,4 +27,4 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.create_engine_config", "63cf3386d3f4"), wrap)
+PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.create_engine_config", "483c1f351b6a"), wrap)

@@ -28,4 +28,4 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_cli_args
 
 
-PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.from_cli_args", "483b4609bded"), wrap)
+PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.from_cli_args", "ef4a4108d032"), wrap)

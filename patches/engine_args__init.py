@@ -28,4 +28,4 @@ def wrap(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.__init__", "b0aa617e5d50"), wrap)
+PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.__init__", "4f32e0310dcd"), wrap)

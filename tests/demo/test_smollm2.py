@@ -166,8 +166,10 @@ def test_weights(
     ("text", "ids"),
     [
         ("Hello, world!", [19556, 28, 905, 17]),
-        # A digit stands alone, and so does the space before it.
         ("In 2024, 3.14", [788, 216, 34, 32, 34, 36, 28, 216, 35, 30, 33, 36]),
+        # Digits are cut out first: the spaces before one are a word of their own.
+        ("a  11b", [81, 256, 33, 33, 82]),
+        ("½ ² ٣", [16738, 216, 19133, 216, 164, 113]),
         ("naïve café — 日本 🙂", [3546, 46494, 37366, 1841, 17097, 241, 115, 40993, 47526]),
         ("  two\n\n\ttabs", [216, 827, 1116, 197, 100, 7366]),
         ("<|im_start|>user\nhi<|im_end|>", [1, 4093, 198, 6004, 2]),

@@ -1,0 +1,153 @@
+"""Real engines in this process, and what can be read from inside them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from demo.smollm2 import model_dir
+
+TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
+
+
+def smollm2() -> str:
+    """The real small model in float32."""
+    return str(model_dir("float32", progress=False))
+
+
+def tiny_llama(folder: Path, num_heads: int, num_kv_heads: int) -> str:
+    """A Llama of random weights with a head size that the CPU kernels take."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32 * num_heads,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=512,
+    )
+    return _save(config, folder)
+
+
+def tiny_opt(folder: Path) -> str:
+    """An OPT of random weights: learned positions, ReLU, every head its own K and V."""
+    config = OPTConfig(
+        vocab_size=256,
+        hidden_size=128,
+        ffn_dim=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        word_embed_proj_dim=128,
+    )
+    return _save(config, folder)
+
+
+def _save(config: PretrainedConfig, folder: Path) -> str:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():  # sharper than the default, so that heads differ
+        torch.nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@contextmanager
+def engine(
+    model: str, policy: str | None = None, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Iterator[LLM]:
+    """An engine in this process; stock vLLM without a policy."""
+    settings: dict[str, Any] = {
+        "model": model,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 32,
+        "block_size": 32,
+        "seed": 0,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        **kwargs,
+    }
+    if policy is not None:
+        settings |= {"kv_policy": policy, "kv_policy_config": options}
+    llm = LLM(**settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def generate(
+    llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, **params: Any
+) -> list[RequestOutput]:
+    """Greedy unless told otherwise, and to the last token."""
+    sampling = SamplingParams(
+        **{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "detokenize": False}
+        | params
+    )
+    return llm.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
+
+
+def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    """The generated tokens of each request."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@dataclass
+class Probe:
+    """Reads pages after every step of an engine, and has its invariants checked."""
+
+    llm: LLM
+    held: list[dict[str, int]] = field(default_factory=list)
+    resident: list[dict[str, int]] = field(default_factory=list)
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
+
+        def checked_schedule(*args: Any, **kwargs: Any) -> Any:
+            running = {r.request_id for r in self.scheduler.running}
+            output = schedule(*args, **kwargs)
+            self.num_preemptions += len(running - {r.request_id for r in self.scheduler.running})
+            self.scheduler.check_integrity()
+            manager = self.scheduler.manager
+            self.held.append({i: len(b) for i, b in manager.req_to_blocks.items()})
+            residencies = manager.ledger.residencies.items()
+            self.resident.append({i: r.resident_len for i, r in residencies})
+            return output
+
+        def checked_update(*args: Any, **kwargs: Any) -> Any:
+            output = update(*args, **kwargs)
+            self.scheduler.check_integrity()
+            return output
+
+        self.scheduler.schedule = checked_schedule
+        self.scheduler.update_from_output = checked_update
+
+    @property
+    def scheduler(self) -> Any:
+        """The engine's scheduler."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def num_free(self) -> int:
+        """Free pages now."""
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def num_total(self) -> int:
+        """Pages of the pool, less the null page."""
+        return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1

@@ -1,0 +1,148 @@
+"""The engine's real Q, K, V of a run, replayed through the reference after every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.reference import Head, Strip, random_score
+from vllm_h2o.policy import ScoreKind
+from vllm_h2o.wire import RequestPlan
+from vllm_h2o.worker.attention import HeavyHitterImpl
+from vllm_h2o.worker.step import current_step
+
+TIE = 1e-5
+"""Relative distance of two scores at which float32 may order them either way."""
+
+Where = tuple[str, int, str]
+"""Layer name, KV head, request id."""
+
+
+@dataclass
+class Replay:
+    """Follows every layer, KV head and request of an engine with the reference, in float64.
+
+    Args:
+        scheduler: the engine's, for the lengths of prompts.
+        heads: the references.
+        retained: positions that the engine holds now.
+        num_compared: retained sets that were compared.
+        num_victims: victims that were compared.
+        num_ties: victims that differ, between scores closer than ``TIE``.
+        max_error: largest difference of an attention output from the reference's.
+
+    """
+
+    scheduler: Any
+    heads: dict[Where, Head] = field(default_factory=dict)
+    retained: dict[Where, frozenset[int]] = field(default_factory=dict)
+    num_compared: int = 0
+    num_victims: int = 0
+    num_ties: int = 0
+    max_error: float = 0.0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Replay:
+        """Follow every forward of the policy's attention from now on."""
+        original = HeavyHitterImpl.forward
+
+        def forward(impl: HeavyHitterImpl, layer: Any, *tensors: Any, **kwargs: Any) -> Any:
+            query, key, value, kv_cache, metadata, output = (*tensors, *kwargs.values())[:6]
+            result = original(impl, layer, query, key, value, kv_cache, metadata, output)
+            if metadata is not None and (metadata.decodes or metadata.prompts):
+                name = layer.layer_name
+                self.follow(impl, name, Page.of(kv_cache, impl.head_size), metadata, query, key, value, output)
+            return result
+
+        monkeypatch.setattr(HeavyHitterImpl, "forward", forward)
+        return self
+
+    def follow(
+        self,
+        impl: HeavyHitterImpl,
+        layer_name: str,
+        page: Page,
+        metadata: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """One layer of one step: all requests, all KV heads."""
+        step = current_step()
+        assert step is not None
+        order = step.row_order(None)[: len(step.plan.requests)]  # type: ignore[arg-type]
+        decodes, prompts = iter(range(len(order))), iter(metadata.prompts)
+        start = 0
+        for request_id in order:
+            plan = step.plan.requests[request_id]
+            tokens = slice(start, start := start + plan.num_new)
+            if plan.in_prompt:
+                rows, victims = next(prompts).rows, None
+            else:
+                row = next(decodes)
+                rows = metadata.decodes.rows[row]
+                assert impl.victims is not None
+                victims = impl.victims[metadata.decodes.owner[row]]
+            for head in range(impl.num_kv_heads):
+                where = (layer_name, head, request_id)
+                out = self._step(impl, where, plan, query[tokens], key[tokens], value[tokens])
+                group = slice(head * out.shape[1], (head + 1) * out.shape[1])
+                error = (out - output[tokens].view(*query[tokens].shape)[:, group].double()).abs()
+                self.max_error = max(self.max_error, float(error.max()))
+                self._compare(where, plan, page, rows[head], None if victims is None else victims[head])
+
+    def _step(
+        self,
+        impl: HeavyHitterImpl,
+        where: Where,
+        plan: RequestPlan,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        layer_name, head, request_id = where
+        if plan.logical_start == 0:
+            strip = Strip.empty(impl.head_size, torch.float64)
+            limits = (plan.capacity, plan.num_recent, plan.num_sinks, impl.scale)
+            self.heads[where] = Head(strip, *limits, accumulate=impl.score_kind is ScoreKind.SUM)
+        scores = None
+        if impl.score_kind is ScoreKind.RANDOM:
+            layer = extract_layer_index(layer_name)
+            positions = range(plan.logical_start, plan.logical_end)
+            scores = [random_score(plan.seed, layer, head, position) for position in positions]
+        grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
+        prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
+        ends_prompt = plan.in_prompt and plan.logical_end == prompt_len
+        return self.heads[where].step(
+            grouped[:, head], key[:, head].double(), value[:, head].double(), ends_prompt, scores
+        )
+
+    def _compare(
+        self, where: Where, plan: RequestPlan, page: Page, rows: torch.Tensor, victim: Any
+    ) -> None:
+        strip = self.heads[where].strip
+        slots = torch.arange(plan.resident_end)
+        positions = page.position[rows[slots // page.block_size], slots % page.block_size].tolist()
+        self.retained[where] = frozenset(positions)
+        assert len(self.retained[where]) == len(positions)
+        assert self.retained[where] == set(strip.position.tolist()), (where, plan)
+        self.num_compared += 1
+        if self.heads[where].victim is not None:
+            self.num_victims += 1
+            self._compare_victim(where, positions[int(victim)])
+
+    def _compare_victim(self, where: Where, position: int) -> None:
+        head = self.heads[where]
+        assert head.victim is not None
+        if int(head.strip.position[head.victim]) == position:
+            return
+        chosen = head.strip.position.tolist().index(position)
+        lowest, other = float(head.strip.score[head.victim]), float(head.strip.score[chosen])
+        assert abs(other - lowest) <= TIE * abs(lowest), (where, lowest, other)
+        self.num_ties += 1
+        head.victim = chosen

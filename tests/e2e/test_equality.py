@@ -1,0 +1,83 @@
+"""With a budget that does not bind, the tokens are stock vLLM's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm import RequestOutput
+
+from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_opt, token_ids
+from vllm_h2o.policy import POLICIES
+
+NEAR_TIE = 1e-4
+
+
+def mixed_prompts(tokens: list[int], count: int, longest: int) -> list[list[int]]:
+    """Pieces of a text, from one token to ``longest``."""
+    rng = random.Random(0)
+    lengths = [1, 2, 31, 32, 33, 64, longest]
+    lengths += [rng.randint(1, longest) for _ in range(count - len(lengths))]
+    starts = [rng.randrange(len(tokens) - longest) for _ in lengths]
+    return [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+
+
+def assert_same_tokens(stock: list[RequestOutput], ours: list[RequestOutput]) -> int:
+    """Equal, token by token; a difference is excused only at a near tie of stock's own top two.
+
+    Returns:
+        How many requests are excused.
+
+    """
+    excused = 0
+    for theirs, mine in zip(token_ids(stock), token_ids(ours), strict=True):
+        assert len(theirs) == len(mine)
+    for request, (a, b) in enumerate(zip(token_ids(stock), token_ids(ours), strict=True)):
+        different = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+        if not different:
+            continue
+        top = sorted((p.logprob for p in stock[request].outputs[0].logprobs[different[0]].values()))
+        assert top[-1] - top[-2] < NEAR_TIE, (request, different[0], top[-2:])
+        excused += 1
+    return excused
+
+
+def run(model: str, prompts: list[list[int]], policy: str | None, **kwargs: Any) -> Any:
+    """The outputs of one engine, with the top two log-probabilities at each token."""
+    options = kwargs.pop("options", None)
+    with engine(model, policy, options, **kwargs) as llm:
+        probe = Probe(llm) if policy else None
+        outputs = generate(llm, prompts, max_tokens=24, logprobs=2)
+        if probe:
+            assert probe.num_free == probe.num_total
+        return outputs
+
+
+@pytest.mark.parametrize("chunk", [64, 4096])
+def test_smollm2_budget_of_100_percent_equals_stock(chunk: int) -> None:
+    """32 prompts of mixed lengths, batched, with and without chunked prefill."""
+    model = smollm2()
+    tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
+    prompts = mixed_prompts(tokens, 32, longest=220)
+    settings = {"max_num_batched_tokens": chunk, "max_model_len": 256}
+    stock = run(model, prompts, None, **settings)
+    share = run(model, prompts, "h2o", options={"budget": 1.0}, **settings)
+    assert assert_same_tokens(stock, share) <= 1
+    if chunk == 64:
+        slots = run(model, prompts, "h2o", options={"budget": 245}, **settings)
+        assert assert_same_tokens(stock, slots) <= 1
+
+
+def test_opt_equals_stock(tmp_path: Path) -> None:
+    """Learned positions, every head its own K and V; each policy where its budget does not bind."""
+    model = tiny_opt(tmp_path)
+    prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 32, longest=220)
+    settings = {"max_num_batched_tokens": 64, "max_model_len": 256}
+    stock = run(model, prompts, None, **settings)
+    for policy in POLICIES:
+        options = None if policy == "full" else {"budget": 1.0}
+        ours = run(model, prompts, policy, options=options, **settings)
+        assert assert_same_tokens(stock, ours) <= 1

@@ -1,0 +1,87 @@
+"""What the engine keeps is what the reference keeps, in every layer and KV head, after every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, tiny_opt
+from tests.e2e.replay import Replay
+
+LENGTHS = (5, 31, 32, 33, 90, 150)
+"""Prompts shorter and longer than a capacity of 32."""
+
+CHARACTERS = [ord(c) % 256 for c in TEXT]
+
+
+def follow(
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    policy: str,
+    options: dict[str, Any],
+    prompts: list[list[int]],
+    **settings: Any,
+) -> Replay:
+    """Generate 40 tokens for each prompt, compared after every step."""
+    with monkeypatch.context() as patch, engine(model, policy, options, **settings) as llm:
+        probe = Probe(llm)
+        replay = Replay(probe.scheduler).install(patch)
+        generate(llm, prompts, max_tokens=40)
+        assert probe.num_free == probe.num_total
+    assert replay.num_compared > 0
+    assert replay.num_victims > 0
+    assert replay.num_ties <= replay.num_victims / 1000
+    assert replay.max_error < 1e-4
+    return replay
+
+
+@pytest.mark.parametrize("num_heads", [(4, 4), (6, 2), (8, 1)], ids=["gqa1", "gqa3", "gqa8"])
+def test_tiny_models_of_each_gqa_group(
+    num_heads: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """h2o with half heavy, half recent; (H, R) with R = 0 and with H = 0; two budgets."""
+    model = tiny_llama(tmp_path, *num_heads)
+    prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
+    for options in (
+        {"budget": 32},
+        {"budget": 48, "recent_ratio": 0.0},
+        {"budget": 32, "recent_ratio": 1.0},
+        {"budget": 32, "recent_ratio": 0.25, "num_sink_tokens": 3},
+    ):
+        follow(
+            monkeypatch, model, "h2o", options, prompts, block_size=16, max_num_batched_tokens=64
+        )
+
+
+@pytest.mark.parametrize("policy", ["local", "streaming", "random"])
+def test_the_other_policies(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """local is a sliding window of R + self, streaming is sinks + window; random is reproducible."""
+    model = tiny_opt(tmp_path)
+    prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
+    replay = follow(
+        monkeypatch, model, policy, {"budget": 32}, prompts, block_size=16, max_num_batched_tokens=64
+    )
+    for (_, _, request_id), retained in replay.retained.items():
+        end = LENGTHS[int(request_id.split("-")[0])] + 39  # the last token sampled is not computed
+        sinks = 4 if policy == "streaming" else 0
+        window = {*range(sinks), *range(end - 32 + sinks, end)}
+        if policy == "random":
+            assert set(range(end - 16, end)) < retained
+            assert retained != window
+        else:
+            assert retained == window
+
+
+def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real model: 30 layers, 3 KV heads, GQA 3."""
+    model = smollm2()
+    tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
+    prompts = [tokens[:20], tokens[100:190]]
+    replay = follow(monkeypatch, model, "h2o", {"budget": 32}, prompts, block_size=16)
+    different = {replay.retained[where] for where in replay.retained if where[2].startswith("1")}
+    assert len(different) > 60  # heads and layers choose for themselves
