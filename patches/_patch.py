@@ -19,6 +19,7 @@ SUPPORTED_VLLM = "0.32."
 """Prefix of the vLLM versions that the digests were taken from."""
 
 _MARK = "__vllm_h2o_original__"
+"""Attribute of a wrapper: what stood in its place, a staticmethod or classmethod as such."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,7 @@ class Symbol:
         if isinstance(node, ast.ClassDef):  # the function itself is generated
             owner = getattr(importlib.import_module(self.module), self.names[0])
             original = getattr(owner, self.names[1])
-            parameters = inspect.signature(getattr(original, _MARK, original)).parameters
-            return _hash(" ".join(parameters))
+            return _hash(" ".join(inspect.signature(_unmarked(original)).parameters))
         return digest(node)
 
     def file(self) -> Path:
@@ -128,7 +128,7 @@ class Patch:
         self.symbol.verify()
         installed = _function(self._raw())
         # functools.wraps copies the mark, too: a wrapper around ours shows by its __wrapped__.
-        original = getattr(installed, _MARK, installed)
+        original = _unmarked(installed)
         known = (str(self.symbol.file()), "<string>")
         for function in (installed, original):
             foreign = function is original and _home(function) not in known
@@ -147,16 +147,16 @@ class Patch:
         raw = self._raw()
         original = _function(raw)
         wrapper = self.wrap(original)
-        setattr(wrapper, _MARK, original)
+        setattr(wrapper, _MARK, raw)
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
             setattr(wrapper, attribute, getattr(original, attribute))
-        self._set(raw, wrapper)
+        kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None
+        self._set(kind(wrapper) if kind else wrapper)
 
     def revert(self) -> None:
         """Put the original back."""
         if self.is_applied:
-            raw = self._raw()
-            self._set(raw, getattr(_function(raw), _MARK))
+            self._set(getattr(_function(self._raw()), _MARK))
 
     def _owner(self) -> Any:
         owner: Any = importlib.import_module(self.symbol.module)
@@ -168,9 +168,8 @@ class Patch:
         """The attribute as it stands in its owner: a staticmethod or classmethod stays one."""
         return inspect.getattr_static(self._owner(), self.symbol.names[-1])
 
-    def _set(self, raw: Any, function: Callable[..., Any]) -> None:
-        kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None
-        setattr(self._owner(), self.symbol.names[-1], kind(function) if kind else function)
+    def _set(self, raw: Any) -> None:
+        setattr(self._owner(), self.symbol.names[-1], raw)
 
 
 def verify_version() -> None:
@@ -205,8 +204,8 @@ def verify_all(parts: Sequence[Symbol | Patch]) -> None:
 def digest(node: ast.AST) -> str:
     """12 hex digits of a definition: neither comments nor layout count.
 
-    Of the syntax tree, because the tokens of an f-string differ between Python 3.11 and 3.12. Fields
-    that are empty are left out: newer versions of Python have more of them.
+    Of the syntax tree, because the tokens of an f-string differ between Python 3.11 and 3.12.
+    Fields that are empty are left out: newer versions of Python have more of them.
     """
     return _hash(_shape(node))
 
@@ -254,6 +253,11 @@ def _function(raw: Any) -> Callable[..., Any]:
     if isinstance(raw, staticmethod | classmethod):
         return raw.__func__
     return raw  # type: ignore[no-any-return]
+
+
+def _unmarked(function: Any) -> Callable[..., Any]:
+    """The original below one of this package's wrappers; anything else as it is."""
+    return _function(getattr(function, _MARK, function))
 
 
 def _home(function: Any) -> str:

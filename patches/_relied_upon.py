@@ -1,4 +1,4 @@
-"""Symbols of vLLM that are not patched, but overridden or counted on: their bodies are verified, too."""
+"""Symbols of vLLM that are not patched, but overridden or counted on: verified like the patched."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from vllm_h2o.patches._patch import Symbol
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
+_RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 RELIED_UPON: tuple[Symbol, ...] = (
     # schedule() allocates slots exactly once for each request that it schedules, and starts with
@@ -18,10 +20,11 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(f"{_MANAGER}.allocate_new_blocks", "660850b46199"),
     Symbol(f"{_MANAGER}.pop_blocks_for_free", "74ba80779a77"),
     Symbol(f"{_MANAGER}.free", "06218d237019"),
-    # Both model runners build attention metadata inside Worker.execute_model; V1's rows are those of
-    # input_batch.req_ids, V2 names them in CommonAttentionMetadata.req_idx.
+    # Both model runners build attention metadata inside Worker.execute_model. V1's rows are those
+    # of input_batch.req_ids; V2 orders its own and names them in CommonAttentionMetadata.req_idx.
     Symbol("vllm.v1.worker.gpu_worker:Worker.execute_model", "d23383066806"),
-    Symbol("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata", "c6eb499c7fba"),
-    Symbol("vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", "72976ab315e4"),
+    Symbol(f"{_RUNNER_V1}._build_attention_metadata", "c6eb499c7fba"),
+    Symbol(f"{_RUNNER_V2}.execute_model", "72976ab315e4"),
+    Symbol(f"{_RUNNER_V2}.gather_batch_req_state", "beaf91514f56"),
     Symbol("vllm.v1.worker.gpu.attn_utils:build_attn_metadata", "9bdd0e85fa1b"),
 )

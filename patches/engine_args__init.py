@@ -19,13 +19,13 @@ from vllm_h2o.patches._patch import Patch, Symbol
 def wrap(original: Callable[..., None]) -> Callable[..., None]:
     """``original`` with the two arguments taken out before it is called."""
 
-    def __init__(
+    def init(
         self: Any, *args: Any, kv_policy: Any = None, kv_policy_config: Any = None, **kwargs: Any
     ) -> None:
         original(self, *args, **kwargs)
         fold_policy(self, kv_policy, kv_policy_config)
 
-    return __init__
+    return init
 
 
 PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.__init__", "4f32e0310dcd"), wrap)

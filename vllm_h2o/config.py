@@ -106,7 +106,8 @@ class KVPolicyConfig:
         if self.policy.evicts:
             # As it is written: in floating point, 0.07 of 1600 is a hair, and so a page, above 112.
             written = Fraction(str(self.budget))
-            slots = math.ceil(written * max_model_len if isinstance(self.budget, float) else written)
+            share = isinstance(self.budget, float)
+            slots = math.ceil(written * max_model_len if share else written)
             slots = min(max(slots, self.min_budget), max_model_len)
         self._check_slots(slots, f"that is {slots} slots of max_model_len={max_model_len}")
         return split_budget(slots, block_size, self.effective_recent_ratio, self.num_sinks)
@@ -127,17 +128,16 @@ class KVPolicyConfig:
                 f"kv_policy_config={options!r}",
                 f"a {type(options).__name__}",
                 "options are a mapping of field names to values",
-                'give a JSON object such as \'{"budget": 0.2}\'',
+                "give a JSON object such as '{\"budget\": 0.2}'",
             )
         merged = dict(options)
-        if name is not None:
-            if merged.setdefault("name", name) != name:
-                raise ConfigError(
-                    f"kv_policy={name!r} and name={merged['name']!r}",
-                    "two different policies",
-                    "an engine runs one policy",
-                    "name the policy once",
-                )
+        if name is not None and merged.setdefault("name", name) != name:
+            raise ConfigError(
+                f"kv_policy={name!r} and name={merged['name']!r}",
+                "two different policies",
+                "an engine runs one policy",
+                "name the policy once",
+            )
         known = [f.name for f in fields(cls)]
         for key in merged:
             if key not in known:
@@ -233,9 +233,7 @@ class KVPolicyConfig:
 
 
 def _is_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    )
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _number(value: object) -> object:
@@ -257,5 +255,5 @@ def _parse_json(text: str) -> object:
             f"kv_policy_config={text!r}",
             f"not JSON ({error})",
             "options are a JSON object",
-            'give e.g. \'{"budget": 0.2}\'',
+            "give e.g. '{\"budget\": 0.2}'",
         ) from error

@@ -137,7 +137,7 @@ _WHY_OPTION = {
     "scheduler_cls": "only its scheduler says which tokens stay",
     "worker_cls": "only its worker brings the scheduler's plan to the kernels",
     "attention_backend": "only its kernels keep scores and evict",
-    "enable_prefix_caching": "survivors are packed into a sequence's own pages, so no page is shared",
+    "enable_prefix_caching": "survivors are packed into a sequence's own pages: none is shared",
 }
 
 
@@ -278,8 +278,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "context parallelism",
-        lambda c: c.parallel_config.decode_context_parallel_size > 1
-        or c.parallel_config.prefill_context_parallel_size > 1,
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1
+            or c.parallel_config.prefill_context_parallel_size > 1
+        ),
         "ranks would hold different tokens of one sequence",
         "leave the context-parallel sizes at 1",
     ),

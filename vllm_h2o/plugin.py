@@ -88,12 +88,12 @@ def verify_for_policy() -> None:
 class _EnginePackage(ModuleType):
     """``vllm.engine`` while ``arg_utils`` is not there, or is being imported.
 
-    Python binds a submodule in its package as the last act of importing it. A finder would come too
-    late for ``from vllm import EngineArgs``, which asks for the platform halfway through the module.
+    Python binds a submodule in its package as the last act of importing it. A finder would come
+    too late for ``from vllm import EngineArgs``, which asks for the platform halfway through.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if name == _ENGINE_ARGS:
-            self.__class__ = ModuleType
+            self.__class__ = ModuleType  # type: ignore[assignment]
             register()

@@ -1,7 +1,7 @@
-"""What the scheduler tells the workers: integers only, one :class:`RequestPlan` per scheduled request.
+"""What the scheduler tells the workers: integers only, one :class:`RequestPlan` a request.
 
-The scheduler decides *how many* tokens of a request stay, the worker decides *which*; nothing travels
-back, so the plan is the same for every tensor- and pipeline-parallel rank.
+The scheduler decides *how many* tokens of a request stay, the worker decides *which*; nothing
+travels back, so the plan is the same for every tensor- and pipeline-parallel rank.
 """
 
 from __future__ import annotations

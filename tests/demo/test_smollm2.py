@@ -194,7 +194,7 @@ def test_transformers_loads_and_continues(folder: Path) -> None:
     )
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert prompt.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert prompt.startswith("<|im_start|>system\n") and "SmolLM" in prompt
     assert prompt.endswith("<|im_start|>assistant\n")
 
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -1,1 +1,1 @@
-"""Attention with scores, eviction and packing: ``reference`` is the truth, the rest are fast twins."""
+"""Attention with scores, eviction and packing: ``reference`` is the truth, the rest fast twins."""

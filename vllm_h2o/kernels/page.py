@@ -48,8 +48,8 @@ class Page:
         """View a layer's cache as pages. No copy.
 
         Args:
-            kv_cache: [num_blocks, num_kv_heads, N, C] as vLLM binds it, head-major, where C elements
-                hold one slot's K, V, score and position.
+            kv_cache: [num_blocks, num_kv_heads, N, C] as vLLM binds it, head-major, where C
+                elements hold one slot's K, V, score and position.
             head_size: D, of K and of V.
 
         Raises:
@@ -60,8 +60,8 @@ class Page:
         size = kv_cache.element_size()
         if content * size != 2 * head_size * size + 8:
             raise ValueError(
-                f"a slot of {content * size} bytes does not hold K and V of {head_size} x {size} bytes "
-                "and 8 bytes of score and position"
+                f"a slot of {content * size} bytes does not hold K and V of {head_size} x {size} "
+                "bytes and 8 bytes of score and position"
             )
         if (
             kv_cache.stride(0) != num_kv_heads * kv_cache.stride(1)

@@ -62,11 +62,11 @@ class Strip:
 def attend_and_score(
     query: torch.Tensor, strip: Strip, scale: float, accumulate: bool = True
 ) -> torch.Tensor:
-    """``P = softmax(q K^T * scale + causal); out = P V; score[j] += sum over queries, group of P[., j]``.
+    """``P = softmax(q K^T * scale + causal); out = P V; score[j] += sum_{queries, group} P[., j]``.
 
     Args:
-        query: [T, G, D], of the T newest tokens, whose K and V are in the last T slots (T > 1) or in
-            any one slot (T = 1).
+        query: [T, G, D], of the T newest tokens, whose K and V are in the last T slots (T > 1) or
+            in any one slot (T = 1).
         strip: written: scores, unless ``accumulate`` is False.
         scale: of the logits.
         accumulate: whether probabilities are added to the scores.

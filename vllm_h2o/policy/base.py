@@ -12,7 +12,7 @@ class ScoreKind(str, Enum):
     SUM = "sum"
     """Accumulated attention probability, float32."""
     RANDOM = "random"
-    """A pseudo-random number per (seed, layer, KV head, position), fixed when the token is stored."""
+    """A pseudo-random number per (seed, layer, KV head, position), drawn when a token is stored."""
     NONE = "none"
     """No score: position alone decides."""
 

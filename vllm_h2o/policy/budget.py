@@ -47,7 +47,7 @@ class Budget:
 
 
 def minimum_slots(recent_ratio: float, num_sinks: int) -> int:
-    """Fewest slots with which a sequence can go on: sinks, one recent token if any, the next token."""
+    """Fewest slots with which a sequence goes on: sinks, a recent token if any, the next token."""
     return num_sinks + (1 if recent_ratio > 0 else 0) + 1
 
 
@@ -57,8 +57,8 @@ def split_budget(slots: int, block_size: int, recent_ratio: float, num_sinks: in
     Args:
         slots: slots asked for, at least ``minimum_slots(recent_ratio, num_sinks)``.
         block_size: slots of a page.
-        recent_ratio: share of the kept tokens beyond the sinks that is the recent window, in [0, 1];
-            a half rounds in favour of the recent window.
+        recent_ratio: share of the kept tokens beyond the sinks that is the recent window, in
+            [0, 1]; a half rounds in favour of the recent window.
         num_sinks: first positions that are never evicted.
 
     """

@@ -24,8 +24,8 @@ class Residency:
     Args:
         logical_len: tokens computed.
         resident_len: slots in use.
-        prompt_end: tokens to be computed before the first eviction. For a resumed request this counts
-            what it had generated, too: all of it is computed again.
+        prompt_end: tokens to be computed before the first eviction. For a resumed request this
+            counts what it had generated, too: all of it is computed again.
 
     """
 

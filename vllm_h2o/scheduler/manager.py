@@ -111,7 +111,7 @@ class HeavyHitterManager(FullAttentionManager):
         """Count every page and every length.
 
         Raises:
-            IntegrityError: with all numbers, when one page is lost, held twice, or belongs to nobody.
+            IntegrityError: with all numbers, when a page is lost, held twice, or belongs to nobody.
 
         """
         held = [block for blocks in self.req_to_blocks.values() for block in blocks]
@@ -124,8 +124,7 @@ class HeavyHitterManager(FullAttentionManager):
             request_id: (len(self.req_to_blocks[request_id]), residency)
             for request_id, residency in self.ledger.residencies.items()
             if request_id not in self._packed
-            and len(self.req_to_blocks[request_id])
-            != self.ledger.num_pages(residency.resident_len)
+            and len(self.req_to_blocks[request_id]) != self.ledger.num_pages(residency.resident_len)
         }
         if (
             num_free + len(held) != total
@@ -138,8 +137,8 @@ class HeavyHitterManager(FullAttentionManager):
             raise IntegrityError(
                 f"pages: {num_free} free + {len(held)} held of {total}; {len(set(ids))} different; "
                 f"reference count not 1: {wrong_refs}; owners without lengths or lengths without "
-                f"owners: {owners ^ set(self.ledger.residencies)}; (pages, lengths) that do not fit: "
-                f"{misfits}"
+                f"owners: {owners ^ set(self.ledger.residencies)}; (pages, lengths) that do not "
+                f"fit: {misfits}"
             )
 
 

@@ -21,9 +21,9 @@ from vllm_h2o.worker.metadata import HeavyHitterMetadata
 class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
     """Attention over the resident slots of each KV head.
 
-    ``victims`` ([num_blocks, num_kv_heads], int32) keeps, under a full request's first block, the slot
-    that its next token takes in each KV head. It is written before it is read: a request becomes full
-    in a step that selects, and a block's next owner is not full.
+    ``victims`` ([num_blocks, num_kv_heads], int32) keeps, under a full request's first block, the
+    slot that its next token takes in each KV head. It is written before it is read: a request
+    becomes full in a step that selects, and a block's next owner is not full.
     """
 
     def __init__(

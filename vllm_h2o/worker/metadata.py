@@ -36,8 +36,8 @@ class HeavyHitterMetadata(AttentionMetadata):
 class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
     """Builds :class:`HeavyHitterMetadata` from the published step.
 
-    Outside a step (warm-up, profiling, capture) it builds empty metadata, with which attention reads
-    and writes nothing.
+    Outside a step (warm-up, profiling, capture) it builds empty metadata, with which attention
+    reads and writes nothing.
     """
 
     def __init__(

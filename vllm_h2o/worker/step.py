@@ -98,7 +98,7 @@ class PublishesSteps:
         """
         if not hasattr(scheduler_output, "residency_plan"):
             raise IntegrityError(
-                "a step reached the worker without a plan: the scheduler is not HeavyHitterScheduler"
+                "a step reached the worker without a plan: HeavyHitterScheduler did not schedule it"
             )
         rows = v2_row_order if self.use_v2_model_runner else v1_row_order
         with publish(Step(scheduler_output.residency_plan, rows(self.model_runner))):

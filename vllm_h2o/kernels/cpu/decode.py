@@ -1,7 +1,7 @@
 """One new token for each of B requests: store, attend, score, select.
 
-Twins of ``reference.Strip.store``, ``attend_and_score`` and ``select_victims``, batched over requests
-and KV heads.
+Twins of ``reference.Strip.store``, ``attend_and_score`` and ``select_victims``, batched over
+requests and KV heads.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from vllm_h2o.kernels.page import Page
 
 QUERY_TILE = 128
-"""Queries whose probabilities are held at once: memory is num_heads * QUERY_TILE * length floats."""
+"""Queries whose probabilities are held at once: num_heads * QUERY_TILE * length floats."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def attend_and_score(
         last_seen = torch.arange(chunk.start + first, visible, device=query.device)
         hidden = torch.arange(visible, device=query.device) > last_seen[:, None]
         probs = torch.softmax(logits.masked_fill_(hidden, float("-inf")), dim=-1)
-        out[:, :, first:last] = torch.matmul(
-            probs.flatten(1, 2), value[:, :visible]
-        ).unflatten(1, (-1, last - first))
+        out[:, :, first:last] = torch.matmul(probs.flatten(1, 2), value[:, :visible]).unflatten(
+            1, (-1, last - first)
+        )
         if accumulate:
             received[:, :visible] += probs.sum(dim=(1, 2))
     if accumulate:

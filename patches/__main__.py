@@ -1,0 +1,114 @@
+"""What this folder holds, for its README, and what is installed, for maintainers.
+
+::
+
+    python -m vllm_h2o.patches                             the README, printed
+    python -m vllm_h2o.patches --write                     the README, written
+    VLLM_PLUGINS= python -m vllm_h2o.patches --digests     each symbol with its installed digest
+
+``VLLM_PLUGINS=`` keeps the plugin itself, which refuses a vLLM that it does not know, out of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+from types import ModuleType
+
+from vllm_h2o import patches
+from vllm_h2o.errors import PatchError
+from vllm_h2o.patches._patch import SUPPORTED_VLLM, Symbol
+
+README = Path(__file__).with_name("README.md")
+LABELS = ("Symbol", "Why no seam", "What changes", "Upstream", "Drop when")
+"""What the docstring of every patch says, in this order."""
+_COLUMNS = ("What changes", "Why no seam", "Upstream", "Drop when")
+
+_TEXT = f"""# Patches of vLLM
+
+<!-- Written from the docstrings by `python -m vllm_h2o.patches --write`; a test compares. -->
+
+One file wraps one function of vLLM, where vLLM has no registry or option for what is needed, and
+calls the original exactly once. Before the first is applied, all are verified: vLLM is
+{SUPPORTED_VLLM}x, the function's syntax tree has the known digest, nobody else has wrapped it.
+Otherwise the plugin refuses to start and says which function differs, and where.
+
+{{patches}}
+
+*Always* means wherever the plugin is loaded: without a policy these pass everything through.
+*With a policy* means in a worker that runs one, and nowhere else.
+
+## Relied upon
+
+Not patched, but overridden or counted on, and verified in the same way when a policy is asked for:
+
+{{relied_upon}}
+
+## A new vLLM
+
+`VLLM_PLUGINS= python -m vllm_h2o.patches --digests` prints what is installed. For each digest that
+differs, read the function's change first, then the wrapper or override that stands on it, and only
+then enter the digest.
+"""
+
+
+def modules() -> list[ModuleType]:
+    """The modules that hold a patch, in the order in which the patches are applied."""
+    names = [info.name for info in pkgutil.iter_modules(patches.__path__)]
+    found = [importlib.import_module(f"{patches.__name__}.{n}") for n in names if n[0] != "_"]
+    order = [*patches.ALWAYS, *patches.WITH_POLICY]
+    return sorted(found, key=lambda module: order.index(module.PATCH))
+
+
+def labelled(docstring: str) -> dict[str, str]:
+    """The labelled lines of a patch's docstring, continuation lines joined."""
+    pattern = rf"^({'|'.join(LABELS)}): (.+(?:\n +.+)*)"
+    lines = re.findall(pattern, docstring, flags=re.MULTILINE)
+    return {label: " ".join(text.split()) for label, text in lines}
+
+
+def readme() -> str:
+    """The README, from the docstrings."""
+    heads = ("file", "applied", *(label.lower() for label in _COLUMNS))
+    rows = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    for module in modules():
+        name = module.__name__.rpartition(".")[2]
+        said = labelled(module.__doc__ or "")
+        when = "always" if module.PATCH in patches.ALWAYS else "with a policy"
+        cells = [f"[`{name}`]({name}.py)", when, *(said[label].rstrip(".") for label in _COLUMNS)]
+        rows.append(f"| {' | '.join(cells)} |".replace("``", "`"))
+    relied_upon = (f"- `{symbol.path}`" for symbol in patches.RELIED_UPON)
+    return _TEXT.format(patches="\n".join(rows), relied_upon="\n".join(relied_upon))
+
+
+def digests() -> str:
+    """One line a symbol: the digest of what is installed, whether it is known, and the path."""
+    patched: list[Symbol] = [module.PATCH.symbol for module in modules()]
+    lines = []
+    for symbol in [*patched, *patches.RELIED_UPON]:
+        try:
+            found = symbol.found_digest()
+        except PatchError:
+            found = "missing     "
+        known = "as known" if found == symbol.digest else "CHANGED "
+        lines.append(f"{found} {known} {symbol.path}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Do what the command line asks."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_h2o.patches", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {README.name}")
+    parser.add_argument("--digests", action="store_true", help="print what is installed")
+    arguments = parser.parse_args()
+    if arguments.write:
+        README.write_text(readme(), encoding="utf-8")
+    else:
+        print(digests() if arguments.digests else readme(), end="")
+
+
+if __name__ == "__main__":
+    main()

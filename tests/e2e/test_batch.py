@@ -1,0 +1,89 @@
+"""A request does not notice its neighbours, nor a pool that is too small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, token_ids
+from tests.e2e.replay import Replay
+
+CHARACTERS = [ord(c) % 256 for c in TEXT]
+
+
+def test_alone_and_among_fifteen_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same retained sets in every layer and head, and the same tokens."""
+    model = smollm2()
+    tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
+    one = tokens[300:370]
+    others = [tokens[50 * i : 50 * i + 10 + 7 * i] for i in range(15)]
+    with monkeypatch.context() as patch, engine(model, "h2o", {"budget": 32}, block_size=16) as llm:
+        replay = Replay(Probe(llm).scheduler).install(patch)
+        alone = token_ids(generate(llm, [one], max_tokens=32))[0]
+        kept_alone = {where[:2]: kept for where, kept in replay.retained.items()}
+        replay.retained.clear()
+        among = token_ids(generate(llm, [*others[:7], one, *others[7:]], max_tokens=32))[7]
+    kept_among = {
+        where[:2]: kept for where, kept in replay.retained.items() if where[2].startswith("8-")
+    }
+    assert among == alone
+    assert len(kept_alone) == 90
+    assert kept_among == kept_alone
+
+
+def test_full_in_a_small_pool_gives_the_tokens_of_a_large_one(tmp_path: Path) -> None:
+    """Forced preemptions: everything is computed again, and nothing changes."""
+    model = tiny_llama(tmp_path, 4, 4)
+    prompts = [CHARACTERS[n : n + 20 + 5 * n] for n in range(12)]
+    results = {}
+    for pages in (500, 24):
+        with engine(
+            model, "full", num_gpu_blocks_override=pages, max_model_len=256, block_size=16
+        ) as llm:
+            probe = Probe(llm)
+            results[pages] = token_ids(generate(llm, prompts, max_tokens=60))
+            assert (probe.num_preemptions > 5) == (pages == 24)
+            assert probe.num_free == probe.num_total == pages - 1
+    assert results[24] == results[500]
+
+
+def test_h2o_in_a_small_pool_completes(tmp_path: Path) -> None:
+    """Preempted requests begin again with what they had generated as their prompt, and finish."""
+    model = tiny_llama(tmp_path, 4, 4)
+    prompts = [CHARACTERS[n : n + 20 + 5 * n] for n in range(12)]
+    with engine(
+        model,
+        "h2o",
+        {"budget": 96},
+        num_gpu_blocks_override=24,
+        max_model_len=256,
+        block_size=16,
+        max_num_batched_tokens=64,
+    ) as llm:
+        probe = Probe(llm)
+        outputs = token_ids(generate(llm, prompts, max_tokens=150))
+        assert probe.num_preemptions > 0
+        assert probe.num_free == probe.num_total
+    assert [len(tokens) for tokens in outputs] == [150] * 12
+
+
+def test_more_sequences_run_at_once(tmp_path: Path) -> None:
+    """The pool that holds 3 full sequences of stock vLLM runs 12 at a quarter of the budget."""
+    model = tiny_llama(tmp_path, 4, 4)
+    prompts = [CHARACTERS[n : n + 40] for n in range(12)]
+    running = {}
+    for policy, options in (("full", None), ("h2o", {"budget": 64})):
+        with engine(
+            model, policy, options, num_gpu_blocks_override=49, max_model_len=256, block_size=16
+        ) as llm:
+            probe = Probe(llm)
+            generate(llm, prompts, max_tokens=200)
+            running[policy] = max(len(step) for step in probe.held[-60:])
+            if policy == "h2o":
+                assert probe.num_preemptions == 0
+                past_prompt = probe.held[5:]
+                assert max(max(step.values(), default=0) for step in past_prompt) == 4
+    assert running["h2o"] == 12
+    assert running["full"] <= 4

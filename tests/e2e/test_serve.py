@@ -1,0 +1,200 @@
+"""As users run it: ``vllm serve`` and ``vllm bench`` with the engine in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import smollm2
+
+VLLM = str(Path(sys.executable).with_name("vllm"))
+ENVIRONMENT = {
+    **os.environ,
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+ENGINE = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=512",
+    "--block-size=16",
+    "--kv-policy=h2o",
+)
+TIMEOUT = 300
+
+
+class Server:
+    """A ``vllm serve`` process on a free port."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log = log
+        command = [VLLM, "serve", smollm2(), "--host=127.0.0.1", f"--port={self.port}", *flags]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=ENVIRONMENT
+            )
+
+    def wait(self) -> None:
+        """Return when the server answers."""
+        end = time.monotonic() + TIMEOUT
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def get(self, path: str) -> str:
+        """The body at ``path``."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return answer.read().decode()
+
+    def complete(self, **body: Any) -> tuple[int, dict[str, Any]]:
+        """Status and answer of a completion request."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            data=json.dumps({"model": smollm2(), "temperature": 0, **body}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with 64 slots a sequence."""
+    server = Server(
+        tmp_path_factory.mktemp("serve") / "log", *ENGINE, "--kv-policy-config.budget=64"
+    )
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.process.terminate()
+        server.process.wait(60)
+
+
+def test_it_says_what_the_budget_means(server: Server) -> None:
+    """One line at start: capacity, heavy, recent, pages, and sequences against stock vLLM."""
+    meaning = re.search(
+        r"h2o: a sequence holds at most 64 tokens \(31 heavy, 32 recent, 0 sinks, 1 in turn\) = "
+        r"4 pages of 16; the pool of (\d+) pages holds (\d+) sequences of max_model_len=512 at "
+        r"once, stock vLLM in the same memory (\d+)\.",
+        server.log.read_text(),
+    )
+    assert meaning is not None
+    pages, ours, stock = map(int, meaning.groups())
+    assert ours == pages // 4
+    assert stock <= ours / 7
+
+
+def test_it_completes(server: Server) -> None:
+    """A long prompt and a long answer, several times the budget."""
+    prompt = "The old sailor told us about the storm. " * 20
+    status, answer = server.complete(prompt=prompt, max_tokens=100, ignore_eos=True)
+    assert status == 200, answer
+    assert answer["usage"] == {"prompt_tokens": 181, "completion_tokens": 100, "total_tokens": 281} | {
+        key: value for key, value in answer["usage"].items() if key.endswith("details")
+    }
+    again = server.complete(prompt=prompt, max_tokens=100, ignore_eos=True)[1]
+    assert again["choices"][0]["text"] == answer["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "x " * 600, "max_tokens": 5},
+        {"prompt": "x", "max_tokens": -1},
+        {"prompt": "x", "max_tokens": 100000},
+        {"prompt": [10**9], "max_tokens": 5},
+        {"prompt": "x", "max_tokens": 5, "temperature": -2},
+    ],
+    ids=["long prompt", "negative", "too many tokens", "no such token", "temperature"],
+)
+def test_bad_requests_are_refused_and_harm_nobody(server: Server, body: dict[str, Any]) -> None:
+    """The client gets a 400; the server answers the next request."""
+    status, answer = server.complete(**body)
+    assert status == 400, answer
+    assert server.complete(prompt="Hello", max_tokens=3)[0] == 200
+
+
+def test_every_sampling_feature_runs_past_the_budget(server: Server) -> None:
+    """Parallel samples, log-probabilities of prompt and output, penalties, streaming left half-way."""
+    prompt = "One day a fox met a crow. " * 15
+    status, answer = server.complete(
+        prompt=prompt, max_tokens=40, n=3, temperature=0.8, seed=1, logprobs=2, echo=True,
+        presence_penalty=0.5, ignore_eos=True,
+    )  # fmt: skip
+    assert status == 200, answer
+    assert len(answer["choices"]) == 3
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/completions",
+        data=json.dumps({"model": smollm2(), "prompt": prompt, "max_tokens": 300, "stream": True}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as stream:
+        assert stream.readline().startswith(b"data:")
+    assert server.complete(prompt="Hello", max_tokens=3)[0] == 200
+
+
+def test_pages_are_free_again_when_all_is_done(server: Server) -> None:
+    """Read from vLLM's own metrics."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        usage = re.search(r"^vllm:kv_cache_usage_perc{.*} (.*)$", server.get("/metrics"), re.M)
+        assert usage is not None
+        if float(usage.group(1)) == 0.0:
+            return
+        time.sleep(0.5)
+    raise AssertionError(usage.group(0))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["throughput", "--num-prompts=8", "--dataset-name=random", "--random-input-len=96",
+         "--random-output-len=48"],
+        ["latency", "--batch-size=4", "--input-len=96", "--output-len=16", "--num-iters=1",
+         "--num-iters-warmup=1"],
+    ],
+    ids=["throughput", "latency"],
+)  # fmt: skip
+def test_vllm_bench_takes_the_flags(command: list[str]) -> None:
+    """It runs to its end, with the policy on."""
+    done = subprocess.run(
+        [VLLM, "bench", *command, f"--model={smollm2()}", *ENGINE,
+         "--kv-policy-config", '{"budget": 0.125}'],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "h2o: a sequence holds at most 64 tokens" in done.stdout + done.stderr
+    assert re.search(r"Throughput: .* tokens/s|Avg latency: .* seconds", done.stdout)
+
+
+def test_a_server_with_a_bad_budget_stops_at_once(tmp_path: Path) -> None:
+    """The message is the last thing on the screen."""
+    server = Server(tmp_path / "log", *ENGINE, "--kv-policy-config.budget=1.5")
+    assert server.process.wait(TIMEOUT) != 0
+    text = server.log.read_text()
+    assert "kv-policy: asked: budget=1.5; is:" in text.strip().splitlines()[-1]

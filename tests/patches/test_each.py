@@ -1,0 +1,221 @@
+"""Every patch and every symbol that is relied upon, on the installed vLLM."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_h2o import patches
+from vllm_h2o.errors import PatchError
+from vllm_h2o.patches import __main__ as described
+from vllm_h2o.patches._patch import Patch, Symbol
+
+MODULES = described.modules()
+NAMES = [module.__name__.rpartition(".")[2] for module in MODULES]
+each_module = pytest.mark.parametrize("module", MODULES, ids=NAMES)
+each_relied_upon = pytest.mark.parametrize(
+    "symbol", patches.RELIED_UPON, ids=[symbol.path for symbol in patches.RELIED_UPON]
+)
+
+
+@pytest.fixture
+def patch(module: ModuleType) -> Iterator[Patch]:
+    """The module's patch, reverted; whether it was applied is restored after the test."""
+    patch: Patch = module.PATCH
+    was_applied = patch.is_applied
+    patch.revert()
+    yield patch
+    patch.apply() if was_applied else patch.revert()
+
+
+def raw(symbol: Symbol) -> Any:
+    """What stands at the symbol now."""
+    owner: Any = __import__(symbol.module, fromlist=["x"])
+    for name in symbol.names[:-1]:
+        owner = getattr(owner, name)
+    return inspect.getattr_static(owner, symbol.names[-1])
+
+
+@each_module
+def test_applies_and_reverts(module: ModuleType, patch: Patch) -> None:
+    """The installed function is the known one, is wrapped once, and comes back as it was."""
+    patch.verify()
+    stock = raw(patch.symbol)
+    patch.apply()
+    wrapped = raw(patch.symbol)
+    assert wrapped is not stock and type(wrapped) is type(stock)
+    patch.verify()
+    patch.apply()
+    assert raw(patch.symbol) is wrapped
+    patch.revert()
+    assert raw(patch.symbol) is stock
+
+
+@each_module
+def test_refuses_another_body(module: ModuleType) -> None:
+    """The digest is compared, not merely kept."""
+    symbol: Symbol = module.PATCH.symbol
+    with pytest.raises(PatchError, match=f"its digest is {symbol.digest}, not 0+, at /.*:[0-9]+"):
+        Patch(Symbol(symbol.path, "0" * 12), module.PATCH.wrap).verify()
+
+
+class Counter:
+    """Stands for the original: remembers how it was called."""
+
+    def __init__(self, result: Callable[..., Any]) -> None:
+        self.result, self.calls = result, []  # type: list[tuple[Any, ...]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, kwargs))
+        return self.result(*args, **kwargs)
+
+
+def engine_args(**options: Any) -> SimpleNamespace:
+    """The part of EngineArgs that the patches touch."""
+    return SimpleNamespace(additional_config={}, **options)
+
+
+CUSTOM, OTHER = AttentionBackendEnum.CUSTOM, AttentionBackendEnum.CPU_ATTN
+CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]]] = {
+    # name -> (arguments, keywords, the keywords that the original gets)
+    "engine_args__init": [
+        ((engine_args(), "m"), {"seed": 1}, {"seed": 1}),
+        ((engine_args(), "m"), {"seed": 1, "kv_policy": "h2o"}, {"seed": 1}),
+        ((engine_args(),), {"kv_policy": "h2o", "kv_policy_config": {"budget": 9}}, {}),
+    ],
+    "engine_args__add_cli_args": [((ArgumentParser(),), {}, {})],
+    "engine_args__from_cli_args": [
+        ((SimpleNamespace, SimpleNamespace(model="m")), {}, {}),
+        ((SimpleNamespace, SimpleNamespace(kv_policy="h2o", kv_policy_config=None)), {}, {}),
+    ],
+    "engine_args__create_engine_config": [
+        ((engine_args(),), {"headless": True}, {"headless": True}),
+        ((engine_args(), "context"), {}, {}),
+    ],
+    "cpu_platform__get_attn_backend_cls": [
+        ((object, OTHER, "selector"), {"num_heads": 4}, {"num_heads": 4}),
+        ((object, CUSTOM, "selector"), {}, {}),
+        ((object, None, "selector"), {}, {}),
+    ],
+}
+CALLS["async_engine_args__init"] = CALLS["engine_args__init"]
+RESULTS: dict[str, Callable[..., Any]] = {
+    "engine_args__init": lambda *_, **__: None,
+    "async_engine_args__init": lambda *_, **__: None,
+    "engine_args__add_cli_args": lambda parser: parser,
+    "engine_args__from_cli_args": lambda cls, args: engine_args(),
+}
+
+
+@each_module
+def test_calls_the_original_exactly_once(module: ModuleType) -> None:
+    """With its own arguments and without ours, whether a policy is asked for or not."""
+    name = module.__name__.rpartition(".")[2]
+    for args, keywords, passed_on in CALLS[name]:
+        original = Counter(RESULTS.get(name, lambda *_, **__: "stock"))
+        module.PATCH.wrap(original)(*args, **keywords)
+        assert original.calls == [(args, passed_on)]
+
+
+@each_module
+def test_has_one_call_and_no_logic(module: ModuleType) -> None:
+    """The source calls the original in one place, and neither loops, branches nor catches."""
+    tree = ast.parse(inspect.getsource(module))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    shared = module.wrap.__module__ != module.__name__
+    assert sum(ast.unparse(call.func) == "original" for call in calls) == (0 if shared else 1)
+    forbidden = ast.For | ast.While | ast.Try | ast.If | ast.With
+    assert not [node for node in ast.walk(tree) if isinstance(node, forbidden)]
+
+
+def test_cpu_platform_honours_the_custom_backend_alone() -> None:
+    """Any other selection, and none, gets what the platform says."""
+    wrap = patches.cpu_platform__get_attn_backend_cls.wrap(lambda *_, **__: "stock")
+    assert wrap(object, OTHER) == wrap(object, None) == "stock"
+    assert wrap(object, CUSTOM) == CUSTOM.get_path()
+
+
+@each_module
+def test_docstring(module: ModuleType) -> None:
+    """A summary and five labelled lines in order; the first names the symbol that is patched."""
+    docstring = module.__doc__ or ""
+    labels = re.findall(r"^(\w[\w ]+): ", docstring, flags=re.MULTILINE)
+    assert labels == list(described.LABELS)
+    said = described.labelled(docstring)
+    assert all(text.endswith(".") for label, text in said.items() if label != "Symbol")
+    assert said["Symbol"] == module.PATCH.symbol.path
+
+
+@each_module
+def test_file_is_named_after_the_symbol(module: ModuleType) -> None:
+    """``EngineArgs.from_cli_args`` is in ``engine_args__from_cli_args.py``."""
+    owner, function = module.PATCH.symbol.names
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", owner).lower()
+    assert module.__name__.rpartition(".")[2] == f"{snake}__{function.strip('_')}"
+
+
+def test_every_file_is_in_use() -> None:
+    """No patch lies about unused, and none is applied twice."""
+    used = [*patches.ALWAYS, *patches.WITH_POLICY]
+    assert [module.PATCH for module in MODULES] == used
+    assert len({patch.symbol.path for patch in used}) == len(used)
+
+
+@each_relied_upon
+def test_relied_upon_holds(symbol: Symbol) -> None:
+    """What is overridden or counted on is what is installed."""
+    symbol.verify()
+
+
+@each_relied_upon
+def test_relied_upon_is_compared(symbol: Symbol) -> None:
+    """Another body is refused, by name."""
+    with pytest.raises(PatchError, match=re.escape(symbol.path)):
+        Symbol(symbol.path, "0" * 12).verify()
+
+
+def test_both_model_runners_are_relied_upon() -> None:
+    """Where V1 and Model Runner V2 run a step and make attention metadata, both are verified."""
+    paths = {symbol.path.removeprefix("vllm.v1.worker.") for symbol in patches.RELIED_UPON}
+    assert paths >= {
+        "gpu_worker:Worker.execute_model",
+        "gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        "gpu.model_runner:GPUModelRunner.execute_model",
+        "gpu.model_runner:GPUModelRunner.gather_batch_req_state",
+        "gpu.attn_utils:build_attn_metadata",
+    }
+
+
+def test_readme_is_in_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README is what the command writes."""
+    committed = described.README.read_text()
+    monkeypatch.setattr(described, "README", tmp_path / "README.md")
+    monkeypatch.setattr("sys.argv", ["patches", "--write"])
+    described.main()
+    written = described.README.read_text()
+    assert committed == written, "run: python -m vllm_h2o.patches --write"
+    assert all(f"[`{name}`]({name}.py)" in written for name in NAMES)
+    assert all(f"`{symbol.path}`" in written for symbol in patches.RELIED_UPON)
+
+
+def test_digests_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A maintainer sees every symbol, and which of them changed or is gone."""
+    relied_upon = (Symbol("vllm.engine.arg_utils:EngineArgs.gone", "0" * 12), *patches.RELIED_UPON)
+    monkeypatch.setattr(patches, "RELIED_UPON", relied_upon)
+    monkeypatch.setattr("sys.argv", ["patches", "--digests"])
+    described.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(MODULES) + len(relied_upon)
+    gone = [line for line in lines if "as known" not in line]
+    assert [line.split() for line in gone] == [["missing", "CHANGED", relied_upon[0].path]]

@@ -1,0 +1,92 @@
+"""How slots are divided."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_h2o.policy import POLICIES, Budget, ScoreKind, split_budget
+from vllm_h2o.policy.budget import minimum_slots
+
+ratios = st.floats(0, 1)
+sinks = st.integers(0, 64)
+block_sizes = st.sampled_from([1, 2, 8, 16, 32, 64, 128])
+
+
+@given(st.integers(0, 1 << 20), block_sizes, ratios, sinks)
+def test_parts_make_the_whole(
+    above_least: int, block_size: int, recent_ratio: float, num_sinks: int
+) -> None:
+    """Whole pages; sinks, heavy and recent fill all but the slot of the next token."""
+    slots = minimum_slots(recent_ratio, num_sinks) + above_least
+    budget = split_budget(slots, block_size, recent_ratio, num_sinks)
+    assert budget.capacity % block_size == 0
+    assert slots <= budget.capacity < slots + block_size
+    assert budget.kept == budget.capacity - 1
+    assert budget.num_sinks + budget.num_heavy + budget.num_recent == budget.kept
+    assert min(budget.num_heavy, budget.num_recent) >= 0
+    assert budget.num_sinks == num_sinks
+
+
+@given(st.integers(2, 4096), block_sizes, ratios, ratios)
+def test_more_ratio_is_no_less_recent(slots: int, block_size: int, a: float, b: float) -> None:
+    """The recent window grows with its share, and misses it by half a token at most."""
+    low, high = sorted((a, b))
+    first = split_budget(slots, block_size, low, 0)
+    second = split_budget(slots, block_size, high, 0)
+    assert first.num_recent <= second.num_recent
+    assert abs(second.num_recent - high * second.kept) <= 0.5 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("slots", "block_size", "recent_ratio", "num_sinks", "expected"),
+    [
+        (64, 16, 0.5, 0, Budget(64, 31, 32, 0)),  # an odd rest: half a token goes to the recent
+        (65, 16, 0.5, 0, Budget(80, 39, 40, 0)),
+        (64, 16, 0.5, 1, Budget(64, 31, 31, 1)),
+        (64, 16, 0.0, 0, Budget(64, 63, 0, 0)),
+        (64, 16, 1.0, 4, Budget(64, 0, 59, 4)),
+        (1, 1, 0.0, 0, Budget(1, 0, 0, 0)),
+        (2, 1, 1.0, 0, Budget(2, 0, 1, 0)),
+        (6, 1, 0.5, 4, Budget(6, 0, 1, 4)),
+        (410, 128, 0.25, 0, Budget(512, 383, 128, 0)),
+    ],
+)
+def test_examples(
+    slots: int, block_size: int, recent_ratio: float, num_sinks: int, expected: Budget
+) -> None:
+    """Numbers worked out by hand."""
+    assert split_budget(slots, block_size, recent_ratio, num_sinks) == expected
+
+
+@given(st.floats(1e-9, 1), sinks)
+def test_the_least_budget(recent_ratio: float, num_sinks: int) -> None:
+    """With pages of one slot, the one token beside the sinks is recent from a half on."""
+    slots = minimum_slots(recent_ratio, num_sinks)
+    budget = split_budget(slots, 1, recent_ratio, num_sinks)
+    assert (budget.num_recent, budget.num_heavy) == ((1, 0) if recent_ratio >= 0.5 else (0, 1))
+
+
+@pytest.mark.parametrize("parts", [(64, -1, 64, 0), (64, 64, -1, 0), (64, 64, 0, -1)])
+def test_negative_parts(parts: tuple[int, int, int, int]) -> None:
+    """A budget cannot owe slots."""
+    with pytest.raises(ValueError, match="negative part"):
+        Budget(*parts)
+
+
+@pytest.mark.parametrize("parts", [(64, 32, 32, 0), (64, 30, 32, 0), (0, 0, 0, 0)])
+def test_parts_that_do_not_add_up(parts: tuple[int, int, int, int]) -> None:
+    """The next token's slot is neither forgotten nor counted twice."""
+    with pytest.raises(ValueError, match="capacity - 1"):
+        Budget(*parts)
+
+
+def test_policies() -> None:
+    """Each policy is found by its own name, and no ranking is asked for without a score."""
+    assert list(POLICIES) == ["h2o", "streaming", "local", "random", "full"]
+    for name, policy in POLICIES.items():
+        assert policy.name == name
+        assert policy.summary
+        assert policy.keeps_heavy == (policy.score is not ScoreKind.NONE)
+    assert [name for name, policy in POLICIES.items() if not policy.evicts] == ["full"]

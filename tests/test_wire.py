@@ -1,0 +1,77 @@
+"""The plan: what follows from its numbers, and that it travels."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_h2o.wire import RequestPlan, ResidencyPlan
+
+
+def plan(**numbers: int | bool) -> RequestPlan:
+    """A plan with capacity 64; whatever is not given is zero."""
+    names = [field.name for field in dataclasses.fields(RequestPlan)]
+    values = {**dict.fromkeys(names, 0), "num_new": 1, "capacity": 64, **numbers}
+    return RequestPlan(**values)
+
+
+@given(start=st.integers(0, 63))
+def test_growing(start: int) -> None:
+    """Below capacity a token takes a slot more, and attends to it too."""
+    step = plan(logical_start=start, resident_start=start)
+    assert not step.overwrites
+    assert step.attended == step.resident_end == start + 1
+    assert step.logical_end == start + 1
+
+
+@given(extra=st.integers(0, 10**6))
+def test_full(extra: int) -> None:
+    """At capacity a token takes its victim's slot: the length stays, however long the text."""
+    step = plan(logical_start=64 + extra, resident_start=64)
+    assert step.overwrites
+    assert step.attended == step.resident_end == 64
+    assert step.logical_end == 65 + extra
+
+
+@given(start=st.integers(0, 4096), num_new=st.integers(1, 4096))
+def test_prompt_is_kept_whole(start: int, num_new: int) -> None:
+    """Inside the prompt nothing is overwritten, not even at exactly capacity or beyond."""
+    chunk = plan(logical_start=start, resident_start=start, num_new=num_new, in_prompt=True)
+    assert not chunk.overwrites
+    assert chunk.attended == chunk.resident_end == start + num_new
+
+
+@given(start=st.integers(0, 4096), num_new=st.integers(1, 4096))
+def test_last_chunk_packs(start: int, num_new: int) -> None:
+    """The whole prompt is attended to; what remains is what was ordered to be kept."""
+    chunk = plan(
+        logical_start=start, resident_start=start, num_new=num_new, in_prompt=True, keep_after=63
+    )
+    assert (chunk.attended, chunk.resident_end) == (start + num_new, 63)
+
+
+def test_first_token_after_packing_fills_the_last_slot() -> None:
+    """Packing leaves capacity - 1 tokens: one is appended before the first is overwritten."""
+    first = plan(logical_start=300, resident_start=63)
+    assert not first.overwrites and first.resident_end == 64
+    assert plan(logical_start=301, resident_start=first.resident_end).overwrites
+
+
+def test_travels() -> None:
+    """Frozen, comparable, and the same after a trip to another process."""
+    sent = ResidencyPlan({"a": plan(num_new=3), "b": plan(seed=7)})
+    assert pickle.loads(pickle.dumps(sent)) == sent
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sent.requests["a"].num_new = 4  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sent.requests = {}  # type: ignore[misc]
+
+
+def test_integers_only() -> None:
+    """Nothing on the wire needs torch, or a device."""
+    kinds = {field.type for field in dataclasses.fields(RequestPlan)}
+    assert kinds == {"int", "bool"}

@@ -1,0 +1,180 @@
+"""Which plan belongs to which row, and that no step runs without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu import states
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.wire import RequestPlan, ResidencyPlan
+from vllm_h2o.worker.step import (
+    PublishesSteps,
+    Step,
+    current_step,
+    publish,
+    v1_row_order,
+    v2_row_order,
+)
+
+
+def common(lengths: list[int], req_idx: np.ndarray | None = None) -> CommonAttentionMetadata:
+    """vLLM's metadata of a batch with rows of ``lengths`` tokens."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths),
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(lengths),
+        max_query_len=max(lengths),
+        max_seq_len=max(lengths),
+        block_table_tensor=torch.zeros(len(lengths), 1, dtype=torch.int32),
+        slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64),
+        req_idx=req_idx,
+    )
+
+
+def plans(**lengths: int) -> ResidencyPlan:
+    """A plan that computes so many tokens of each request."""
+    return ResidencyPlan(
+        {
+            request_id: RequestPlan(0, num_new, True, 0, 64, 0, 4, 0, 0)
+            for request_id, num_new in lengths.items()
+        }
+    )
+
+
+class HostBuffer:
+    """Stands for V2's buffers, which need pinned memory that a CPU build has not."""
+
+    def __init__(self, size: Any, *_: Any, **__: Any) -> None:
+        self.np = np.zeros(size, dtype=np.int32)
+
+    def stage_write(self, *_: Any) -> None:
+        """Nothing reads the device's copy here."""
+
+    stage_write_elem = stage_write
+
+
+@pytest.fixture
+def v2_states(monkeypatch: pytest.MonkeyPatch) -> states.RequestState:
+    """The request table of Model Runner V2, with one request gone and its place taken again."""
+    monkeypatch.setattr(states, "UvaBackedTensor", HostBuffer)
+    monkeypatch.setattr(states, "StagedWriteTensor", HostBuffer)
+    table = states.RequestState(4, 16, 16, 0, 8, torch.device("cpu"))
+    for request_id in ("a", "gone", "b"):
+        table.add_request(request_id, 3, [1, 2, 3], 0, 4)
+    table.remove_request("gone")
+    table.add_request("c", 3, [1, 2, 3], 0, 4)
+    return table
+
+
+def v2_rows(table: states.RequestState, lengths: dict[str, int]) -> Any:
+    """The batch's rows as V2's own code orders them."""
+    runner = SimpleNamespace(
+        req_states=table,
+        decode_query_len=1,
+        use_pp=False,
+        pcp_manager=None,
+        adaptive_verification=None,
+    )
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens=lengths,
+        total_num_scheduled_tokens=sum(lengths.values()),
+        scheduled_spec_decode_tokens={},
+    )
+    batch, _ = GPUModelRunner.gather_batch_req_state(runner, scheduled, False)
+    return batch
+
+
+def test_v2_rows_follow_req_idx(v2_states: states.RequestState) -> None:
+    """V2 sorts a batch by length; each row still gets its own request's plan."""
+    lengths = {"a": 3, "b": 1, "c": 2}
+    batch = v2_rows(v2_states, lengths)
+    assert batch.req_ids == ["b", "c", "a"]
+    metadata = common([lengths[r] for r in batch.req_ids], batch.idx_mapping_np)
+    order = v2_row_order(SimpleNamespace(req_states=v2_states))
+    assert order(metadata) == batch.req_ids
+    plan = plans(**lengths)
+    assert Step(plan, order).rows(metadata) == [plan.requests[r] for r in batch.req_ids]
+
+
+def test_v2_padding_rows_have_no_plan(v2_states: states.RequestState) -> None:
+    """Rows that pad a captured graph have no tokens, and req_idx does not name them."""
+    batch = v2_rows(v2_states, {"a": 1, "b": 1})
+    order = v2_row_order(SimpleNamespace(req_states=v2_states))
+    assert len(Step(plans(a=1, b=1), order).rows(common([1, 1, 0, 0], batch.idx_mapping_np))) == 2
+
+
+def test_v2_without_req_idx() -> None:
+    """A batch that does not say whose rows it has is refused."""
+    order = v2_row_order(SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={})))
+    with pytest.raises(IntegrityError, match="without req_idx"):
+        order(common([1]))
+
+
+def test_v1_rows_follow_the_persistent_batch() -> None:
+    """V1 names its rows itself, and re-orders them between steps."""
+    batch = SimpleNamespace(req_ids=["b", "a"])
+    order = v1_row_order(SimpleNamespace(input_batch=batch))
+    plan = plans(a=2, b=5)
+    assert [p.num_new for p in Step(plan, order).rows(common([5, 2, 0]))] == [5, 2]
+    batch.req_ids = ["a", "b"]
+    assert [p.num_new for p in Step(plan, order).rows(common([2, 5]))] == [2, 5]
+
+
+@pytest.mark.parametrize("lengths", [[5, 2], [2], [2, 5, 1], [2, 4]])
+def test_another_batch_is_refused(lengths: list[int]) -> None:
+    """Rows that were not planned, or with other lengths, never reach the kernels."""
+    order = v1_row_order(SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "x"])))
+    with pytest.raises(IntegrityError, match="the plan is for"):
+        Step(plans(a=2, b=5), order).rows(common(lengths))
+
+
+class Stock:
+    """vLLM's worker, which here returns the step that it sees."""
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """The current step."""
+        return current_step()
+
+
+class Worker(PublishesSteps, Stock):
+    """A worker with a policy."""
+
+    def __init__(self, use_v2_model_runner: bool) -> None:
+        self.use_v2_model_runner = use_v2_model_runner
+        self.model_runner = SimpleNamespace(
+            input_batch=SimpleNamespace(req_ids=["a"]),
+            req_states=SimpleNamespace(index_to_req_id={3: "a"}),
+        )
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_step_is_published_while_it_runs(v2: bool) -> None:
+    """The plan is there during the step, with the runner's own row order, and gone after."""
+    plan = plans(a=1)
+    step = Worker(v2).execute_model(SimpleNamespace(residency_plan=plan))
+    assert step.plan is plan
+    assert step.rows(common([1], np.array([3]) if v2 else None)) == [plan.requests["a"]]
+    assert current_step() is None
+
+
+def test_a_step_without_a_plan_is_refused() -> None:
+    """Another scheduler's output stops the worker instead of running full attention."""
+    with pytest.raises(IntegrityError, match="without a plan"):
+        Worker(False).execute_model(SimpleNamespace())
+
+
+def test_publish_is_undone_after_an_error() -> None:
+    """A step that fails leaves no plan for the next batch to find."""
+    with pytest.raises(RuntimeError), publish(Step(plans(a=1), lambda _: ["a"])):
+        raise RuntimeError
+    assert current_step() is None
