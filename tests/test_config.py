@@ -145,8 +145,9 @@ def test_counts(field: str, value: Any) -> None:
 def test_recent_ratio(ratio: Any) -> None:
     """A ratio is a number from nothing to all."""
     assert refusal(recent_ratio=ratio) == (
-        f"kv-policy: asked: recent_ratio={ratio!r}; is: a share of the budget is a number in [0, 1];"
-        " why not: there is no such share; what to do: give a number in [0, 1]; 0.5 is the paper's."
+        f"kv-policy: asked: recent_ratio={ratio!r}; is: a share of the budget is a number in "
+        "[0, 1]; why not: there is no such share; "
+        "what to do: give a number in [0, 1]; 0.5 is the paper's."
     )
 
 

@@ -55,7 +55,16 @@ class Replay:
             result = original(impl, layer, query, key, value, kv_cache, metadata, output)
             if metadata is not None and (metadata.decodes or metadata.prompts):
                 name = layer.layer_name
-                self.follow(impl, name, Page.of(kv_cache, impl.head_size), metadata, query, key, value, output)
+                self.follow(
+                    impl,
+                    name,
+                    Page.of(kv_cache, impl.head_size),
+                    metadata,
+                    query,
+                    key,
+                    value,
+                    output,
+                )
             return result
 
         monkeypatch.setattr(HeavyHitterImpl, "forward", forward)
@@ -94,7 +103,9 @@ class Replay:
                 group = slice(head * out.shape[1], (head + 1) * out.shape[1])
                 error = (out - output[tokens].view(*query[tokens].shape)[:, group].double()).abs()
                 self.max_error = max(self.max_error, float(error.max()))
-                self._compare(where, plan, page, rows[head], None if victims is None else victims[head])
+                self._compare(
+                    where, plan, page, rows[head], None if victims is None else victims[head]
+                )
 
     def _step(
         self,

@@ -39,7 +39,7 @@ def assert_same_tokens(stock: list[RequestOutput], ours: list[RequestOutput]) ->
         different = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
         if not different:
             continue
-        top = sorted((p.logprob for p in stock[request].outputs[0].logprobs[different[0]].values()))
+        top = sorted(p.logprob for p in stock[request].outputs[0].logprobs[different[0]].values())
         assert top[-1] - top[-2] < NEAR_TIE, (request, different[0], top[-2:])
         excused += 1
     return excused

@@ -1,4 +1,4 @@
-"""What the engine keeps is what the reference keeps, in every layer and KV head, after every step."""
+"""What the engine keeps is what the reference keeps: every layer and KV head, every step."""
 
 from __future__ import annotations
 
@@ -57,14 +57,18 @@ def test_tiny_models_of_each_gqa_group(
 
 
 @pytest.mark.parametrize("policy", ["local", "streaming", "random"])
-def test_the_other_policies(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """local is a sliding window of R + self, streaming is sinks + window; random is reproducible."""
+def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """local is a window of R + self, streaming sinks + window; random is reproducible."""
     model = tiny_opt(tmp_path)
     prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
     replay = follow(
-        monkeypatch, model, policy, {"budget": 32}, prompts, block_size=16, max_num_batched_tokens=64
+        monkeypatch,
+        model,
+        policy,
+        {"budget": 32},
+        prompts,
+        block_size=16,
+        max_num_batched_tokens=64,
     )
     for (_, _, request_id), retained in replay.retained.items():
         end = LENGTHS[int(request_id.split("-")[0])] + 39  # the last token sampled is not computed

@@ -114,9 +114,11 @@ def test_it_completes(server: Server) -> None:
     prompt = "The old sailor told us about the storm. " * 20
     status, answer = server.complete(prompt=prompt, max_tokens=100, ignore_eos=True)
     assert status == 200, answer
-    assert answer["usage"] == {"prompt_tokens": 181, "completion_tokens": 100, "total_tokens": 281} | {
-        key: value for key, value in answer["usage"].items() if key.endswith("details")
-    }
+    assert answer["usage"] == {
+        "prompt_tokens": 181,
+        "completion_tokens": 100,
+        "total_tokens": 281,
+    } | {key: value for key, value in answer["usage"].items() if key.endswith("details")}
     again = server.complete(prompt=prompt, max_tokens=100, ignore_eos=True)[1]
     assert again["choices"][0]["text"] == answer["choices"][0]["text"]
 
@@ -140,7 +142,7 @@ def test_bad_requests_are_refused_and_harm_nobody(server: Server, body: dict[str
 
 
 def test_every_sampling_feature_runs_past_the_budget(server: Server) -> None:
-    """Parallel samples, log-probabilities of prompt and output, penalties, streaming left half-way."""
+    """Parallel samples, log-probabilities, penalties, a stream that is left half-way."""
     prompt = "One day a fox met a crow. " * 15
     status, answer = server.complete(
         prompt=prompt, max_tokens=40, n=3, temperature=0.8, seed=1, logprobs=2, echo=True,
@@ -150,7 +152,9 @@ def test_every_sampling_feature_runs_past_the_budget(server: Server) -> None:
     assert len(answer["choices"]) == 3
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/v1/completions",
-        data=json.dumps({"model": smollm2(), "prompt": prompt, "max_tokens": 300, "stream": True}).encode(),
+        data=json.dumps(
+            {"model": smollm2(), "prompt": prompt, "max_tokens": 300, "stream": True}
+        ).encode(),
         headers={"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as stream:

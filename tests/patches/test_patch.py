@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-from vllm_h2o.errors import PatchError
 from vllm_h2o.patches import _patch
 from vllm_h2o.patches._patch import Patch, Symbol, digest, verify_all, verify_version
+
+from vllm_h2o.errors import PatchError
 
 SOURCE = '''
 """A module of a host."""

@@ -1,8 +1,8 @@
 """The real scheduler, KV-cache manager and block pool, with a pool whose contents are simulated.
 
-``ShadowPool`` plays the worker: it executes every step's plan on a dictionary of slots, in the order of
-scheduling, and checks at each step that every slot a request attends to holds that request's own token.
-A page that was leaked, freed twice or shared shows up as a foreign token.
+``ShadowPool`` plays the worker: it executes every step's plan on a dictionary of slots, in order of
+scheduling, and checks at each step that every slot a request attends to holds that request's own
+token. A page that was leaked, freed twice or shared shows up as a foreign token.
 """
 
 from __future__ import annotations

@@ -15,9 +15,7 @@ PAGES_AT_CAPACITY = BUDGET // BLOCK_SIZE
 
 operations = st.lists(
     st.one_of(
-        st.tuples(
-            st.just("add"), st.integers(1, 50), st.integers(1, 40), st.integers(1, 5)
-        ),
+        st.tuples(st.just("add"), st.integers(1, 50), st.integers(1, 40), st.integers(1, 5)),
         st.tuples(st.just("steps"), st.integers(1, 8)),
         st.tuples(st.just("abort"), st.integers(0, 1000)),
     ),
@@ -43,7 +41,13 @@ totals: Counter[str] = Counter()
     seed=st.integers(0, 1000),
 )
 def test_no_page_is_lost_shared_or_freed_twice(
-    ops: list[tuple], budget: int, max_batched: int, num_blocks: int, depth: int, policy: str, seed: int
+    ops: list[tuple],
+    budget: int,
+    max_batched: int,
+    num_blocks: int,
+    depth: int,
+    policy: str,
+    seed: int,
 ) -> None:
     """Admit, chunk, decode, preempt, resume, abort, finish in any order, async or not."""
     config = vllm_config(budget, max_batched, 8, policy, async_scheduling=depth == 2)
@@ -69,7 +73,17 @@ def test_the_schedules_covered_every_transition() -> None:
     """The test above is worth something only if all of these really happened, many times."""
     if not totals:
         pytest.skip("runs after the random schedules")
-    for event in ("add", "chunk", "decode", "preempt", "resume", "abort", "finish", "pack", "evict"):
+    for event in (
+        "add",
+        "chunk",
+        "decode",
+        "preempt",
+        "resume",
+        "abort",
+        "finish",
+        "pack",
+        "evict",
+    ):
         assert totals[event] >= 100, (event, totals)
 
 
@@ -129,7 +143,7 @@ def test_a_request_that_finishes_with_its_prompt_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_streaming_input_begins_again_at_each_part(depth: int) -> None:
-    """A session that was evicted from cannot be continued: its text is computed anew, and correctly."""
+    """A session that was evicted from cannot be continued: its text is computed anew."""
     config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=depth == 2)
     simulation = Simulation(config, 40, depth)
     request = simulation.add(30, 6, resumable=True)

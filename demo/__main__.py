@@ -1,0 +1,147 @@
+"""The same long texts with stock vLLM and with H2O, in the same small pool: ``make demo``."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from demo.generate import (
+    BLOCK_SIZE,
+    BUDGET,
+    NUM_REQUESTS,
+    OUTPUT_TOKENS,
+    POOL_PAGES,
+    Result,
+)
+from demo.smollm2 import MODEL, model_dir
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # the in-process engine and torch would fight for threads
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def run_engine(model: str, policy: str | None, console: Console) -> Result:
+    """One engine in a process of its own; its progress bar goes to this terminal."""
+    console.print(
+        f"[dim]starting {'vLLM with --kv-policy ' + policy if policy else 'stock vLLM'} …"
+    )
+    flags = ["--kv-policy", policy] if policy else []
+    done = subprocess.run(
+        [sys.executable, "-m", "demo.generate", model, *flags],
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Result(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def results_table(stock: Result, ours: Result) -> Table:
+    """Pages, sequences and speed, side by side."""
+    table = Table(
+        title=f"{NUM_REQUESTS} requests of {OUTPUT_TOKENS} tokens, a pool of "
+        f"{(POOL_PAGES - 1) * BLOCK_SIZE} tokens, budget {BUDGET}",
+    )
+    table.add_column("")
+    for result in (stock, ours):
+        table.add_column(result.name, justify="right")
+    rows = (
+        ("pages held by one sequence, at the peak", "peak_pages_per_sequence"),
+        ("pages held in all, at the peak", "peak_pages"),
+        ("sequences preempted", "preemptions"),
+    )
+    for label, field in rows:
+        table.add_row(label, *(str(getattr(result, field)) for result in (stock, ours)))
+    table.add_row(
+        "sequences running at once, on average",
+        *(f"{result.mean_sequences:.1f}" for result in (stock, ours)),
+    )
+    table.add_row("output tokens/s", *(f"{r.tokens / r.seconds:.1f}" for r in (stock, ours)))
+    return table
+
+
+def write_csv(path: Path, results: Sequence[Result]) -> None:
+    """Append one row an engine, with the machine, to a CSV file.
+
+    Args:
+        path: the file; it gets a header when it is new.
+        results: the engines' results.
+
+    """
+    settings = {
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores",
+        "vllm": version("vllm"),
+        "torch": version("torch"),
+        "model": MODEL,
+        "dtype": "bfloat16",
+        "requests": NUM_REQUESTS,
+        "output_tokens": OUTPUT_TOKENS,
+        "pool_pages": POOL_PAGES - 1,
+        "block_size": BLOCK_SIZE,
+        "budget": BUDGET,
+    }
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        fields = [f.name for f in dataclasses.fields(Result) if f.name != "text"]
+        writer = csv.DictWriter(file, [*settings, *fields], extrasaction="ignore")
+        if new:
+            writer.writeheader()
+        for result in results:
+            row = dataclasses.asdict(result) | {
+                "seconds": round(result.seconds, 2),
+                "mean_sequences": round(result.mean_sequences, 2),
+            }
+            writer.writerow(settings | row)
+
+
+def cpu_name() -> str:
+    """The processor, as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def opening(text: str, length: int = 500) -> str:
+    """The first ``length`` characters, cut at a word."""
+    return text.strip()[:length].rsplit(" ", 1)[0] + " …"
+
+
+def main() -> None:
+    """Convert the model if need be, run both engines, print the table and both openings."""
+    parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
+    parser.add_argument("--csv", type=Path, help="append the figures to this file")
+    args = parser.parse_args()
+    console = Console()
+    model = str(model_dir("bfloat16"))
+    stock = run_engine(model, None, console)
+    ours = run_engine(model, "h2o", console)
+    if args.csv:
+        write_csv(args.csv, (stock, ours))
+    console.print()
+    console.print(results_table(stock, ours))
+    for result in (stock, ours):
+        console.print(f"\n[bold]{result.name}[/bold] begins:\n{opening(result.text)}")
+
+
+if __name__ == "__main__":
+    main()
