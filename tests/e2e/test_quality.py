@@ -7,26 +7,17 @@ import math
 import pytest
 from transformers import AutoTokenizer
 
-from tests.e2e.harness import Probe, engine, generate, smollm2, token_ids
-
-BUDGET, BLOCK_SIZE, LENGTH = 64, 16, 500
-
-PROMPTS = (
-    "The lighthouse keeper had lived alone on the island for thirty years, and every evening he",
-    "Photosynthesis is the process by which plants turn light into chemical energy. It begins when",
-    "When the railway reached the valley in 1871, the people of the town were divided. Some",
-    "To bake a good loaf of bread at home you need only flour, water, salt and time. First,",
-    "My grandmother kept a diary during the war. In it she wrote that",
-    "The three most important ideas in economics are",
-    "Dear Sir, I am writing to complain about",
-    "The ship left harbour at dawn with twelve men aboard, and none of them knew that",
+from benchmarks.coherence import (
+    BLOCK_SIZE,
+    BUDGET,
+    LENGTH,
+    OPENINGS,
+    SEED,
+    TEMPERATURE,
+    distinct_4_grams,
+    mean_nll,
 )
-
-
-def distinct_4_grams(tokens: list[int]) -> float:
-    """Different 4-grams over all 4-grams."""
-    grams = list(zip(*(tokens[i:] for i in range(4)), strict=False))
-    return len(set(grams)) / len(grams)
+from tests.e2e.harness import Probe, engine, generate, smollm2, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +25,13 @@ def texts() -> dict[str, list[list[int]]]:
     """What each policy generates after each prompt, sampled with one seed."""
     model = smollm2()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in OPENINGS]
     results = {"prompts": prompts}
     for policy in ("h2o", "local"):
         options = {"budget": BUDGET}
         with engine(model, policy, options, block_size=BLOCK_SIZE, max_model_len=1024) as llm:
             probe = Probe(llm)
-            outputs = generate(llm, prompts, LENGTH, temperature=0.7, seed=1)
+            outputs = generate(llm, prompts, LENGTH, temperature=TEMPERATURE, seed=SEED)
             results[policy] = token_ids(outputs)
             assert max(max(step.values(), default=0) for step in probe.held) == BUDGET // BLOCK_SIZE
             assert max(max(step.values(), default=0) for step in probe.resident) == BUDGET
@@ -55,14 +46,13 @@ def test_h2o_stays_coherent_and_local_degenerates(texts: dict[str, list[list[int
         for policy in ("h2o", "local"):
             whole = [p + t for p, t in zip(texts["prompts"], texts[policy], strict=True)]
             outputs = generate(llm, whole, max_tokens=1, prompt_logprobs=0)
-            nll[policy] = []
-            for prompt, output in zip(texts["prompts"], outputs, strict=True):
-                tail = output.prompt_logprobs[len(prompt) + BUDGET :]
-                values = [-next(iter(entry.values())).logprob for entry in tail]
-                nll[policy].append(sum(values) / len(values))
+            nll[policy] = [
+                mean_nll(output, len(prompt) + BUDGET)
+                for prompt, output in zip(texts["prompts"], outputs, strict=True)
+            ]
     perplexity = {policy: math.exp(sum(v) / len(v)) for policy, v in nll.items()}
     distinct = {
-        policy: sum(map(distinct_4_grams, texts[policy])) / len(PROMPTS)
+        policy: sum(map(distinct_4_grams, texts[policy])) / len(OPENINGS)
         for policy in ("h2o", "local")
     }
     print(f"\nperplexity {perplexity}; distinct 4-grams {distinct}; nll {nll}")

@@ -150,6 +150,10 @@ def test_every_sampling_feature_runs_past_the_budget(server: Server) -> None:
     )  # fmt: skip
     assert status == 200, answer
     assert len(answer["choices"]) == 3
+    pattern = {"structured_outputs": {"regex": "(ab){50}"}}
+    status, answer = server.complete(prompt=prompt, max_tokens=110, **pattern)
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == "ab" * 50
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/v1/completions",
         data=json.dumps(

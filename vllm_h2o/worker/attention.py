@@ -45,6 +45,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             "a sliding window": sliding_window,
             "a soft cap of the logits": logits_soft_cap,
             "cross-layer KV sharing": kv_sharing_target_layer_name,
+            f"{attn_type} attention": None if attn_type == AttentionType.DECODER else attn_type,
             **{f"the attention argument {name!r}": value for name, value in extra.items()},
         }
         for what, value in unsupported.items():

@@ -13,6 +13,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_h2o.engine import WORKER
+from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.cpu.decode import DecodeBatch
 from vllm_h2o.kernels.cpu.prompt import PromptChunk
 from vllm_h2o.wire import RequestPlan
@@ -48,6 +50,10 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Another worker would publish no step, and every real step would pass for a warm-up.
+        worker = vllm_config.parallel_config.worker_cls
+        if worker != WORKER:
+            raise IntegrityError(f"the policy's backend runs in {worker}, not in {WORKER}")
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.block_size = kv_cache_spec.block_size
 
