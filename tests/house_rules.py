@@ -123,7 +123,7 @@ def sizes(module: Module) -> Iterator[str]:
             yield f"{function.name} has {lines} lines, at most {limit}"
 
 
-def annotations(module: Module) -> Iterator[str]:
+def untyped(module: Module) -> Iterator[str]:
     """Parameters and results without a type; Triton's own kernels take pointers and have none."""
     for function in module.functions():
         if is_kernel(function):
@@ -198,7 +198,7 @@ RULES: tuple[Rule, ...] = (
     side_doors,
     patch_doors,
     sizes,
-    annotations,
+    untyped,
     docstrings,
     names,
     broad_excepts,

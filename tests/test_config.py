@@ -119,7 +119,7 @@ def test_unknown_key() -> None:
         ("score", "sum_squares", "sum"),
     ],
 )
-def test_choices(field: str, planned: str, works: str) -> None:
+def test_choices(field: str, planned: str, works: Any) -> None:
     """What is not built yet is told apart from what there is not at all."""
     message = refusal(**{field: planned})
     assert message == (

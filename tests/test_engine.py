@@ -15,13 +15,13 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm_h2o.patches._patch import Symbol
 
 from tests.tiny_models import engine_args, engine_config, folder
 from vllm_h2o import patches
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import SCHEDULER, WORKER, check_config, fold_policy, prepare
 from vllm_h2o.errors import ConfigError, PatchError
-from vllm_h2o.patches._patch import Symbol
 from vllm_h2o.policy import POLICIES
 
 BUDGET = {"kv_policy_config": {"budget": 64}}

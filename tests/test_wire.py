@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
@@ -15,7 +16,7 @@ from vllm_h2o.wire import RequestPlan, ResidencyPlan
 def plan(**numbers: int | bool) -> RequestPlan:
     """A plan with capacity 64; whatever is not given is zero."""
     names = [field.name for field in dataclasses.fields(RequestPlan)]
-    values = {**dict.fromkeys(names, 0), "num_new": 1, "capacity": 64, **numbers}
+    values: dict[str, Any] = {**dict.fromkeys(names, 0), "num_new": 1, "capacity": 64, **numbers}
     return RequestPlan(**values)
 
 
@@ -38,6 +39,7 @@ def test_full(extra: int) -> None:
 
 
 @given(start=st.integers(0, 4096), num_new=st.integers(1, 4096))
+@example(start=64, num_new=1)
 def test_prompt_is_kept_whole(start: int, num_new: int) -> None:
     """Inside the prompt nothing is overwritten, not even at exactly capacity or beyond."""
     chunk = plan(logical_start=start, resident_start=start, num_new=num_new, in_prompt=True)

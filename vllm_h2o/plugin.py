@@ -9,8 +9,8 @@
 
 ``LLM(..., kv_policy="h2o")`` makes its engine arguments before vLLM loads general plugins. The only
 entry point that runs earlier is the one that asks which platform this is; ours answers "none of
-mine" and waits for the module. (vLLM does not ask when ``VLLM_TARGET_DEVICE=cpu`` is set; then only
-the ``vllm`` command and ``additional_config`` take a policy.)
+mine" and waits for the module. (vLLM does not ask when ``VLLM_TARGET_DEVICE=cpu`` is set; a policy
+then comes by ``vllm serve`` or ``additional_config``.)
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ class Counter:
     """Stands for the original: remembers how it was called."""
 
     def __init__(self, result: Callable[..., Any]) -> None:
-        self.result, self.calls = result, []  # type: list[tuple[Any, ...]]
+        self.result = result
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, kwargs))

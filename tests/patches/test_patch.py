@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ class Foreign:
     path: Path
     name: str
 
-    def module(self) -> ModuleType:
+    def module(self) -> Any:
         """The module, imported."""
         return importlib.import_module(self.name)
 

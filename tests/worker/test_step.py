@@ -138,6 +138,14 @@ def test_another_batch_is_refused(lengths: list[int]) -> None:
         Step(plans(a=2, b=5), order).rows(common(lengths))
 
 
+@pytest.mark.parametrize("ids", [["a"], ["a", "x"], ["a", "a"], []])
+def test_another_request_is_refused(ids: list[str]) -> None:
+    """A row of a request that was not planned, and a planned one without a row, stop the step."""
+    order = v1_row_order(SimpleNamespace(input_batch=SimpleNamespace(req_ids=ids)))
+    with pytest.raises(IntegrityError, match="the plan is for"):
+        Step(plans(a=1, b=1), order).rows(common([1] * len(ids) or [0]))
+
+
 class Stock:
     """vLLM's worker, which here returns the step that it sees."""
 

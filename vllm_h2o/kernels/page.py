@@ -53,7 +53,8 @@ class Page:
             head_size: D, of K and of V.
 
         Raises:
-            ValueError: when C has no room for score and position, or heads are not adjacent.
+            ValueError: when C has not the size of K, V, score and position, or the cache is not
+                dense in that order.
 
         """
         num_blocks, num_kv_heads, block_size, content = kv_cache.shape
@@ -63,10 +64,7 @@ class Page:
                 f"a slot of {content * size} bytes does not hold K and V of {head_size} x {size} "
                 "bytes and 8 bytes of score and position"
             )
-        if (
-            kv_cache.stride(0) != num_kv_heads * kv_cache.stride(1)
-            or kv_cache.stride(1) != block_size * content
-        ):
+        if not kv_cache.is_contiguous():
             raise ValueError(f"the cache is not head-major and dense: strides {kv_cache.stride()}")
         rows = kv_cache.view(num_blocks * num_kv_heads, block_size * content)
         split = block_size * head_size

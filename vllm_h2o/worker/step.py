@@ -38,6 +38,10 @@ class Step:
         """
         starts = common.query_start_loc_cpu.tolist()
         order = self.row_order(common)[: len(self.plan.requests)]
+        if set(order) != self.plan.requests.keys():
+            raise IntegrityError(
+                f"the batch has rows of {list(order)}, the plan is for {list(self.plan.requests)}"
+            )
         plans = [self.plan.requests[request_id] for request_id in order]
         lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
         if [plan.num_new for plan in plans] != lengths[: len(plans)] or any(lengths[len(plans) :]):

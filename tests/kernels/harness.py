@@ -1,0 +1,272 @@
+"""One attention layer with the real builder and the real ledger, over one small pool of pages.
+
+Pages start as poison (NaN keys, values and scores, the lowest score, position 0) and are poisoned
+again when they are freed; behind a request's own pages its row of the block table names others'.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import SimpleNamespace
+
+import torch
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_h2o.engine import WORKER
+from vllm_h2o.kernels.page import Page
+from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.spec import HeavyHitterSpec
+from vllm_h2o.wire import RequestPlan, ResidencyPlan
+from vllm_h2o.worker.attention import HeavyHitterImpl
+from vllm_h2o.worker.metadata import HeavyHitterMetadata, HeavyHitterMetadataBuilder
+from vllm_h2o.worker.step import Step, publish
+
+LAYER_INDEX = 3
+NUM_PADDING = 3
+"""Rows of tokens behind those of the batch, as a captured graph has them."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the layer."""
+
+    num_kv_heads: int = 2
+    group: int = 1
+    head_size: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return self.head_size**-0.5
+
+
+@dataclass
+class Life:
+    """One request: its prompt in chunks, then one token a step.
+
+    Args:
+        request_id: its name; inputs follow from it and the shape alone.
+        budget: slots.
+        chunks: tokens of each chunk of the prompt.
+        num_decodes: tokens after the prompt.
+        seed: of the ``random`` policy.
+        sharpness: factor of the queries: how unequal probabilities are.
+
+    """
+
+    request_id: str
+    budget: Budget
+    chunks: Sequence[int]
+    num_decodes: int
+    seed: int = 0
+    sharpness: float = 2.0
+    num_computed: int = 0
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False, repr=False)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return sum(self.chunks)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to be computed."""
+        return self.prompt_len + self.num_decodes - self.num_computed
+
+    @property
+    def most_slots(self) -> int:
+        """The most that it ever holds."""
+        return max(self.prompt_len, self.budget.capacity)
+
+    def prepare(self, shape: Shape) -> None:
+        """Draw q [n, Hq, D], k and v [n, H, D] for its n tokens."""
+        draw = torch.Generator().manual_seed(sum(self.request_id.encode()) * 1009 + self.seed)
+        heads = (shape.num_kv_heads * shape.group, shape.num_kv_heads, shape.num_kv_heads)
+        sizes = [(self.num_left, num, shape.head_size) for num in heads]
+        query, key, value = (torch.randn(size, generator=draw).to(shape.dtype) for size in sizes)
+        self.inputs = (query * self.sharpness, key, value)
+        self.ledger = Ledger(self.budget, shape.block_size)
+
+    def tokens(self, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v of the plan's tokens."""
+        query, key, value = (t[plan.logical_start : plan.logical_end] for t in self.inputs)
+        return query, key, value
+
+    def next_plan(self) -> RequestPlan:
+        """Plan and commit the next chunk, or the next token."""
+        bounds = [sum(self.chunks[:i]) for i in range(len(self.chunks) + 1)]
+        later = [bound for bound in bounds if bound > self.num_computed]
+        end = later[0] if later else self.num_computed + 1
+        plan = self.ledger.preview(
+            self.request_id, self.num_computed, end, self.prompt_len, self.seed
+        )
+        self.ledger.commit(self.request_id, plan, self.prompt_len)
+        self.num_computed = end
+        return self.ledger.take_step({self.request_id: plan.num_new}).requests[self.request_id]
+
+
+@lru_cache
+def vllm_config(policy: str) -> VllmConfig:
+    """A config without a model, with the policy and the policy's worker."""
+    return VllmConfig(
+        additional_config={"kv_policy": {"name": policy}},
+        parallel_config=ParallelConfig(worker_cls=WORKER),
+    )
+
+
+def common_metadata(lengths: Sequence[int], table: torch.Tensor) -> CommonAttentionMetadata:
+    """vLLM's metadata of rows with so many tokens each."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths),
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(lengths),
+        max_query_len=max(lengths, default=0),
+        max_seq_len=max(lengths, default=0),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64),
+    )
+
+
+def builder(shape: Shape, policy: str) -> HeavyHitterMetadataBuilder:
+    """The real one."""
+    stock = FullAttentionSpec(
+        block_size=shape.block_size,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        dtype=shape.dtype,
+    )
+    spec = HeavyHitterSpec.of(stock)
+    return HeavyHitterMetadataBuilder(spec, ["layer"], vllm_config(policy), torch.device("cpu"))
+
+
+def empty_cache(shape: Shape, num_blocks: int) -> torch.Tensor:
+    """A layer's cache as vLLM binds it; every byte 0xFF."""
+    size = shape.dtype.itemsize
+    content = 2 * shape.head_size + 8 // size
+    rows = num_blocks * shape.num_kv_heads * shape.block_size
+    raw = torch.full((rows * content * size,), 0xFF, dtype=torch.uint8)
+    layout = (num_blocks, shape.num_kv_heads, shape.block_size, content)
+    return raw.view(shape.dtype).view(layout)
+
+
+class Layer:
+    """The layer, its pool of pages and its requests' block tables.
+
+    Args:
+        shape: sizes.
+        policy: name of the policy.
+        num_blocks: pages of the pool, the null page included.
+        seed: of page order, row order and poison.
+        extra_pages: width by which block tables of decoding requests are widened.
+
+    """
+
+    def __init__(
+        self, shape: Shape, policy: str, num_blocks: int, seed: int = 0, extra_pages: int = 0
+    ) -> None:
+        self.shape, self.extra_pages = shape, extra_pages
+        self.random = random.Random(seed)
+        self.builder = builder(shape, policy)
+        with set_current_vllm_config(vllm_config(policy)):
+            num_heads = shape.num_kv_heads * shape.group
+            self.impl = HeavyHitterImpl(num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
+        self.cache = empty_cache(shape, num_blocks)
+        self.page = Page.of(self.cache, shape.head_size)
+        self.free = list(range(1, num_blocks))
+        self.random.shuffle(self.free)
+        self.tables: dict[str, list[int]] = {}
+        self._poison(range(num_blocks))
+
+    def step(
+        self, plans: Mapping[str, RequestPlan], lives: Mapping[str, Life]
+    ) -> dict[str, torch.Tensor]:
+        """Run the plans in any order of rows; outputs [T, Hq, D], float32, by request."""
+        order = list(plans)
+        self.random.shuffle(order)
+        for request_id in order:
+            self._hold(request_id, plans[request_id].attended)
+        step = Step(ResidencyPlan(plans), lambda _: order)
+        lengths = [plans[request_id].num_new for request_id in order]
+        with publish(step):
+            metadata = self.builder.build(
+                0, common_metadata([*lengths, 0], self._block_tables(order))
+            )
+        parts = zip(*(lives[name].tokens(plans[name]) for name in order), strict=True)
+        query, key, value = (self._padded(torch.cat(part)) for part in parts)
+        output = torch.full(query.shape, torch.nan)
+        layer = SimpleNamespace(layer_name=f"model.layers.{LAYER_INDEX}.self_attn.attn")
+        self.impl.forward(layer, query, key, value, self.cache, self._widened(metadata), output)
+        assert output[sum(lengths) :].isnan().all(), "a row of padding was written"
+        return dict(zip(order, output[: sum(lengths)].split(lengths), strict=True))
+
+    def release(self, request_id: str, num_slots: int = 0) -> None:
+        """Free the pages behind the first ``num_slots`` slots."""
+        keep = -(-num_slots // self.shape.block_size)
+        freed = self.tables[request_id][keep:]
+        del self.tables[request_id][keep:]
+        self._poison(freed)
+        self.free += freed
+        self.random.shuffle(self.free)
+
+    def rows(self, request_id: str, num_slots: int) -> torch.Tensor:
+        """[H, P] rows of the page views that hold the first slots of a request."""
+        num_pages = -(-num_slots // self.shape.block_size)
+        blocks = torch.tensor(self.tables[request_id][:num_pages])
+        return blocks * self.shape.num_kv_heads + torch.arange(self.shape.num_kv_heads)[:, None]
+
+    def slots(self, view: torch.Tensor, request_id: str, num_slots: int) -> torch.Tensor:
+        """[H, num_slots, ...]: the first slots of a request in one of the page's views."""
+        return view[self.rows(request_id, num_slots)].flatten(1, 2)[:, :num_slots]
+
+    def victims(self, request_id: str) -> torch.Tensor | None:
+        """[H] slots of the victims of a full request."""
+        if self.impl.victims is None:
+            return None
+        return self.impl.victims[self.tables[request_id][0]].clone()
+
+    def _hold(self, request_id: str, num_slots: int) -> None:
+        table = self.tables.setdefault(request_id, [])
+        while len(table) * self.shape.block_size < num_slots:
+            table.append(self.free.pop())
+
+    def _block_tables(self, order: Sequence[str]) -> torch.Tensor:
+        """[rows, width]; others' pages behind a row's own, and a row of padding at the end."""
+        width = max(len(self.tables[name]) for name in order) + 1
+        stale = [block for block in range(self.page.num_blocks) if block not in self.free]
+        rows = []
+        for request_id in (*order, None):
+            own = self.tables[request_id] if request_id else []
+            others = [block for block in stale if block not in own] or [0]
+            rows.append(own + self.random.choices(others, k=width - len(own)))
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def _widened(self, metadata: HeavyHitterMetadata) -> HeavyHitterMetadata:
+        if metadata.decodes is None or not self.extra_pages:
+            return metadata
+        rows = metadata.decodes.rows
+        other = torch.arange(self.shape.num_kv_heads)[:, None].expand(*rows.shape[:2], -1)
+        wide = torch.cat([rows, *[other] * self.extra_pages], dim=2)
+        return HeavyHitterMetadata(replace(metadata.decodes, rows=wide), metadata.prompts)
+
+    def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
+        padding = torch.full((NUM_PADDING, *tokens.shape[1:]), torch.nan, dtype=tokens.dtype)
+        return torch.cat([tokens, padding])
+
+    def _poison(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            rows = slice(block * self.shape.num_kv_heads, (block + 1) * self.shape.num_kv_heads)
+            self.page.key[rows] = torch.nan
+            self.page.value[rows] = torch.nan
+            self.page.score[rows] = self.random.choice([torch.nan, -torch.inf])
+            self.page.position[rows] = self.random.choice([0, 5, 1 << 30])

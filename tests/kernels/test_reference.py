@@ -1,0 +1,313 @@
+"""The reference, held to statements of the definition that share no code with it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from vllm_h2o.kernels.reference import (
+    Head,
+    Strip,
+    attend_and_score,
+    pack_survivors,
+    random_score,
+    select_victims,
+)
+
+HEAD_SIZE = 8
+SCALE = 0.7
+
+
+@dataclass
+class Inputs:
+    """q [n, G, D], k [n, D], v [n, D] of one KV head's request, float64."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @classmethod
+    def draw(cls, num_tokens: int, group: int = 1, seed: int = 0) -> Inputs:
+        """Normally distributed, the queries three times as wide."""
+        torch.manual_seed(seed)
+        shapes = ((num_tokens, group, HEAD_SIZE), (num_tokens, HEAD_SIZE), (num_tokens, HEAD_SIZE))
+        query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        return cls(3 * query, key, value)
+
+    def attend(self, visible: torch.Tensor) -> torch.Tensor:
+        """torch's own attention under a mask [n, n] of (query, key); [n, G, D]."""
+        query = self.query.transpose(0, 1)[None]
+        key, value = (
+            t[None, None].expand(1, query.shape[1], -1, -1) for t in (self.key, self.value)
+        )
+        out = scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=SCALE)
+        return out[0].transpose(0, 1)
+
+    def probabilities(self, visible: torch.Tensor) -> torch.Tensor:
+        """[n, G, n], one exponential after another."""
+        weight = torch.einsum("igd,jd->igj", self.query, self.key).mul(SCALE).exp()
+        weight = weight * visible[:, None, :]
+        return weight / weight.sum(-1, keepdim=True)
+
+
+def run(head: Head, inputs: Inputs, chunks: Sequence[int]) -> tuple[torch.Tensor, list[set[int]]]:
+    """Prompt in chunks, then a token a step; outputs [n, G, D], and what each step leaves."""
+    start, outputs, held = 0, [], []
+    num_tokens = inputs.key.shape[0]
+    steps = [*chunks, *[1] * (num_tokens - sum(chunks))]
+    for i, length in enumerate(steps):
+        part = slice(start, start + length)
+        ends = i == len(chunks) - 1
+        outputs.append(head.step(inputs.query[part], inputs.key[part], inputs.value[part], ends))
+        start += length
+        held.append(set(head.strip.position.tolist()))
+    return torch.cat(outputs), held
+
+
+def head(capacity: int, num_recent: int, num_sinks: int = 0, accumulate: bool = True) -> Head:
+    """An empty float64 head."""
+    strip = Strip.empty(HEAD_SIZE, torch.float64)
+    return Head(strip, capacity, num_recent, num_sinks, SCALE, accumulate)
+
+
+def causal(num_tokens: int) -> torch.Tensor:
+    """[n, n]: key j is visible to query i when j <= i."""
+    return torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the order of float64 sums."""
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("chunks", [[12], [1, 4, 7], [20]])
+def test_room_enough_is_full_attention(group: int, chunks: list[int]) -> None:
+    """Without eviction outputs are torch's causal attention, and scores its column sums."""
+    inputs, one = Inputs.draw(20, group), head(capacity=21, num_recent=10)
+    outputs, held = run(one, inputs, chunks)
+    close(outputs, inputs.attend(causal(20)))
+    assert held[-1] == set(range(20)) and one.victim is None
+    close(one.strip.score, inputs.probabilities(causal(20)).sum(dim=(0, 1)))
+    close(one.strip.score.sum(), torch.tensor(20.0 * group, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("num_sinks", "name"), [(0, "local"), (4, "streaming")])
+def test_no_heavy_hitters_is_a_window(num_sinks: int, name: str) -> None:
+    """With H = 0 a token sees the sinks, the R before it and itself, like torch under that mask."""
+    capacity, prompt, num_tokens = 12, 15, 50
+    num_recent = capacity - 1 - num_sinks
+    inputs, one = Inputs.draw(num_tokens), head(capacity, num_recent, num_sinks, accumulate=False)
+    outputs, held = run(one, inputs, [prompt])
+    query, key = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)
+    window = (key >= query - num_recent) | (key < num_sinks) | (query < prompt)
+    close(outputs, inputs.attend(causal(num_tokens) & window))
+    sinks = set(range(num_sinks))
+    assert held[0] == sinks | set(range(prompt - num_recent, prompt))
+    for position, after in enumerate(held[1:], start=prompt):
+        assert after == sinks | set(range(position - num_recent, position + 1))
+
+
+def by_definition(
+    inputs: Inputs, prompt: int, num_heavy: int, num_recent: int, num_sinks: int
+) -> tuple[torch.Tensor, list[set[int]], torch.Tensor]:
+    """The paper as a mask over positions: what is not kept is never visible again.
+
+    Returns:
+        Outputs; positions visible to each decoded token; scores of all positions at the end.
+
+    """
+    num_tokens = inputs.key.shape[0]
+    visible = causal(num_tokens)
+    score = inputs.probabilities(visible)[:prompt].sum(dim=(0, 1))
+    kept, seen = set(range(prompt)), []
+    for position in range(prompt, num_tokens):
+        if len(kept) > num_sinks + num_heavy + num_recent:
+            safe = {j for j in kept if j < num_sinks or j >= position - num_recent}
+            ranked = sorted(kept - safe, key=lambda j: (-float(score[j]), j))
+            kept = safe | set(ranked[:num_heavy])
+        kept = kept | {position}
+        visible[position] = False
+        visible[position, list(kept)] = True
+        score = score + inputs.probabilities(visible)[position].sum(0)
+        seen.append(set(kept))
+    return inputs.attend(visible), seen, score
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("prompt", [1, 8, 9, 10, 25])
+@pytest.mark.parametrize(
+    ("num_heavy", "num_recent", "num_sinks"), [(4, 5, 0), (9, 0, 0), (3, 4, 2), (1, 8, 0)]
+)
+def test_heavy_hitters_as_a_mask(
+    group: int, prompt: int, num_heavy: int, num_recent: int, num_sinks: int
+) -> None:
+    """Replacing one victim a step is keeping sinks, R recent and the top H, as the paper masks."""
+    inputs = Inputs.draw(45, group, seed=prompt)
+    one = head(num_sinks + num_heavy + num_recent + 1, num_recent, num_sinks)
+    outputs, held = run(one, inputs, [prompt])
+    expected, seen, score = by_definition(inputs, prompt, num_heavy, num_recent, num_sinks)
+    assert held[1:] == seen
+    close(outputs, expected)
+    close(one.strip.score, score[one.strip.position])
+
+
+def uniform(capacity: int, num_recent: int, prompt: int, num_tokens: int) -> Head:
+    """A head after tokens whose queries are zero: all probabilities are 1 / (slots in use)."""
+    inputs = Inputs.draw(num_tokens)
+    inputs.query = inputs.query * 0
+    one = head(capacity, num_recent)
+    run(one, inputs, [prompt])
+    return one
+
+
+def test_by_hand() -> None:
+    """C = 4, H = 2, R = 1, three prompt tokens: sums of thirds and quarters done on paper."""
+    prompt = [1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3]
+    one = uniform(4, 1, prompt=3, num_tokens=4)
+    assert one.strip.position.tolist() == [0, 1, 2, 3]
+    assert one.strip.score.tolist() == pytest.approx([s + 1 / 4 for s in [*prompt, 0]])
+    assert one.victim == 2  # 3 is recent
+    one = uniform(4, 1, prompt=3, num_tokens=5)
+    assert one.strip.position.tolist() == [0, 1, 4, 3]
+    assert one.strip.score.tolist() == pytest.approx(
+        [prompt[0] + 1 / 2, prompt[1] + 1 / 2, 1 / 4, 1 / 2]
+    )
+    assert one.victim == 3  # position 3, the lowest but for 4, which is recent
+    assert uniform(4, 1, prompt=3, num_tokens=6).strip.position.tolist() == [0, 1, 4, 5]
+
+
+def test_new_token_may_be_the_victim() -> None:
+    """With R = 0 a token that draws less attention than all others lasts for one step."""
+    for num_tokens in (4, 5, 9):
+        one = uniform(4, 0, prompt=3, num_tokens=num_tokens)
+        assert one.strip.position.tolist() == [0, 1, 2, num_tokens - 1]
+        assert one.victim == 3
+
+
+def strip(scores: Sequence[float], positions: Sequence[int] | None = None) -> Strip:
+    """A strip with these scores; keys say which token they are of."""
+    position = torch.tensor(positions if positions is not None else range(len(scores)))
+    key = position[:, None].double().expand(-1, HEAD_SIZE).clone()
+    return Strip(key, -key, torch.tensor(scores, dtype=torch.float64), position)
+
+
+@pytest.mark.parametrize(
+    ("scores", "positions", "num_recent", "num_sinks", "victim"),
+    [
+        ([3, 1, 2, 0], [0, 1, 2, 3], 1, 0, 1),
+        ([3, 1, 2, 0], [0, 1, 2, 3], 0, 0, 3),
+        ([3, 1, 2, 0], [0, 1, 2, 3], 1, 2, 2),
+        ([1, 1, 1, 0], [0, 1, 2, 3], 1, 0, 2),
+        ([1, 1, 1, 0], [2, 1, 0, 3], 1, 0, 0),
+        ([5, 1, 1, 9], [9, 4, 6, 2], 1, 0, 2),
+        ([0, 0, 0, 0], [0, 1, 2, 3], 0, 3, 3),
+    ],
+)
+def test_victims(
+    scores: list[float], positions: list[int], num_recent: int, num_sinks: int, victim: int
+) -> None:
+    """The lowest score that is neither sink nor recent; a tie goes against the newer position."""
+    held = strip(scores, positions)
+    assert select_victims(held, max(positions) + 1, num_recent, num_sinks) == victim
+
+
+@pytest.mark.parametrize(
+    ("scores", "keep", "num_recent", "num_sinks", "survivors"),
+    [
+        ([1, 5, 2, 4, 3, 0], 3, 1, 0, [1, 3, 5]),
+        ([1, 5, 2, 4, 3, 9], 3, 0, 0, [1, 3, 5]),
+        ([0, 5, 2, 4, 3, 0], 4, 1, 1, [0, 1, 3, 5]),
+        ([0, 0, 9, 9, 0, 0], 2, 2, 0, [4, 5]),
+        ([1, 1, 1, 1, 1, 1], 3, 1, 0, [0, 1, 5]),
+        ([2, 1, 1, 1, 2, 0], 4, 1, 0, [0, 1, 4, 5]),
+        ([9, 9, 9, 9, 9, 9], 4, 1, 3, [0, 1, 2, 5]),
+    ],
+)
+def test_packing(
+    scores: list[float], keep: int, num_recent: int, num_sinks: int, survivors: list[int]
+) -> None:
+    """Sinks, the window and the best of the rest survive whole, in order; of equals the older."""
+    packed = pack_survivors(strip(scores), 6, keep, num_recent, num_sinks)
+    expected = strip([scores[i] for i in survivors], survivors)
+    for name in ("key", "value", "score", "position"):
+        assert torch.equal(getattr(packed, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize(("prompt", "after"), [(1, 1), (8, 8), (9, 9), (10, 9), (40, 9)])
+def test_prompts_end(prompt: int, after: int) -> None:
+    """With C = 10, k = 9: nothing is dropped from n <= k, and k stay of n = k + 1 and of many."""
+    one = head(10, 4)
+    _, held = run(one, Inputs.draw(prompt), [prompt])
+    assert len(held[-1]) == after and not one.in_prompt and one.victim is None
+    assert set(range(max(prompt - 4, 0), prompt)) <= held[-1]
+
+
+@pytest.mark.parametrize("chunks", [[30], [1] * 30, [1, 9, 20], [25, 5]])
+def test_chunks_do_not_matter(chunks: list[int]) -> None:
+    """A prompt is kept whole to its end, so its chunks change no output, score or survivor."""
+    inputs, one, other = Inputs.draw(50, group=2), head(10, 4), head(10, 4)
+    outputs, held = run(one, inputs, chunks)
+    expected, held_too = run(other, inputs, [13, 17])
+    close(outputs, expected)
+    assert held[len(chunks) - 1 :] == held_too[1:]
+    assert [len(after) for after in held[: len(chunks) - 1]] == torch.tensor(chunks[:-1]).cumsum(
+        0
+    ).tolist()
+    close(one.strip.score, other.strip.score)
+
+
+def test_group_is_summed() -> None:
+    """A GQA group scores the sum of what its heads would score alone, and attends like each."""
+    inputs = Inputs.draw(12, group=3)
+    held = Strip(inputs.key, inputs.value, torch.zeros(12).double(), torch.arange(12))
+    outputs = attend_and_score(inputs.query, held, SCALE)
+    alone = torch.zeros(12).double()
+    for g in range(3):
+        single = Strip(inputs.key, inputs.value, torch.zeros(12).double(), torch.arange(12))
+        close(attend_and_score(inputs.query[:, [g]], single, SCALE), outputs[:, [g]])
+        alone += single.score
+    close(held.score, alone)
+
+
+def test_scores_can_be_left_alone() -> None:
+    """Without accumulation attention is the same, and first scores stay."""
+    inputs = Inputs.draw(6)
+    one, other = head(20, 4, accumulate=False), head(20, 4)
+    first = [0.5, 0.25, 0.125, 0.0, 1.0, 2.0]
+    outputs = one.step(inputs.query, inputs.key, inputs.value, True, first)
+    close(outputs, other.step(inputs.query, inputs.key, inputs.value, True))
+    assert one.strip.score.tolist() == first
+
+
+def test_random_scores() -> None:
+    """In [0, 1), a function of its arguments, different in each, near enough to uniform."""
+    drawn = [
+        random_score(seed, layer, h, position)
+        for seed in (0, 7)
+        for layer in (0, 1, 31)
+        for h in (0, 1, 7)
+        for position in range(500)
+    ]
+    assert drawn[501] == random_score(0, 0, 1, 1)
+    assert all(0 <= number < 1 for number in drawn)
+    assert len(set(drawn)) > 0.999 * len(drawn)
+    assert statistics.mean(drawn) == pytest.approx(0.5, abs=0.01)
+    tenths = [sum(int(10 * number) == i for number in drawn) for i in range(10)]
+    assert all(abs(count - 900) < 4 * 900**0.5 for count in tenths), tenths
+
+
+@pytest.mark.parametrize("of", ["seed", "layer", "head", "position"])
+def test_random_scores_are_independent(of: str) -> None:
+    """Neighbours in any one argument are not correlated."""
+    base = {"seed": 3, "layer": 2, "head": 1, "position": 0}
+    pairs = []
+    for position in range(2000):
+        one = {**base, "position": 3 * position}
+        pairs.append((random_score(**one), random_score(**{**one, of: one[of] + 1})))
+    assert abs(statistics.correlation(*zip(*pairs, strict=True))) < 0.08

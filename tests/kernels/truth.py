@@ -1,0 +1,244 @@
+"""The reference beside the layer: a ``Head`` for each request and KV head, compared every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.kernels.harness import LAYER_INDEX, Layer, Life
+from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.reference import Head, Strip, random_score
+from vllm_h2o.policy import POLICIES, ScoreKind
+from vllm_h2o.wire import RequestPlan
+
+RTOL, ATOL = 1e-5, 2e-6
+"""Scores and outputs, float32 against float64, whatever the cache's dtype: inputs are the same."""
+NEAR = 1e-5
+"""Scores that differ by less, relatively, may be ranked either way in float32."""
+
+
+@dataclass
+class Ranking:
+    """How often tokens were ranked, and how often a near tie came out the other way."""
+
+    num_selections: int = 0
+    num_near_ties: int = 0
+
+    def check(self) -> None:
+        """At most one selection in a thousand."""
+        assert self.num_selections > 0, "nothing was ever selected"
+        assert self.num_near_ties <= self.num_selections / 1000, self
+
+
+def near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Two choices, as scores [M], are so close that float32 may take either."""
+    ours, theirs = ours.double().sort().values, theirs.double().sort().values
+    assert ours.shape == theirs.shape
+    apart = (ours - theirs).abs() / torch.maximum(ours.abs(), theirs.abs())
+    assert (apart <= NEAR).all(), f"scores of different choices: {ours} and {theirs}"
+
+
+@dataclass
+class Truth:
+    """Follows a layer.
+
+    Args:
+        layer: what is compared with the reference.
+        policy: name of its policy.
+        ranking: counts selections and near ties.
+
+    """
+
+    layer: Layer
+    policy: str
+    ranking: Ranking
+    heads: dict[str, list[Head]] = field(default_factory=dict)
+
+    def begin(self, life: Life) -> None:
+        """A reference head for each KV head of a new request."""
+        shape, budget = self.layer.shape, life.budget
+        self.heads[life.request_id] = [
+            Head(
+                strip=Strip.empty(shape.head_size, torch.float64),
+                capacity=budget.capacity,
+                num_recent=budget.num_recent,
+                num_sinks=budget.num_sinks,
+                scale=shape.scale,
+                accumulate=POLICIES[self.policy].score is ScoreKind.SUM,
+            )
+            for _ in range(shape.num_kv_heads)
+        ]
+
+    def follow(self, life: Life, plan: RequestPlan, output: torch.Tensor) -> None:
+        """Compute the plan, and compare all that the layer holds and returned."""
+        name, group = life.request_id, self.layer.shape.group
+        query, key, value = (t.double() for t in life.tokens(plan))
+        ends_prompt = plan.in_prompt and plan.logical_end == life.prompt_len
+        page, resident = self.layer.page, plan.resident_end
+        views = (page.key, page.value, page.score, page.position)
+        held = [self.layer.slots(view, name, resident) for view in views]
+        victims = self.layer.victims(name)
+        for h, head in enumerate(self.heads[name]):
+            of_group = slice(h * group, (h + 1) * group)
+            expected = head.step(
+                query[:, of_group], key[:, h], value[:, h], ends_prompt, self._scores(plan, h)
+            )
+            same(output[:, of_group], expected, f"{name}, head {h}: outputs")
+            strip = Strip(*(view[h].double() for view in held[:3]), held[3][h].long())
+            if plan.keep_after:
+                self._follow_packing(head, strip)
+            compare(strip, head.strip, f"{name}, head {h}, {plan}")
+            if not plan.in_prompt and plan.attended == plan.capacity:
+                assert victims is not None
+                self._follow_selection(head, strip, int(victims[h]))
+
+    def _scores(self, plan: RequestPlan, head: int) -> list[float] | None:
+        if POLICIES[self.policy].score is not ScoreKind.RANDOM:
+            return None
+        positions = range(plan.logical_start, plan.logical_end)
+        return [random_score(plan.seed, LAYER_INDEX, head, position) for position in positions]
+
+    def _follow_packing(self, head: Head, strip: Strip) -> None:
+        """Take over the layer's survivors where only near ties tell them from the reference's."""
+        self.ranking.num_selections += 1
+        ours = ~torch.isin(strip.position, head.strip.position)
+        theirs = ~torch.isin(head.strip.position, strip.position)
+        if ours.any():
+            near(strip.score[ours], head.strip.score[theirs])
+            self.ranking.num_near_ties += 1
+            head.strip = strip
+
+    def _follow_selection(self, head: Head, strip: Strip, slot: int) -> None:
+        """Take over the layer's victim where only a near tie tells it from the reference's."""
+        self.ranking.num_selections += 1
+        assert head.victim is not None
+        position = strip.position[slot]
+        ours = int((head.strip.position == position).nonzero())
+        if ours != head.victim:
+            low, high = (head.strip.position[s] for s in (ours, head.victim))
+            recent_from = head.logical_len - head.num_recent
+            assert head.num_sinks <= min(low, high) and max(low, high) < recent_from
+            near(head.strip.score[ours, None], head.strip.score[head.victim, None])
+            self.ranking.num_near_ties += 1
+            head.victim = ours
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Equal but for float32."""
+    torch.testing.assert_close(
+        actual.double(), expected, rtol=RTOL, atol=ATOL, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def compare(actual: Strip, expected: Strip, what: str) -> None:
+    """The same positions, in whatever slots, with the same K and V and, but for float32, scores."""
+    order, other = actual.position.argsort(), expected.position.argsort()
+    assert torch.equal(actual.position[order], expected.position[other]), (
+        f"{what}: retained {actual.position[order]}, expected {expected.position[other]}"
+    )
+    assert torch.equal(actual.key[order], expected.key[other]), f"{what}: keys"
+    assert torch.equal(actual.value[order], expected.value[other]), f"{what}: values"
+    same(actual.score[order], expected.score[other], f"{what}: scores")
+
+
+def bits(view: torch.Tensor) -> torch.Tensor:
+    """The view as integers, among which a NaN equals itself."""
+    return view.view({2: torch.int16, 4: torch.int32}[view.element_size()])
+
+
+class Fence:
+    """What a step may write, said before it runs and checked after it."""
+
+    def __init__(self, layer: Layer, plans: Mapping[str, RequestPlan], accumulates: bool) -> None:
+        self.layer, self.plans, self.accumulates = layer, plans, accumulates
+        self.before = layer.cache.clone()
+        self.victims = {name: layer.victims(name) for name in plans if name in layer.tables}
+
+    def check(self) -> None:
+        """Nothing was written but the new tokens' slots, the survivors' and scores attended to."""
+        tokens = torch.zeros_like(self.layer.page.score, dtype=torch.bool)
+        scores = tokens.clone()
+        block_size = self.layer.shape.block_size
+        for name, plan in self.plans.items():
+            rows = self.layer.rows(name, plan.attended)
+            for h in range(self.layer.shape.num_kv_heads):
+                for slot in self._written(name, plan, h):
+                    tokens[rows[h, slot // block_size], slot % block_size] = True
+                attended = range(plan.attended) if self.accumulates else ()
+                for slot in attended:
+                    scores[rows[h, slot // block_size], slot % block_size] = True
+        then, now = Page.of(self.before, self.layer.shape.head_size), self.layer.page
+        for view in ("key", "value", "position", "score"):
+            changed = bits(getattr(then, view)) != bits(getattr(now, view))
+            allowed = tokens | scores if view == "score" else tokens
+            foreign = (changed if changed.dim() == 2 else changed.any(-1)) & ~allowed
+            assert not foreign.any(), f"{view} written at (row, slot) {foreign.nonzero()}"
+
+    def _written(self, name: str, plan: RequestPlan, head: int) -> Sequence[int]:
+        """Slots that take a token: new ones, a victim's, or all that survivors move to."""
+        if plan.overwrites:
+            victims = self.victims[name]
+            assert victims is not None
+            return [int(victims[head])]
+        return range(0 if plan.keep_after else plan.resident_start, plan.attended)
+
+
+def live(
+    layer: Layer, policy: str, lives: Sequence[Life], ranking: Ranking, pause: float = 0.2
+) -> list[dict[str, tuple[torch.Tensor, torch.Tensor | None]]]:
+    """Run the requests to their ends, with everything compared after every step.
+
+    Args:
+        layer: runs them; requests start when there are pages enough, in the order given.
+        policy: the layer's.
+        lives: the requests.
+        ranking: counts.
+        pause: probability that a request is left out of a step.
+
+    Returns:
+        For each step, by request: outputs [T, Hq, D], and victims [H] if it selected any.
+
+    """
+    truth = Truth(layer, policy, ranking)
+    waiting, running = list(lives), dict[str, Life]()
+    packed: dict[str, int] = {}
+    trace = []
+    while waiting or running:
+        for name, num_slots in packed.items():
+            layer.release(name, num_slots)
+        packed.clear()
+        _admit(layer, truth, waiting, running)
+        chosen = [name for name in running if layer.random.random() >= pause] or list(running)
+        plans = {name: running[name].next_plan() for name in chosen}
+        fence = Fence(layer, plans, POLICIES[policy].score is ScoreKind.SUM)
+        outputs = layer.step(plans, running)
+        fence.check()
+        entry = {}
+        for name, plan in plans.items():
+            truth.follow(running[name], plan, outputs[name])
+            selects = not plan.in_prompt and plan.attended == plan.capacity
+            entry[name] = (outputs[name], layer.victims(name) if selects else None)
+            if plan.keep_after:
+                packed[name] = plan.keep_after
+            if not running[name].num_left:
+                packed[name] = 0
+                del running[name]
+        trace.append(entry)
+    for name in packed:
+        layer.release(name)
+    return trace
+
+
+def _admit(layer: Layer, truth: Truth, waiting: list[Life], running: dict[str, Life]) -> None:
+    """Start requests while every running one could still grow to its largest."""
+    while waiting:
+        together = [*running.values(), waiting[0]]
+        need = sum(-(-life.most_slots // layer.shape.block_size) for life in together)
+        if need >= layer.page.num_blocks and running:
+            return
+        life = waiting.pop(0)
+        life.prepare(layer.shape)
+        running[life.request_id] = life
+        truth.begin(life)
