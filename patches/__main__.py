@@ -18,10 +18,9 @@ import re
 from pathlib import Path
 from types import ModuleType
 
-from vllm_h2o.patches._patch import SUPPORTED_VLLM, Symbol
-
 from vllm_h2o import patches
 from vllm_h2o.errors import PatchError
+from vllm_h2o.patches._patch import SUPPORTED_VLLM, Symbol
 
 README = Path(__file__).with_name("README.md")
 LABELS = ("Symbol", "Why no seam", "What changes", "Upstream", "Drop when")

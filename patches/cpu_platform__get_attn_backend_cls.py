@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
 from vllm_h2o.patches._patch import Patch, Symbol
 
 

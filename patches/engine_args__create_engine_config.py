@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_h2o.patches._patch import Patch, Symbol
-
 from vllm_h2o.engine import check_config, prepare
+from vllm_h2o.patches._patch import Patch, Symbol
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:

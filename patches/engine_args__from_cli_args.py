@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_h2o.patches._patch import Patch, Symbol
-
 from vllm_h2o.engine import fold_policy
+from vllm_h2o.patches._patch import Patch, Symbol
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:

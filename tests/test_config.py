@@ -132,12 +132,12 @@ def test_choices(field: str, planned: str, works: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["min_budget", "num_sink_tokens", "seed"])
-@pytest.mark.parametrize("value", [-1, 1.0, True, "many"])
+@pytest.mark.parametrize("value", [-1, 1.0, True, "many", 2**63])
 def test_counts(field: str, value: Any) -> None:
     """Counts are whole numbers."""
     assert refusal(**{field: value}) == (
-        f"kv-policy: asked: {field}={value!r}; is: {field} is a whole number; "
-        "why not: it counts things; what to do: give an int >= 0."
+        f"kv-policy: asked: {field}={value!r}; is: {field} is a whole number of at most 63 "
+        "bits; why not: it counts things, or seeds them; what to do: give an int in [0, 2**63)."
     )
 
 

@@ -1,4 +1,4 @@
-"""From flags and arguments to vLLM's own options; what is refused is in test_engine_refusals.py."""
+"""From flags and arguments to vLLM's own options; what is refused is in test_refusals.py."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm_h2o.patches._patch import Symbol
 
 from tests.tiny_models import engine_args, engine_config, folder
 from vllm_h2o import patches
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import SCHEDULER, WORKER, check_config, fold_policy, prepare
 from vllm_h2o.errors import ConfigError, PatchError
+from vllm_h2o.patches._patch import Symbol
 from vllm_h2o.policy import POLICIES
 
 BUDGET = {"kv_policy_config": {"budget": 64}}
@@ -86,6 +86,10 @@ def test_flag(parsed: Parsed, policy: str) -> None:
             {"recent_ratio": 1, "num_sink_tokens": 4},
         ),
         (["--kv_policy_config", '{"name": "h2o"}'], {}),
+        (
+            ["--kv-policy-config", '{"budget": 64, "seed": 3}', "--kv-policy-config.seed", "5"],
+            {"budget": 64, "seed": 5},
+        ),
     ],
 )
 def test_options_flag(parsed: Parsed, arguments: list[str], options: dict[str, Any]) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm_h2o.patches import _patch
 
 from tests.tiny_models import folder
 from vllm_h2o import patches, plugin
 from vllm_h2o.engine import BACKEND
 from vllm_h2o.errors import PatchError
+from vllm_h2o.patches import _patch
 
 CUSTOM = AttentionBackendEnum.CUSTOM
 ALWAYS = {patch.symbol.path for patch in patches.ALWAYS}

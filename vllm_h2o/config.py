@@ -188,12 +188,12 @@ class KVPolicyConfig:
         value = getattr(self, field)
         if field == "num_sink_tokens" and value is None:
             return
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
             raise ConfigError(
                 f"{field}={value!r}",
-                f"{field} is a whole number",
-                "it counts things",
-                "give an int >= 0",
+                f"{field} is a whole number of at most 63 bits",
+                "it counts things, or seeds them",
+                "give an int in [0, 2**63)",
             )
 
     def _check_choice(self, field: str, works: tuple[str, ...], planned: tuple[str, ...]) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm_h2o.patches import __main__ as described
-from vllm_h2o.patches._patch import Patch, Symbol
 
 from vllm_h2o import patches
 from vllm_h2o.errors import PatchError
+from vllm_h2o.patches import __main__ as described
+from vllm_h2o.patches._patch import Patch, Symbol
 
 MODULES = described.modules()
 NAMES = [module.__name__.rpartition(".")[2] for module in MODULES]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_h2o.patches import _patch
-from vllm_h2o.patches._patch import Patch, Symbol, digest, verify_all, verify_version
 
 from vllm_h2o.errors import PatchError
+from vllm_h2o.patches import _patch
+from vllm_h2o.patches._patch import Patch, Symbol, digest, verify_all, verify_version
 
 SOURCE = '''
 """A module of a host."""

@@ -12,8 +12,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.tiny_models import engine_config, folder
 from vllm_h2o.config import KVPolicyConfig
-from vllm_h2o.engine import BACKEND, REFUSALS, SCHEDULER, WORKER, check_config
+from vllm_h2o.engine import BACKEND, SCHEDULER, WORKER, check_config
 from vllm_h2o.errors import ConfigError, UnsupportedError
+from vllm_h2o.refusals import REFUSALS
 
 LLAMA = "LlamaForCausalLM"
 ANOTHER_MODEL = "run this model without --kv-policy"

@@ -1,0 +1,160 @@
+"""What does not go with a policy, why, and what to do instead: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that does not go with a policy.
+
+    Args:
+        what: the thing, as the user knows it.
+        applies: whether a vLLM config has it.
+        why: the reason.
+        remedy: what to do.
+
+    """
+
+    what: str
+    applies: Callable[[Any], bool]
+    why: str
+    remedy: str
+
+
+def _alibi(vllm_config: Any) -> bool:
+    hf = vllm_config.model_config.hf_text_config.to_dict()
+    attn = hf.get("attn_config") or {}
+    return bool(
+        hf.get("alibi")
+        or (isinstance(attn, dict) and attn.get("alibi"))
+        or hf.get("model_type") == "bloom"
+        or hf.get("position_embedding_type") == "alibi"
+    )
+
+
+def _windowed(vllm_config: Any) -> bool:
+    hf = vllm_config.model_config.hf_text_config.to_dict()
+    kinds = set(hf.get("layer_types") or ())
+    return vllm_config.model_config.get_sliding_window() is not None or bool(
+        kinds - {"full_attention"}
+    )
+
+
+def _not_on_cpu(_: Any) -> bool:
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
+
+
+_ANOTHER_MODEL = "run this model without --kv-policy"
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "a pooling model",
+        lambda c: c.model_config.runner_type != "generate",
+        "nothing is generated, so nothing is evicted",
+        _ANOTHER_MODEL,
+    ),
+    Refusal(
+        "an encoder-decoder model",
+        lambda c: c.model_config.is_encoder_decoder,
+        "cross-attention keeps another cache",
+        _ANOTHER_MODEL,
+    ),
+    Refusal(
+        "multi-head latent attention (MLA)",
+        lambda c: c.model_config.use_mla,
+        "its cache holds one latent vector for all heads, not K and V of each",
+        _ANOTHER_MODEL,
+    ),
+    Refusal(
+        "an attention-free or hybrid (state-space) model",
+        lambda c: c.model_config.is_attention_free or c.model_config.is_hybrid,
+        "its states are not tokens that could be evicted",
+        _ANOTHER_MODEL,
+    ),
+    Refusal(
+        "a multimodal model",
+        lambda c: c.model_config.is_multimodal_model,
+        "it has not been tried",
+        _ANOTHER_MODEL,
+    ),
+    Refusal(
+        "a diffusion model",
+        lambda c: c.model_config.is_diffusion,
+        "it rewrites tokens that were computed",
+        _ANOTHER_MODEL,
+    ),
+    Refusal(
+        "ALiBi",
+        _alibi,
+        "the bias depends on distances that the kernels do not compute",
+        _ANOTHER_MODEL,
+    ),
+    Refusal(
+        "sliding-window or other windowed layers",
+        _windowed,
+        "the policy works where every layer is full attention",
+        _ANOTHER_MODEL,
+    ),
+    Refusal(
+        "an attention backend for one kind of cache",
+        lambda c: bool(c.attention_config.backend_per_kind),
+        "only the policy's own backend keeps scores and evicts",
+        "leave attention_config.backend_per_kind out",
+    ),
+    Refusal(
+        "a KV connector",
+        lambda c: c.kv_transfer_config is not None,
+        "a transferred page has no scores, and an evicted one is no prefix",
+        "leave --kv-transfer-config out",
+    ),
+    Refusal(
+        "KV cache events",
+        lambda c: c.kv_events_config is not None and c.kv_events_config.enable_kv_cache_events,
+        "events describe prefix-cached pages, and there are none",
+        "leave --kv-events-config out",
+    ),
+    Refusal(
+        "speculative decoding",
+        lambda c: c.speculative_config is not None,
+        "a rejected draft would have evicted a token already",
+        "leave --speculative-config out",
+    ),
+    Refusal(
+        "a quantised KV cache",
+        lambda c: c.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
+        "the kernels read K and V as they were computed",
+        "use --kv-cache-dtype auto",
+    ),
+    Refusal(
+        "LoRA",
+        lambda c: c.lora_config is not None,
+        "it has not been tried",
+        "leave --enable-lora out",
+    ),
+    Refusal(
+        "tensor, pipeline or data parallelism",
+        lambda c: c.parallel_config.world_size_across_dp > 1,
+        "it has not been tried",
+        "use one worker",
+    ),
+    Refusal(
+        "context parallelism",
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1
+            or c.parallel_config.prefill_context_parallel_size > 1
+        ),
+        "ranks would hold different tokens of one sequence",
+        "leave the context-parallel sizes at 1",
+    ),
+    Refusal(
+        "a platform other than the CPU",
+        _not_on_cpu,
+        "the kernels for it are not built yet",
+        "use a CPU build of vLLM",
+    ),
+)
