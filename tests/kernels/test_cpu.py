@@ -99,7 +99,9 @@ def test_lives(name: str, ranking: Ranking) -> None:
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     layer = Layer(shape, policy, pool_size(lives, shape.block_size, share=0.7))
+    before = ranking.num_selections
     live(layer, policy, lives, ranking)
+    assert (ranking.num_selections > before) is POLICIES[policy].evicts
 
 
 @st.composite

@@ -115,6 +115,16 @@ def test_a_page_more_at_its_first_slot() -> None:
         assert batch is not None and batch.rows.tolist() == [rows_of(pages)]
 
 
+@pytest.mark.parametrize(("resident", "selects"), [(46, False), (47, True), (48, True)])
+def test_selection_starts_when_full(resident: int, selects: bool) -> None:
+    """A victim is chosen from the step on that takes the last slot; before it, none is."""
+    plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
+    with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
+        batch = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[:1])).decodes
+    assert batch is not None and batch.selects.tolist() == [selects]
+    assert batch.overwrites.tolist() == [resident == 48]
+
+
 def test_no_step_is_empty() -> None:
     """Warm-up, profiling and capture get metadata with which nothing is read or written."""
     metadata = builder(SHAPE, "h2o").build(0, common_metadata([3, 1], TABLE[:2]))
