@@ -13,8 +13,8 @@ from vllm_h2o.kernels.reference import Head, Strip, random_score
 from vllm_h2o.policy import POLICIES, ScoreKind
 from vllm_h2o.wire import RequestPlan
 
-RTOL, ATOL = 1e-5, 2e-6
-"""Scores and outputs, float32 against float64, whatever the cache's dtype: inputs are the same."""
+RTOL, SCORE_ATOL, OUTPUT_ATOL = 1e-5, 1e-7, 5e-6
+"""Float32 against float64, whatever the cache's dtype: both sides read the same rounded inputs."""
 NEAR = 1e-5
 """Scores that differ by less, relatively, may be ranked either way in float32."""
 
@@ -84,7 +84,7 @@ class Truth:
             expected = head.step(
                 query[:, of_group], key[:, h], value[:, h], ends_prompt, self._scores(plan, h)
             )
-            same(output[:, of_group], expected, f"{name}, head {h}: outputs")
+            same(output[:, of_group], expected, OUTPUT_ATOL, f"{name}, head {h}: outputs")
             strip = Strip(*(view[h].double() for view in held[:3]), held[3][h].long())
             if plan.keep_after:
                 self._follow_packing(head, strip)
@@ -124,10 +124,10 @@ class Truth:
             head.victim = ours
 
 
-def same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+def same(actual: torch.Tensor, expected: torch.Tensor, atol: float, what: str) -> None:
     """Equal but for float32."""
     torch.testing.assert_close(
-        actual.double(), expected, rtol=RTOL, atol=ATOL, msg=lambda text: f"{what}: {text}"
+        actual.double(), expected, rtol=RTOL, atol=atol, msg=lambda text: f"{what}: {text}"
     )
 
 
@@ -139,7 +139,7 @@ def compare(actual: Strip, expected: Strip, what: str) -> None:
     )
     assert torch.equal(actual.key[order], expected.key[other]), f"{what}: keys"
     assert torch.equal(actual.value[order], expected.value[other]), f"{what}: values"
-    same(actual.score[order], expected.score[other], f"{what}: scores")
+    same(actual.score[order], expected.score[other], SCORE_ATOL, f"{what}: scores")
 
 
 def bits(view: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,14 @@ def test_the_request_seed_wins() -> None:
     assert ledger.preview("r", 0, 1, 1, 7).seed == 7
 
 
+def test_a_seed_of_any_size_fits_a_tensor() -> None:
+    """Modulo 2^64: what is beyond int64 would fail in the worker, in the middle of a step."""
+    ledger = Ledger(BUDGET, block_size=4)
+    assert ledger.preview("r", 0, 1, 1, 2**63).seed == -(2**63)
+    assert ledger.preview("r", 0, 1, 1, -5).seed == -5
+    assert ledger.preview("r", 0, 1, 1, 2**64 + 9).seed == 9
+
+
 @pytest.mark.parametrize(
     ("start", "end", "message"),
     [

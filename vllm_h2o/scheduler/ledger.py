@@ -100,7 +100,7 @@ class Ledger:
             keep_after=self.budget.kept if packs else 0,
             num_recent=self.budget.num_recent,
             num_sinks=self.budget.num_sinks,
-            seed=self.seed if seed is None else seed,
+            seed=_int64(self.seed if seed is None else seed),
         )
 
     def commit(self, request_id: str, plan: RequestPlan, prompt_len: int) -> None:
@@ -139,3 +139,8 @@ class Ledger:
             )
         step, self._step = self._step, {}
         return ResidencyPlan(step)
+
+
+def _int64(value: int) -> int:
+    """``value`` modulo 2^64, signed: a request may bring any seed, and tensors hold this."""
+    return (value + 2**63) % 2**64 - 2**63
