@@ -54,6 +54,11 @@ class RequestPlan:
         return self.resident_start if self.overwrites else self.resident_start + self.num_new
 
     @property
+    def held_end(self) -> int:
+        """Slots whose pages stay held after this step: a packed request never asks for a page again."""
+        return self.capacity if self.keep_after else self.attended
+
+    @property
     def resident_end(self) -> int:
         """Slots in use after this step."""
         return self.keep_after or self.attended

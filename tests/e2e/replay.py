@@ -85,7 +85,12 @@ class Replay:
         step = current_step()
         assert step is not None
         order = step.row_order(None)[: len(step.plan.requests)]  # type: ignore[arg-type]
-        decodes, prompts = iter(range(len(order))), iter(metadata.prompts)
+        prompts = iter(metadata.prompts)
+        decodes = {
+            token: (batch, row)
+            for batch in metadata.decodes
+            for row, token in enumerate(batch.token.tolist())
+        }
         start = 0
         for request_id in order:
             plan = step.plan.requests[request_id]
@@ -93,10 +98,10 @@ class Replay:
             if plan.in_prompt:
                 rows, victims = next(prompts).rows, None
             else:
-                row = next(decodes)
-                rows = metadata.decodes.rows[row]
+                batch, row = decodes[tokens.start]
+                rows = batch.rows[row]
                 assert impl.victims is not None
-                victims = impl.victims[metadata.decodes.owner[row]]
+                victims = impl.victims[batch.owner[row]]
             for head in range(impl.num_kv_heads):
                 where = (layer_name, head, request_id)
                 out = self._step(impl, where, plan, query[tokens], key[tokens], value[tokens])

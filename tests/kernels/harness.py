@@ -252,12 +252,13 @@ class Layer:
         return torch.tensor(rows, dtype=torch.int32)
 
     def _widened(self, metadata: HeavyHitterMetadata) -> HeavyHitterMetadata:
-        if metadata.decodes is None or not self.extra_pages:
-            return metadata
-        rows = metadata.decodes.rows
-        other = torch.arange(self.shape.num_kv_heads)[:, None].expand(*rows.shape[:2], -1)
-        wide = torch.cat([rows, *[other] * self.extra_pages], dim=2)
-        return HeavyHitterMetadata(replace(metadata.decodes, rows=wide), metadata.prompts)
+        heads = torch.arange(self.shape.num_kv_heads)[:, None]
+
+        def wide(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([rows, *[heads.expand(*rows.shape[:2], -1)] * self.extra_pages], 2)
+
+        decodes = [replace(batch, rows=wide(batch.rows)) for batch in metadata.decodes]
+        return HeavyHitterMetadata(decodes, metadata.prompts)
 
     def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
         padding = torch.full((NUM_PADDING, *tokens.shape[1:]), torch.nan, dtype=tokens.dtype)

@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels.harness import Layer, Life, Shape, empty_cache
 from tests.kernels.truth import Ranking, bits, live
+from vllm_h2o.kernels.batch import DecodeBatch
 from vllm_h2o.kernels.cpu import decode
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.reference import Strip, select_victims
@@ -18,14 +19,14 @@ from vllm_h2o.policy import Budget
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 
 
-def make_batch(rows: torch.Tensor, attended: list[int], **columns: list[int]) -> decode.DecodeBatch:
+def make_batch(rows: torch.Tensor, attended: list[int], **columns: list[int]) -> DecodeBatch:
     """A batch over [B, H, P] rows; every column that is not given is zeros."""
     num_requests = rows.shape[0]
     given = {"attended": attended, "owner": (rows[:, 0, 0] // rows.shape[1]).tolist(), **columns}
-    names = [f.name for f in fields(decode.DecodeBatch) if f.name != "rows"]
+    names = [f.name for f in fields(DecodeBatch) if f.name != "rows"]
     values = {name: torch.tensor(given.get(name, [0] * num_requests)) for name in names}
     flags = {name: values[name].bool() for name in ("overwrites", "selects")}
-    return decode.DecodeBatch(rows=rows, **{**values, **flags})
+    return DecodeBatch(rows=rows, **{**values, **flags})
 
 
 def block_rows(tables: list[list[int]], num_kv_heads: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
+from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cpu import prompt
 from vllm_h2o.kernels.cpu.scoring import random_scores
 from vllm_h2o.kernels.page import Page
@@ -18,11 +19,11 @@ SHAPE = Shape(num_kv_heads=2, group=2, head_size=64, block_size=16)
 VIEWS = ("key", "value", "score", "position")
 
 
-def make_chunk(blocks: list[int], start: int, num_new: int, **limits: int) -> prompt.PromptChunk:
+def make_chunk(blocks: list[int], start: int, num_new: int, **limits: int) -> PromptChunk:
     """A chunk behind ``start`` slots of a request with these pages."""
     rows = torch.tensor(blocks) * 2 + torch.arange(2)[:, None]
     defaults = {"keep": 0, "recent_from": 0, "num_sinks": 0, "seed": 0, "position": start}
-    return prompt.PromptChunk(slice(7, 7 + num_new), rows, start, **{**defaults, **limits})
+    return PromptChunk(slice(7, 7 + num_new), rows, start, **{**defaults, **limits})
 
 
 def full_page(num_blocks: int, blocks: list[int], num_tokens: int) -> Page:
@@ -34,7 +35,7 @@ def full_page(num_blocks: int, blocks: list[int], num_tokens: int) -> Page:
     return page
 
 
-def strips(page: Page, chunk: prompt.PromptChunk, num_slots: int) -> list[Strip]:
+def strips(page: Page, chunk: PromptChunk, num_slots: int) -> list[Strip]:
     """What each head holds in its first slots."""
     views = [getattr(page, name)[chunk.rows].flatten(1, 2)[:, :num_slots] for name in VIEWS]
     return [Strip(*(view[h].clone() for view in views)) for h in range(2)]

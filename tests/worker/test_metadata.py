@@ -13,8 +13,12 @@ from tests.kernels.harness import Shape, builder, common_metadata
 from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
-from vllm_h2o.worker.metadata import HeavyHitterMetadata, HeavyHitterMetadataBuilder
-from vllm_h2o.worker.step import Step, publish
+from vllm_h2o.worker.metadata import (
+    MAX_BATCH_ELEMENTS,
+    HeavyHitterMetadata,
+    HeavyHitterMetadataBuilder,
+)
+from vllm_h2o.worker.step import Step, WarmUp, publish
 
 SHAPE = Shape(num_kv_heads=2, block_size=16)
 PLANS = {
@@ -64,8 +68,7 @@ def test_prompts_one_by_one() -> None:
 
 def test_decodes_together() -> None:
     """Requests past their prompt share one batch, in order of rows, as wide as the longest."""
-    batch = build(list(PLANS)).decodes
-    assert batch is not None
+    (batch,) = build(list(PLANS)).decodes
     assert batch.rows.tolist() == [rows_of([9, 3]), rows_of([8, 2]), rows_of([11, 10])]
     columns = {f.name: getattr(batch, f.name).tolist() for f in fields(batch) if f.name != "rows"}
     assert columns == {
@@ -88,22 +91,22 @@ def test_decodes_together() -> None:
 def test_order_is_the_batchs() -> None:
     """Rows may come in any order, whatever the plan's."""
     metadata = build(["growing", "last chunk", "becomes full", "first chunk"])
-    assert metadata.decodes is not None
-    assert metadata.decodes.token.tolist() == [0, 6]
-    assert metadata.decodes.owner.tolist() == [8, 11]
+    assert metadata.decodes[0].token.tolist() == [0, 6]
+    assert metadata.decodes[0].owner.tolist() == [8, 11]
     assert [chunk.tokens for chunk in metadata.prompts] == [slice(1, 6), slice(7, 27)]
     assert [chunk.rows[0, 0].item() for chunk in metadata.prompts] == [2, 10]
 
 
 def test_only_prompts_or_only_decodes() -> None:
     """Without requests past their prompt there is no decode batch, and the reverse."""
-    assert build(["last chunk"]).decodes is None
+    assert build(["last chunk"]).decodes == []
     assert build(["full"]).prompts == []
 
 
 def test_padding_is_no_request() -> None:
     """Rows without tokens behind the batch's add nothing."""
-    assert build(["full"], num_padding=3).decodes.rows.tolist() == [rows_of([9, 3])]
+    (batch,) = build(["full"], num_padding=3).decodes
+    assert batch.rows.tolist() == [rows_of([9, 3])]
 
 
 def test_a_page_more_at_its_first_slot() -> None:
@@ -111,8 +114,8 @@ def test_a_page_more_at_its_first_slot() -> None:
     for resident, pages in ((15, [5]), (16, [5, 6]), (31, [5, 6]), (32, [5, 6, 91])):
         plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
         with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
-            batch = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[:1])).decodes
-        assert batch is not None and batch.rows.tolist() == [rows_of(pages)]
+            (batch,) = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[:1])).decodes
+        assert batch.rows.tolist() == [rows_of(pages)]
 
 
 @pytest.mark.parametrize(("resident", "selects"), [(46, False), (47, True), (48, True)])
@@ -120,15 +123,42 @@ def test_selection_starts_when_full(resident: int, selects: bool) -> None:
     """A victim is chosen from the step on that takes the last slot; before it, none is."""
     plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
     with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
-        batch = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[:1])).decodes
-    assert batch is not None and batch.selects.tolist() == [selects]
+        (batch,) = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[:1])).decodes
+    assert batch.selects.tolist() == [selects]
     assert batch.overwrites.tolist() == [resident == 48]
 
 
 def test_no_step_is_empty() -> None:
     """Warm-up, profiling and capture get metadata with which nothing is read or written."""
-    metadata = builder(SHAPE, "h2o").build(0, common_metadata([3, 1], TABLE[:2]))
-    assert metadata.decodes is None and metadata.prompts == []
+    with publish(WarmUp()):
+        metadata = builder(SHAPE, "h2o").build(0, common_metadata([3, 1], TABLE[:2]))
+    assert metadata.decodes == [] and metadata.prompts == []
+
+
+def test_neither_step_nor_warm_up_is_refused() -> None:
+    """A real step whose plan got lost on the way must not pass for a warm-up."""
+    with pytest.raises(IntegrityError, match="outside a step"):
+        builder(SHAPE, "h2o").build(0, common_metadata([3, 1], TABLE[:2]))
+
+
+def test_a_long_request_pads_no_short_one() -> None:
+    """Batches are of about one length, and no larger than a call may gather."""
+    lengths = [1, 9, 1, 70, 2, 64]  # pages
+    plans = {
+        str(i): RequestPlan(16 * n - 1, 1, False, 16 * n - 1, 2048, 0, 12, 0, 0)
+        for i, n in enumerate(lengths)
+    }
+    table = torch.arange(6 * 80, dtype=torch.int32).view(6, 80)
+    step = Step(ResidencyPlan(plans), lambda _: list(plans))
+    few = builder(SHAPE, "h2o")
+    few.page_elements = MAX_BATCH_ELEMENTS // 8
+    for made, tokens in ((builder(SHAPE, "h2o"), [[0, 2], [1], [3, 5], [4]]), (few, None)):
+        with publish(step):
+            batches = made.build(0, common_metadata([1] * 6, table)).decodes
+        found = [batch.token.tolist() for batch in batches]
+        assert found == (tokens or [[0, 2], [1], [3], [4], [5]])
+        for batch in batches:
+            assert batch.rows.shape[2] == max(lengths[i] for i in batch.token.tolist())
 
 
 def test_another_batch_is_refused() -> None:
@@ -155,7 +185,6 @@ def test_the_table_is_not_kept() -> None:
     with publish(Step(ResidencyPlan(PLANS), lambda _: names)):
         metadata = builder(SHAPE, "h2o").build(0, common)
     table.zero_()
-    assert metadata.decodes is not None
-    assert metadata.decodes.rows.tolist()[0] == rows_of([9, 3])
-    assert metadata.decodes.owner.tolist() == [9, 8, 11]
+    assert metadata.decodes[0].rows.tolist()[0] == rows_of([9, 3])
+    assert metadata.decodes[0].owner.tolist() == [9, 8, 11]
     assert metadata.prompts[0].rows.tolist() == rows_of([5, 6])

@@ -153,6 +153,12 @@ class Stock:
         """The current step."""
         return current_step()
 
+    def determine_available_memory(self) -> Any:
+        """A step that vLLM makes up for itself."""
+        return self.execute_model(SimpleNamespace())
+
+    compile_or_warm_up_model = execute_dummy_batch = determine_available_memory
+
 
 class Worker(PublishesSteps, Stock):
     """A worker with a policy."""
@@ -172,7 +178,22 @@ def test_a_step_is_published_while_it_runs(v2: bool) -> None:
     step = Worker(v2).execute_model(SimpleNamespace(residency_plan=plan))
     assert step.plan is plan
     assert step.rows(common([1], np.array([3]) if v2 else None)) == [plan.requests["a"]]
-    assert current_step() is None
+    nothing_is_published()
+
+
+def nothing_is_published() -> None:
+    """Neither a step nor a warm-up."""
+    with pytest.raises(IntegrityError, match="outside a step"):
+        current_step()
+
+
+@pytest.mark.parametrize(
+    "method", ["determine_available_memory", "compile_or_warm_up_model", "execute_dummy_batch"]
+)
+def test_a_warm_up_has_no_plan_and_says_so(method: str) -> None:
+    """Even where, as with Model Runner V2, it runs made-up schedules through the worker."""
+    assert getattr(Worker(True), method)() is None
+    nothing_is_published()
 
 
 def test_a_step_without_a_plan_is_refused() -> None:
@@ -185,4 +206,4 @@ def test_publish_is_undone_after_an_error() -> None:
     """A step that fails leaves no plan for the next batch to find."""
     with pytest.raises(RuntimeError), publish(Step(plans(a=1), lambda _: ["a"])):
         raise RuntimeError
-    assert current_step() is None
+    nothing_is_published()

@@ -24,6 +24,7 @@ class Residency:
     Args:
         logical_len: tokens computed.
         resident_len: slots in use.
+        held_len: slots whose pages are held.
         prompt_end: tokens to be computed before the first eviction. For a resumed request this
             counts what it had generated, too: all of it is computed again.
 
@@ -31,6 +32,7 @@ class Residency:
 
     logical_len: int
     resident_len: int
+    held_len: int
     prompt_end: int
 
 
@@ -77,7 +79,7 @@ class Ledger:
             IntegrityError: when the lengths contradict each other.
 
         """
-        held = self._residencies.get(request_id) or Residency(0, 0, prompt_len)
+        held = self._residencies.get(request_id) or Residency(0, 0, 0, prompt_len)
         num_new = num_tokens - num_computed
         in_prompt = num_computed < held.prompt_end
         if num_computed != held.logical_len or num_new < 1:
@@ -115,7 +117,9 @@ class Ledger:
         held = self._residencies.get(request_id)
         prompt_end = held.prompt_end if held else prompt_len
         self._step[request_id] = plan
-        self._residencies[request_id] = Residency(plan.logical_end, plan.resident_end, prompt_end)
+        self._residencies[request_id] = Residency(
+            plan.logical_end, plan.resident_end, plan.held_end, prompt_end
+        )
 
     def close(self, request_id: str) -> None:
         """Forget a request whose pages go back: finished, aborted or preempted."""

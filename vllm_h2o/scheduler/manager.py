@@ -97,7 +97,7 @@ class HeavyHitterManager(FullAttentionManager):
             if residency is None:
                 continue
             blocks = self.req_to_blocks[request_id]
-            keep = self.ledger.num_pages(residency.resident_len)
+            keep = self.ledger.num_pages(residency.held_len)
             self.block_pool.free_blocks(reversed(blocks[keep:]))
             del blocks[keep:]
         self._packed.clear()
@@ -124,7 +124,7 @@ class HeavyHitterManager(FullAttentionManager):
             request_id: (len(self.req_to_blocks[request_id]), residency)
             for request_id, residency in self.ledger.residencies.items()
             if request_id not in self._packed
-            and len(self.req_to_blocks[request_id]) != self.ledger.num_pages(residency.resident_len)
+            and len(self.req_to_blocks[request_id]) != self.ledger.num_pages(residency.held_len)
         }
         if (
             num_free + len(held) != total

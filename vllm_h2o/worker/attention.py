@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
+from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk
 from vllm_h2o.kernels.cpu import decode, prompt
 from vllm_h2o.kernels.cpu.scoring import random_scores
 from vllm_h2o.kernels.page import Page
@@ -101,8 +102,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if attn_metadata is None:
             return output
         page = Page.of(kv_cache, self.head_size)
-        if attn_metadata.decodes is not None:
-            self._decode(layer, page, attn_metadata.decodes, query, key, value, output)
+        for batch in attn_metadata.decodes:
+            self._decode(layer, page, batch, query, key, value, output)
         for chunk in attn_metadata.prompts:
             self._prompt(layer, page, chunk, query, key, value, output)
         return output
@@ -111,7 +112,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self,
         layer: torch.nn.Module,
         page: Page,
-        batch: decode.DecodeBatch,
+        batch: DecodeBatch,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -131,7 +132,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self,
         layer: torch.nn.Module,
         page: Page,
-        chunk: prompt.PromptChunk,
+        chunk: PromptChunk,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -15,10 +15,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.kernels.cpu.decode import DecodeBatch
-from vllm_h2o.kernels.cpu.prompt import PromptChunk
+from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.step import current_step
+
+MAX_BATCH_ELEMENTS = 1 << 24
+"""Elements of K that one decode call may gather: 64 MiB in float32."""
 
 
 @dataclass
@@ -26,20 +28,19 @@ class HeavyHitterMetadata(AttentionMetadata):
     """One step, the same for every layer.
 
     Args:
-        decodes: the requests with one token past their prompt, together; None when there are none.
+        decodes: the requests with one token past their prompt, those of about one length together.
         prompts: the chunks of prompts, one by one.
 
     """
 
-    decodes: DecodeBatch | None
+    decodes: list[DecodeBatch]
     prompts: list[PromptChunk]
 
 
 class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
     """Builds :class:`HeavyHitterMetadata` from the published step.
 
-    Outside a step (warm-up, profiling, capture) it builds empty metadata, with which attention
-    reads and writes nothing.
+    In a warm-up it builds empty metadata, with which attention reads and writes nothing.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             raise IntegrityError(f"the policy's backend runs in {worker}, not in {WORKER}")
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.block_size = kv_cache_spec.block_size
+        self.page_elements = self.num_kv_heads * self.block_size * kv_cache_spec.head_size
 
     def build(
         self,
@@ -66,7 +68,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         """The step's metadata, from its plan and the block table."""
         step = current_step()
         if step is None:
-            return HeavyHitterMetadata(None, [])
+            return HeavyHitterMetadata([], [])
         plans = step.rows(common_attn_metadata)
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
         table = common_attn_metadata.block_table_tensor
@@ -76,7 +78,10 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             for row, plan in enumerate(plans)
             if plan.in_prompt
         ]
-        decodes = self._decode_batch(plans, table, starts, decoding) if decoding else None
+        decodes = [
+            self._decode_batch(plans, table, starts, rows)
+            for rows in self._alike([(row, self._num_pages(plans[row])) for row in decoding])
+        ]
         return HeavyHitterMetadata(decodes, prompts)
 
     def _prompt_chunk(self, plan: RequestPlan, table_row: torch.Tensor, start: int) -> PromptChunk:
@@ -90,6 +95,26 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             num_sinks=plan.num_sinks,
             seed=plan.seed,
         )
+
+    def _alike(self, rows: list[tuple[int, int]]) -> list[list[int]]:
+        """Group rows, given with their pages, so that a batch is not padded to one long request.
+
+        The longest of a group has less than twice the pages of the shortest, and the group's K has
+        at most ``MAX_BATCH_ELEMENTS`` elements, unless one row alone has more.
+        """
+        groups: list[list[int]] = []
+        room: dict[int, int] = {}
+        open_group: dict[int, list[int]] = {}
+        for row, num_pages in rows:
+            size = num_pages.bit_length()
+            widest = (1 << size) * self.page_elements
+            if room.get(size, 0) < widest:
+                open_group[size] = []
+                groups.append(open_group[size])
+                room[size] = max(MAX_BATCH_ELEMENTS, widest)
+            open_group[size].append(row)
+            room[size] -= widest
+        return groups
 
     def _decode_batch(
         self,

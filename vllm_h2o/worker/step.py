@@ -1,7 +1,8 @@
 """Brings the scheduler's plan to the metadata builder: published for as long as a step runs.
 
-``Worker.execute_model`` is the one place that both model runners pass through with a real schedule;
-warm-up, profiling and graph capture do not, and see no plan.
+``Worker.execute_model`` is the one place that both model runners pass through with a real schedule.
+Profiling, warm-up and graph capture have no plan, and are published as what they are: attention
+metadata that is built outside both is an error.
 """
 
 from __future__ import annotations
@@ -52,16 +53,31 @@ class Step:
         return plans
 
 
-_STEP: ContextVar[Step | None] = ContextVar("vllm_h2o_step", default=None)
+class WarmUp:
+    """Published in a step's place while vLLM profiles, warms up, captures, or idles in lockstep."""
+
+
+_STEP: ContextVar[Step | WarmUp | None] = ContextVar("vllm_h2o_step", default=None)
 
 
 def current_step() -> Step | None:
-    """The step that runs in this context; None during warm-up and capture."""
-    return _STEP.get()
+    """The step that runs in this context; None during warm-up.
+
+    Raises:
+        IntegrityError: when neither was published: a real step would pass for a warm-up.
+
+    """
+    step = _STEP.get()
+    if step is None:
+        raise IntegrityError(
+            "attention metadata is built outside a step that HeavyHitterWorker runs: the plan of what "
+            "stays resident did not reach it"
+        )
+    return None if isinstance(step, WarmUp) else step
 
 
 @contextmanager
-def publish(step: Step | None) -> Iterator[None]:
+def publish(step: Step | WarmUp) -> Iterator[None]:
     """Make ``step`` the current one."""
     token = _STEP.set(step)
     try:
@@ -88,18 +104,20 @@ def v2_row_order(model_runner: Any) -> RowOrder:
 
 
 class PublishesSteps:
-    """Mixed into vLLM's worker class: publishes each real step to the metadata builder."""
+    """Mixed into vLLM's worker class: publishes each step, or that it is none, to the builder."""
 
     model_runner: Any
     use_v2_model_runner: bool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run one step of the schedule.
+        """Run one step of the schedule, or of a warm-up (Model Runner V2 makes up schedules for it).
 
         Raises:
-            IntegrityError: when the schedule carries no plan.
+            IntegrityError: when a real schedule carries no plan.
 
         """
+        if isinstance(_STEP.get(), WarmUp):
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
         if not hasattr(scheduler_output, "residency_plan"):
             raise IntegrityError(
                 "a step reached the worker without a plan: HeavyHitterScheduler did not schedule it"
@@ -107,3 +125,18 @@ class PublishesSteps:
         rows = v2_row_order if self.use_v2_model_runner else v1_row_order
         with publish(Step(scheduler_output.residency_plan, rows(self.model_runner))):
             return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def determine_available_memory(self) -> Any:
+        """Profile, without a plan."""
+        with publish(WarmUp()):
+            return super().determine_available_memory()  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile, warm up and capture, without a plan."""
+        with publish(WarmUp()):
+            return super().compile_or_warm_up_model()  # type: ignore[misc]
+
+    def execute_dummy_batch(self) -> Any:
+        """Keep step with other engines, without a plan."""
+        with publish(WarmUp()):
+            return super().execute_dummy_batch()  # type: ignore[misc]

@@ -6,44 +6,10 @@ requests and KV heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from vllm_h2o.kernels.batch import DecodeBatch
 from vllm_h2o.kernels.page import Page
-
-
-@dataclass(frozen=True)
-class DecodeBatch:
-    """B requests with one query each; P pages in the longest, L = P * N slots.
-
-    Args:
-        token: [B], int64: row of each request's token in the step's q, k, v.
-        rows: [B, H, P], int64: rows of the page views; whatever stands behind a request's own pages
-            is never written.
-        attended: [B], int64: slots [0, attended) are attended to.
-        append_slot: [B], int64: the slot of the new token, where no victim is taken.
-        overwrites: [B], bool: whether the new token takes its victim's slot instead.
-        selects: [B], bool: whether the request is full after this step.
-        owner: [B], int64: the request's first block id, under which its victims are kept.
-        position: [B], int64: of the new token.
-        recent_from: [B], int64: positions from here on are never victims.
-        num_sinks: [B], int64: positions below are never victims.
-        seed: [B], int64: of the ``random`` policy.
-
-    """
-
-    token: torch.Tensor
-    rows: torch.Tensor
-    attended: torch.Tensor
-    append_slot: torch.Tensor
-    overwrites: torch.Tensor
-    selects: torch.Tensor
-    owner: torch.Tensor
-    position: torch.Tensor
-    recent_from: torch.Tensor
-    num_sinks: torch.Tensor
-    seed: torch.Tensor
 
 
 def store(
@@ -106,7 +72,7 @@ def attend_and_score(
     logits.masked_fill_(hidden[:, None, None, :], float("-inf"))
     probs = torch.softmax(logits, dim=-1)
     # A slot that nobody owns may hold anything, a NaN too, and 0 * NaN is NaN.
-    value = value.masked_fill(hidden[:, None, :, None], 0.0)
+    value.masked_fill_(hidden[:, None, :, None], 0.0)
     if accumulate:
         received = probs.sum(dim=2).view(*batch.rows.shape, page.block_size)
         first_slot = torch.arange(num_pages, device=query.device) * page.block_size

@@ -5,45 +5,13 @@ Twins of ``reference.attend_and_score`` (T > 1) and ``pack_survivors``, batched 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.page import Page
 
 QUERY_TILE = 128
 """Queries whose probabilities are held at once: num_heads * QUERY_TILE * length floats."""
-
-
-@dataclass(frozen=True)
-class PromptChunk:
-    """T tokens of one request's prompt.
-
-    Args:
-        tokens: rows of the chunk in the step's q, k, v.
-        rows: [H, P], int64: rows of the page views, P pages that hold [0, start + T).
-        start: slots in use before the chunk; slots [0, start + i] are attended to by query i.
-        position: of the first token.
-        keep: tokens that survive the chunk; 0 when nothing is packed.
-        recent_from: positions from here on survive.
-        num_sinks: positions below survive.
-        seed: of the ``random`` policy.
-
-    """
-
-    tokens: slice
-    rows: torch.Tensor
-    start: int
-    position: int
-    keep: int
-    recent_from: int
-    num_sinks: int
-    seed: int
-
-    @property
-    def end(self) -> int:
-        """Slots in use after the chunk, before anything is packed."""
-        return self.start + self.tokens.stop - self.tokens.start
 
 
 def store(
