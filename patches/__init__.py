@@ -21,6 +21,6 @@ ALWAYS: tuple[Patch, ...] = (
 """The flags, and the place where they take effect: pass-throughs when no policy is asked for."""
 
 WITH_POLICY: tuple[Patch, ...] = (cpu_platform__get_attn_backend_cls.PATCH,)
-"""Applied in a worker that runs a policy, and nowhere else."""
+"""Applied where a worker with a policy starts, which may be the user's own process."""
 
 __all__ = ["ALWAYS", "RELIED_UPON", "WITH_POLICY", "Patch"]

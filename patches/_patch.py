@@ -8,6 +8,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,7 +100,7 @@ class Symbol:
 
     def _definition(self) -> ast.stmt:
         file = self.file()
-        node = _find(ast.parse(file.read_text(encoding="utf-8")), self.names)
+        node = _find(_parsed(file, file.stat().st_mtime_ns), self.names)
         if node is None:
             raise self.refusal(f"it is not defined in {file}")
         return node
@@ -221,6 +222,12 @@ def _shape(node: object) -> str:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@lru_cache
+def _parsed(file: Path, mtime_ns: int) -> ast.Module:
+    """The syntax tree of a file: a file is read once for all of its symbols."""
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _find(tree: ast.AST, names: Sequence[str]) -> ast.stmt | None:

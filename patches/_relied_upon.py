@@ -15,6 +15,8 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(f"{_SCHEDULER}.schedule", "6625adf8f31b"),
     Symbol(f"{_SCHEDULER}._preempt_request", "38de74c1d22a"),
     Symbol(f"{_SCHEDULER}._update_request_as_session", "f276848f5db6"),
+    Symbol(f"{_SCHEDULER}._handle_stopped_request", "28b8e0dfcd96"),
+    Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.new_step_starts", "fc3d01775728"),
     # Previews come before the commit, and tokens are [num_computed_tokens, num_tokens).
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "9737e8cf2fe4"),
     Symbol(f"{_MANAGER}.allocate_new_blocks", "660850b46199"),
@@ -24,6 +26,11 @@ RELIED_UPON: tuple[Symbol, ...] = (
     # of input_batch.req_ids; V2 orders its own and names them in CommonAttentionMetadata.req_idx.
     Symbol("vllm.v1.worker.gpu_worker:Worker.execute_model", "d23383066806"),
     Symbol(f"{_RUNNER_V1}._build_attention_metadata", "c6eb499c7fba"),
+    # A row of V1's block table keeps the ids of the freed tail behind those that are held, and new
+    # ids are appended behind them: a packed request must never be granted a page.
+    Symbol(f"{_RUNNER_V1}._update_states", "83443ff2b9da"),
+    Symbol("vllm.v1.worker.block_table:BlockTable.append_row", "fabd4969f4fc"),
+    Symbol("vllm.v1.worker.block_table:BlockTable.add_row", "9ca5a501b121"),
     Symbol(f"{_RUNNER_V2}.execute_model", "72976ab315e4"),
     Symbol(f"{_RUNNER_V2}.gather_batch_req_state", "beaf91514f56"),
     Symbol("vllm.v1.worker.gpu.attn_utils:build_attn_metadata", "9bdd0e85fa1b"),

@@ -9,6 +9,7 @@ Drop when: vLLM passes unknown engine arguments on to plugins.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,10 @@ def wrap(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         fold_policy(self, kv_policy, kv_policy_config)
 
+    signature = inspect.signature(original)
+    ours = list(inspect.signature(init).parameters.values())[2:4]
+    parameters = sorted([*signature.parameters.values(), *ours], key=lambda p: p.kind)
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return init
 
 

@@ -54,7 +54,7 @@ def test_budget_taken(budget: float) -> None:
         ({"budget": 5, "num_sink_tokens": 4}, 6, 4),
         ({"budget": 4, "num_sink_tokens": 4, "recent_ratio": 0.0}, 5, 4),
         ({"budget": 5, "name": "streaming"}, 6, 4),
-        ({"budget": 1, "name": "local", "recent_ratio": 0.0}, 2, 0),
+        ({"budget": 1, "name": "local"}, 2, 0),
         ({"budget": 5, "min_budget": 5, "num_sink_tokens": 4}, 6, 4),
     ],
 )
@@ -181,7 +181,8 @@ def test_name_given_twice() -> None:
 
 def test_numerals_from_a_command_line() -> None:
     """``--kv-policy-config.budget 0.2`` may arrive as text; 1 is a slot, 1.0 is everything."""
-    config = KVPolicyConfig.from_options("h2o", {"budget": "0.5", "seed": "7", "recent_ratio": "1"})
+    options = {"budget": "0.5", "seed": "7", "recent_ratio": "1"}
+    config = KVPolicyConfig.from_options("random", options)
     assert (config.budget, config.seed, config.recent_ratio) == (0.5, 7, 1)
     assert KVPolicyConfig.from_options("h2o", {"budget": "64"}).resolve(1024, 16).capacity == 64
     assert KVPolicyConfig.from_options("h2o", {"budget": "1.0"}).resolve(1024, 16).capacity == 1024
@@ -198,8 +199,14 @@ def test_from_additional_config() -> None:
         read({"kv_policy": {"budgets": 64}})
 
 
+def configured(name: str, **options: Any) -> KVPolicyConfig:
+    """A config with those of the options that the policy reads."""
+    read = POLICIES[name].options
+    return KVPolicyConfig(name, **{key: options[key] for key in options if key in read})
+
+
 configs = st.builds(
-    KVPolicyConfig,
+    configured,
     name=st.sampled_from(EVICTING),
     budget=st.one_of(st.integers(20, 10**6), st.floats(1e-6, 1.0)),
     min_budget=st.integers(0, 4096),
@@ -263,7 +270,6 @@ def test_min_budget() -> None:
         ({"name": "local"}, Budget(64, 0, 63, 0)),
         ({"name": "streaming"}, Budget(64, 0, 59, 4)),
         ({"name": "streaming", "num_sink_tokens": 0}, Budget(64, 0, 63, 0)),
-        ({"name": "streaming", "recent_ratio": 0.0}, Budget(64, 0, 59, 4)),
     ],
 )
 def test_each_policy(options: dict[str, Any], expected: Budget) -> None:
@@ -289,7 +295,26 @@ def test_full_takes_no_budget(budget: float) -> None:
     )
 
 
-def test_full_with_more_sinks_than_tokens() -> None:
-    """Even where nothing is evicted, the parts must fit the whole."""
-    with pytest.raises(ConfigError, match="fewer num_sink_tokens"):
-        KVPolicyConfig("full", num_sink_tokens=200).resolve(100, 16)
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("full", "min_budget", 64),
+        ("full", "num_sink_tokens", 4),
+        ("local", "recent_ratio", 0.3),
+        ("streaming", "recent_ratio", 0.3),
+        ("h2o", "seed", 3),
+    ],
+)
+def test_an_option_that_the_policy_does_not_read(name: str, field: str, value: Any) -> None:
+    """It would be a silent no-op."""
+    message = refusal(name=name, **{field: value})
+    assert message.startswith(f"kv-policy: asked: {field}={value!r} with policy '{name}'; is: ")
+    assert "silent no-op" in message
+
+
+@pytest.mark.parametrize("key", ["kv-policy", "KV_POLICY", "kv_policy_config"])
+def test_a_near_miss_in_additional_config(key: str) -> None:
+    """A policy under another key would stay off without a word."""
+    with pytest.raises(ConfigError, match="read from 'kv_policy' alone"):
+        KVPolicyConfig.from_additional_config({key: {"name": "h2o"}})
+    assert KVPolicyConfig.from_additional_config({"something_else": 1}) is None

@@ -77,7 +77,10 @@ def test_flag(parsed: Parsed, policy: str) -> None:
     ("arguments", "options"),
     [
         (["--kv-policy-config", '{"budget": 0.3}'], {"budget": 0.3}),
-        (["--kv-policy-config", '{"budget": 64, "seed": 3}'], {"budget": 64, "seed": 3}),
+        (
+            ["--kv-policy-config", '{"budget": 64, "num_sink_tokens": 3}'],
+            {"budget": 64, "num_sink_tokens": 3},
+        ),
         (["--kv-policy-config.budget", "0.3"], {"budget": 0.3}),
         (["--kv-policy-config.budget=64"], {"budget": 64}),
         (["--kv_policy_config.budget", "1.0"], {"budget": 1.0}),
@@ -87,8 +90,8 @@ def test_flag(parsed: Parsed, policy: str) -> None:
         ),
         (["--kv_policy_config", '{"name": "h2o"}'], {}),
         (
-            ["--kv-policy-config", '{"budget": 64, "seed": 3}', "--kv-policy-config.seed", "5"],
-            {"budget": 64, "seed": 5},
+            ["--kv-policy-config", '{"budget": 64}', "--kv-policy-config.num_sink_tokens", "5"],
+            {"budget": 64, "num_sink_tokens": 5},
         ),
     ],
 )
@@ -166,7 +169,7 @@ def test_fold_policy_given_twice_alike(given: Any) -> None:
     assert args.additional_config == {"kv_policy": KVPolicyConfig().to_dict()}
 
 
-@pytest.mark.parametrize("given", ["local", {"budget": 0.3}, {"seed": 1}])
+@pytest.mark.parametrize("given", ["local", {"budget": 0.3}, {"num_sink_tokens": 1}])
 def test_fold_policy_given_twice_differently(given: Any) -> None:
     """Two different policies are refused, and both are shown."""
     args = SimpleNamespace(additional_config={"kv_policy": given})

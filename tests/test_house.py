@@ -35,6 +35,7 @@ from tests.house_rules import (
 )
 
 TESTED_ELSEWHERE = {
+    "vllm_h2o/kernels/batch.py": ("tests/worker/test_metadata.py", "what fills it"),
     "vllm_h2o/kernels/cpu/decode.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
     "vllm_h2o/kernels/cpu/prompt.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
     "vllm_h2o/kernels/cpu/scoring.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
@@ -43,7 +44,6 @@ TESTED_ELSEWHERE = {
         "its pages are counted there",
     ),
     "vllm_h2o/worker/attention.py": ("tests/e2e/test_retained.py", "needs an engine"),
-    "vllm_h2o/worker/backend.py": ("tests/e2e/test_equality.py", "needs an engine"),
     "patches/_patch.py": ("tests/patches/test_patch.py", "a name without its underscore"),
     "patches/__main__.py": ("tests/patches/test_each.py", "it describes each patch"),
 }

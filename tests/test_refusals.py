@@ -71,6 +71,13 @@ TURNED: list[tuple[str, type, str, Any, str]] = [
     ("a multimodal model", ModelConfig, "is_multimodal_model", True, ANOTHER_MODEL),
     ("a diffusion model", ModelConfig, "is_diffusion", True, ANOTHER_MODEL),
     (
+        "Model Runner V2",
+        VllmConfig,
+        "use_v2_model_runner",
+        True,
+        "set VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    (
         "context parallelism",
         ParallelConfig,
         "decode_context_parallel_size",

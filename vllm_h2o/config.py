@@ -72,6 +72,7 @@ class KVPolicyConfig:
             )
         for field, (works, planned) in _CHOICES.items():
             self._check_choice(field, works, planned)
+        self._check_unread()
         self._check_size()
 
     @property
@@ -156,6 +157,15 @@ class KVPolicyConfig:
         """From vLLM's ``additional_config``; None when no policy is asked for."""
         if not isinstance(additional_config, Mapping):
             return None
+        for key in additional_config:
+            near = str(key).lower().replace("-", "_")
+            if near.startswith(ADDITIONAL_CONFIG_KEY) and key != ADDITIONAL_CONFIG_KEY:
+                raise ConfigError(
+                    f"key {key!r} in additional_config",
+                    f"the policy and its options are read from {ADDITIONAL_CONFIG_KEY!r} alone",
+                    "a key that nothing reads would be a silent no-op",
+                    f'give {{"{ADDITIONAL_CONFIG_KEY}": {{"name": "h2o", "budget": 0.2}}}}',
+                )
         options = additional_config.get(ADDITIONAL_CONFIG_KEY)
         if options is None:
             return None
@@ -207,6 +217,18 @@ class KVPolicyConfig:
             "it is not built yet" if known else "there is no such choice",
             f"use {field}={works[0]!r}",
         )
+
+    def _check_unread(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in {"name", "budget", *self.policy.options} or value == field.default:
+                continue
+            raise ConfigError(
+                f"{field.name}={value!r} with policy {self.name!r}",
+                f"{self.name!r} reads {', '.join(sorted(self.policy.options)) or 'no options'}",
+                "an option that nothing reads would be a silent no-op",
+                f"leave {field.name} out, or choose another policy",
+            )
 
     def _check_size(self) -> None:
         if not self.policy.evicts:

@@ -152,6 +152,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave the context-parallel sizes at 1",
     ),
     Refusal(
+        "Model Runner V2",
+        lambda c: c.use_v2_model_runner,
+        "the policy has not been run with it yet",
+        "set VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    Refusal(
         "a platform other than the CPU",
         _not_on_cpu,
         "the kernels for it are not built yet",

@@ -55,7 +55,7 @@ class RequestPlan:
 
     @property
     def held_end(self) -> int:
-        """Slots whose pages stay held after this step: a packed request never asks for a page again."""
+        """Slots whose pages stay held after this step; once packed, no page is added."""
         return self.capacity if self.keep_after else self.attended
 
     @property

@@ -52,11 +52,16 @@ def tiny_opt(folder: Path) -> str:
     return _save(config, folder)
 
 
-def _save(config: PretrainedConfig, folder: Path) -> str:
+def opt_125m(folder: Path) -> str:
+    """An OPT of random weights in the shape of the published OPT-125M."""
+    return _save(OPTConfig(max_position_embeddings=2048), folder, std=0.02)
+
+
+def _save(config: PretrainedConfig, folder: Path, std: float = 0.15) -> str:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():  # sharper than the default, so that heads differ
-        torch.nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
+        torch.nn.init.normal_(parameter, std=std) if parameter.dim() > 1 else None
     model.save_pretrained(folder)
     return str(folder)
 

@@ -10,7 +10,17 @@ import pytest
 from transformers import AutoTokenizer
 from vllm import RequestOutput
 
-from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_opt, token_ids
+from tests.e2e.harness import (
+    TEXT,
+    Probe,
+    engine,
+    generate,
+    opt_125m,
+    smollm2,
+    tiny_llama,
+    tiny_opt,
+    token_ids,
+)
 from vllm_h2o.policy import POLICIES
 
 NEAR_TIE = 1e-4
@@ -71,8 +81,29 @@ def test_smollm2_budget_of_100_percent_equals_stock(chunk: int) -> None:
         assert assert_same_tokens(stock, slots) <= 1
 
 
-def test_opt_equals_stock(tmp_path: Path) -> None:
-    """Learned positions, every head its own K and V; each policy where its budget does not bind."""
+@pytest.mark.parametrize("chunk", [64, 4096])
+def test_opt_of_the_real_shape_equals_stock(chunk: int, tmp_path: Path) -> None:
+    """OPT-125M's shape, random weights: learned positions, ReLU, every head its own K and V."""
+    model = opt_125m(tmp_path)
+    prompts = mixed_prompts([17 * ord(c) for c in TEXT], 32, longest=100)
+    settings = {"max_num_batched_tokens": chunk, "max_model_len": 128}
+    stock = run(model, prompts, None, **settings)
+    ours = run(model, prompts, "h2o", options={"budget": 1.0}, **settings)
+    assert assert_same_tokens(stock, ours) <= 1
+
+
+def test_compiled_equals_eager(tmp_path: Path) -> None:
+    """As ``vllm serve`` runs without further flags: through torch.compile, here past the budget."""
+    model = tiny_llama(tmp_path, 4, 4)
+    prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 8, longest=60)
+    settings = {"options": {"budget": 32}, "block_size": 16, "max_model_len": 128}
+    eager = run(model, prompts, "h2o", **settings)
+    compiled = run(model, prompts, "h2o", enforce_eager=False, **settings)
+    assert assert_same_tokens(eager, compiled) <= 1
+
+
+def test_every_policy_equals_stock(tmp_path: Path) -> None:
+    """Each policy where its budget does not bind."""
     model = tiny_opt(tmp_path)
     prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 32, longest=220)
     settings = {"max_num_batched_tokens": 64, "max_model_len": 256}

@@ -57,6 +57,7 @@ def test_h2o_stays_coherent_and_local_degenerates(texts: dict[str, list[list[int
     }
     print(f"\nperplexity {perplexity}; distinct 4-grams {distinct}; nll {nll}")
     # Measured: perplexity 3.6 and 11.2, distinct 4-grams 0.82 and 0.58.
-    assert perplexity["local"] > 1.7 * perplexity["h2o"]
-    assert distinct["h2o"] > distinct["local"] + 0.1
-    assert distinct["h2o"] > 0.7
+    # Texts differ from CPU to CPU, so the margins are a fraction of that.
+    assert perplexity["local"] > 1.3 * perplexity["h2o"]
+    assert distinct["h2o"] > distinct["local"] + 0.08
+    assert distinct["h2o"] > 0.65

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import inspect
 import re
 from argparse import ArgumentParser
@@ -220,3 +222,14 @@ def test_digests_are_printed(
     assert len(lines) == len(MODULES) + len(relied_upon)
     gone = [line for line in lines if "as known" not in line]
     assert [line.split() for line in gone] == [["missing", "CHANGED", relied_upon[0].path]]
+
+
+@pytest.mark.parametrize("name", ["EngineArgs", "AsyncEngineArgs"])
+def test_engine_args_keep_their_signature(name: str) -> None:
+    """Tools that filter arguments by signature see vLLM's own, and the two."""
+    engine_args = getattr(importlib.import_module("vllm.engine.arg_utils"), name)
+    names = list(inspect.signature(engine_args).parameters)
+    assert names == [f.name for f in dataclasses.fields(engine_args)] + [
+        "kv_policy",
+        "kv_policy_config",
+    ]

@@ -31,12 +31,13 @@ def test_parts_make_the_whole(
 
 @given(st.integers(2, 4096), block_sizes, ratios, ratios)
 def test_more_ratio_is_no_less_recent(slots: int, block_size: int, a: float, b: float) -> None:
-    """The recent window grows with its share, and misses it by half a token at most."""
+    """The recent window grows with its share, and misses it by half a token, or is of one."""
     low, high = sorted((a, b))
     first = split_budget(slots, block_size, low, 0)
     second = split_budget(slots, block_size, high, 0)
     assert first.num_recent <= second.num_recent
-    assert abs(second.num_recent - high * second.kept) <= 0.5 + 1e-6
+    lone = second.num_recent == 1 and high > 0
+    assert abs(second.num_recent - high * second.kept) <= 0.5 + 1e-6 or lone
 
 
 @pytest.mark.parametrize(
@@ -62,10 +63,10 @@ def test_examples(
 
 @given(st.floats(1e-9, 1), sinks)
 def test_the_least_budget(recent_ratio: float, num_sinks: int) -> None:
-    """With pages of one slot, the one token beside the sinks is recent from a half on."""
+    """With pages of one slot, the one token beside the sinks is a recent one."""
     slots = minimum_slots(recent_ratio, num_sinks)
     budget = split_budget(slots, 1, recent_ratio, num_sinks)
-    assert (budget.num_recent, budget.num_heavy) == ((1, 0) if recent_ratio >= 0.5 else (0, 1))
+    assert (budget.num_recent, budget.num_heavy) == (1, 0)
 
 
 @pytest.mark.parametrize("parts", [(64, -1, 64, 0), (64, 64, -1, 0), (64, 64, 0, -1)])

@@ -31,6 +31,8 @@ from vllm_h2o.wire import RequestPlan
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
+STOP = 9
+"""A token at which a request ends before its time: with another step in flight, if async."""
 
 
 @lru_cache
@@ -64,19 +66,19 @@ def vllm_config(
     return config
 
 
-def make_scheduler(config: VllmConfig, num_blocks: int) -> HeavyHitterScheduler:
+def make_scheduler(config: VllmConfig, num_blocks: int, block_size: int) -> HeavyHitterScheduler:
     """The plugin's scheduler over a pool of ``num_blocks`` pages, one of them the null page."""
     stock = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32
+        block_size=block_size, num_kv_heads=1, head_size=32, dtype=torch.float32
     )
     config.cache_config.num_gpu_blocks = num_blocks
-    config.cache_config.block_size = BLOCK_SIZE
+    config.cache_config.block_size = block_size
     groups = [KVCacheGroupSpec(["layer"], HeavyHitterSpec.of(stock))]
     return HeavyHitterScheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks, [], groups),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         log_stats=False,
     )
 
@@ -84,7 +86,8 @@ def make_scheduler(config: VllmConfig, num_blocks: int) -> HeavyHitterScheduler:
 class ShadowPool:
     """Executes plans on slots named (block id, offset); each holds (request, life, position)."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, block_size: int) -> None:
+        self.block_size = block_size
         self.random = random.Random(seed)
         self.slots: dict[tuple[int, int], tuple[str, int, int]] = {}
         self.tables: dict[str, list[int]] = {}
@@ -111,7 +114,7 @@ class ShadowPool:
             self._run(request_id, plan)
 
     def _slot(self, request_id: str, index: int) -> tuple[int, int]:
-        return self.tables[request_id][index // BLOCK_SIZE], index % BLOCK_SIZE
+        return self.tables[request_id][index // self.block_size], index % self.block_size
 
     def _run(self, request_id: str, plan: RequestPlan) -> None:
         life = self.lives[request_id]
@@ -145,9 +148,18 @@ class ShadowPool:
 class Simulation:
     """A scheduler, the shadow pool, and up to ``depth`` steps whose output is still on its way."""
 
-    def __init__(self, config: VllmConfig, num_blocks: int, depth: int, seed: int = 0) -> None:
-        self.scheduler = make_scheduler(config, num_blocks)
-        self.pool = ShadowPool(seed)
+    def __init__(
+        self,
+        config: VllmConfig,
+        num_blocks: int,
+        depth: int,
+        seed: int = 0,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        self.scheduler = make_scheduler(config, num_blocks, block_size)
+        self.pool = ShadowPool(seed, block_size)
+        self.random = random.Random(seed)
+        self.stop_rate = 0.0
         self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.count: Counter[str] = Counter()
@@ -178,7 +190,7 @@ class Simulation:
         """A new request, or the next part of a streaming input."""
         request_id = request_id or f"r{self.count['add']}"
         self.count["add"] += 1
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP])
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(range(prompt_len)),
@@ -233,8 +245,17 @@ class Simulation:
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=[[7] if samples else [] for samples in done],
+            sampled_token_ids=[[self._token()] if samples else [] for samples in done],
         )
+
+    def _token(self) -> int:
+        return STOP if self.random.random() < self.stop_rate else 7
+
+    def reset(self) -> None:
+        """What vLLM does after its weights were changed: every running request begins again."""
+        self.count["reset"] += 1
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        self.scheduler.check_integrity()
 
     def drain(self, limit: int = 2000) -> None:
         """Run until nothing is left."""

@@ -18,6 +18,7 @@ operations = st.lists(
         st.tuples(st.just("add"), st.integers(1, 50), st.integers(1, 40), st.integers(1, 5)),
         st.tuples(st.just("steps"), st.integers(1, 8)),
         st.tuples(st.just("abort"), st.integers(0, 1000)),
+        st.tuples(st.just("reset")),
     ),
     min_size=3,
     max_size=30,
@@ -26,7 +27,7 @@ totals: Counter[str] = Counter()
 
 
 @settings(
-    max_examples=400,
+    max_examples=1000,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -35,7 +36,9 @@ totals: Counter[str] = Counter()
     ops=operations,
     budget=st.sampled_from([BUDGET, 32, 64]),
     max_batched=st.sampled_from([8, 20, 64]),
-    num_blocks=st.integers(17, 26),
+    num_pages=st.integers(16, 26),
+    block_size=st.sampled_from([1, 4, 8]),
+    stop_rate=st.sampled_from([0.0, 0.05]),
     depth=st.sampled_from([1, 2]),
     policy=st.sampled_from(["fcfs", "priority"]),
     seed=st.integers(0, 1000),
@@ -44,14 +47,17 @@ def test_no_page_is_lost_shared_or_freed_twice(
     ops: list[tuple],
     budget: int,
     max_batched: int,
-    num_blocks: int,
+    num_pages: int,
+    block_size: int,
+    stop_rate: float,
     depth: int,
     policy: str,
     seed: int,
 ) -> None:
     """Admit, chunk, decode, preempt, resume, abort, finish in any order, async or not."""
     config = vllm_config(budget, max_batched, 8, policy, async_scheduling=depth == 2)
-    simulation = Simulation(config, num_blocks, depth, seed)
+    simulation = Simulation(config, 1 + num_pages * 4 // block_size, depth, seed, block_size)
+    simulation.stop_rate = stop_rate
     for op in ops:
         if op[0] == "add":
             prompt_len = op[1]
@@ -60,6 +66,8 @@ def test_no_page_is_lost_shared_or_freed_twice(
         elif op[0] == "steps":
             for _ in range(op[1]):
                 simulation.step()
+        elif op[0] == "reset":
+            simulation.reset()
         elif live := sorted(simulation.scheduler.requests):
             simulation.abort([live[op[1] % len(live)]])
     simulation.drain()
@@ -73,17 +81,8 @@ def test_the_schedules_covered_every_transition() -> None:
     """The test above is worth something only if all of these really happened, many times."""
     if not totals:
         pytest.skip("runs after the random schedules")
-    for event in (
-        "add",
-        "chunk",
-        "decode",
-        "preempt",
-        "resume",
-        "abort",
-        "finish",
-        "pack",
-        "evict",
-    ):
+    events = "add chunk decode preempt resume abort finish pack evict reset"
+    for event in events.split():
         assert totals[event] >= 100, (event, totals)
 
 

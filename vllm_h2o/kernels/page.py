@@ -1,8 +1,8 @@
 """The page layout, in this one place.
 
-Per (block, KV head), contiguous, N slots of head sizes D (K) and Dv (V)::
+Per (block, KV head), contiguous, N slots of head size D::
 
-    K [N, D] | V [N, Dv] | score [N] float32 | position [N] int32
+    K [N, D] | V [N, D] | score [N] float32 | position [N] int32
 
 A *row* is one (block, KV head): ``row = block_id * num_kv_heads + head``.
 """
@@ -20,7 +20,7 @@ class Page:
 
     Args:
         key: [R, N, D], the cache's dtype.
-        value: [R, N, Dv], the cache's dtype.
+        value: [R, N, D], the cache's dtype.
         score: [R, N], float32.
         position: [R, N], int32.
         num_kv_heads: KV heads on this rank.

@@ -17,6 +17,10 @@ class ScoreKind(str, Enum):
     """No score: position alone decides."""
 
 
+BUDGET_OPTIONS = frozenset({"budget", "budget_basis", "min_budget", "num_sink_tokens"})
+"""What every policy reads that evicts."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """One eviction policy.
@@ -29,6 +33,7 @@ class Policy:
             otherwise everything but the sinks is the recent window.
         default_num_sink_tokens: sinks when the user names none.
         evicts: False for the policy that keeps every token.
+        options: fields of the configuration that it reads; any other would be a silent no-op.
 
     """
 
@@ -38,3 +43,4 @@ class Policy:
     keeps_heavy: bool
     default_num_sink_tokens: int = 0
     evicts: bool = True
+    options: frozenset[str] = BUDGET_OPTIONS

@@ -58,11 +58,13 @@ def split_budget(slots: int, block_size: int, recent_ratio: float, num_sinks: in
         slots: slots asked for, at least ``minimum_slots(recent_ratio, num_sinks)``.
         block_size: slots of a page.
         recent_ratio: share of the kept tokens beyond the sinks that is the recent window, in
-            [0, 1]; a half rounds in favour of the recent window.
+            [0, 1]; a half rounds in favour of the recent window, and no ratio above 0 leaves it
+            empty.
         num_sinks: first positions that are never evicted.
 
     """
     capacity = math.ceil(slots / block_size) * block_size
     rest = capacity - 1 - num_sinks
-    num_recent = min(rest, math.floor(recent_ratio * rest + 0.5))
+    least = 1 if recent_ratio > 0 else 0
+    num_recent = min(rest, max(least, math.floor(recent_ratio * rest + 0.5)))
     return Budget(capacity, rest - num_recent, num_recent, num_sinks)

@@ -8,4 +8,5 @@ FULL = Policy(
     score=ScoreKind.NONE,
     keeps_heavy=False,
     evicts=False,
+    options=frozenset(),
 )

@@ -4,11 +4,12 @@ Each token draws its number once, when it is stored, from (seed, layer, KV head,
 H of independent draws are a uniform sample of all tokens seen so far, whichever the step.
 """
 
-from vllm_h2o.policy.base import Policy, ScoreKind
+from vllm_h2o.policy.base import BUDGET_OPTIONS, Policy, ScoreKind
 
 RANDOM = Policy(
     name="random",
     summary="recent tokens + a random choice of the rest (the floor of comparisons)",
     score=ScoreKind.RANDOM,
     keeps_heavy=True,
+    options=BUDGET_OPTIONS | {"recent_ratio", "seed"},
 )

@@ -9,7 +9,7 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.request import Request, StreamingUpdate
+from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
@@ -51,7 +51,11 @@ class HeavyHitterScheduler(AsyncScheduler):
         """
         self.manager.check_integrity()
         for request_id, residency in self.ledger.residencies.items():
-            computed = self.requests[request_id].num_computed_tokens
+            request = self.requests[request_id]
+            computed = request.num_computed_tokens
+            # A stopped session is rolled back to its last sampled token, and begins again anyway.
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                continue
             if computed != residency.logical_len:
                 raise IntegrityError(
                     f"request {request_id}: vLLM counts {computed} computed tokens, "

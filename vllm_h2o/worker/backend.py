@@ -6,9 +6,10 @@ from typing import ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.metadata import HeavyHitterMetadataBuilder
@@ -39,7 +40,20 @@ class HeavyHitterBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The layer's page, with score and position."""
+        """The layer's page, with score and position.
+
+        Raises:
+            UnsupportedError: for a layer that is not plain full attention.
+
+        """
+        if type(spec) is not FullAttentionSpec or spec.head_size_v != spec.head_size:
+            raise UnsupportedError(
+                "a kv-policy for this model",
+                f"a layer keeps {type(spec).__name__} with heads of {spec.head_size} (K) and "
+                f"{spec.head_size_v} (V)",
+                "the policy's page holds K and V of one size, of a layer with full attention",
+                "run this model without --kv-policy",
+            )
         return HeavyHitterSpec.of(spec)
 
     @classmethod

@@ -70,8 +70,8 @@ def current_step() -> Step | None:
     step = _STEP.get()
     if step is None:
         raise IntegrityError(
-            "attention metadata is built outside a step that HeavyHitterWorker runs: the plan of what "
-            "stays resident did not reach it"
+            "attention metadata is built outside a step that HeavyHitterWorker runs: the plan of "
+            "what stays resident did not reach it"
         )
     return None if isinstance(step, WarmUp) else step
 
@@ -110,7 +110,7 @@ class PublishesSteps:
     use_v2_model_runner: bool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run one step of the schedule, or of a warm-up (Model Runner V2 makes up schedules for it).
+        """Run one step of the schedule, or one that Model Runner V2 makes up to warm up.
 
         Raises:
             IntegrityError: when a real schedule carries no plan.

@@ -1,0 +1,32 @@
+"""Layers that the policy's page does not fit stop the engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.worker.backend import HeavyHitterBackend
+
+COMMON = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+
+
+def test_a_full_attention_layer_gets_eight_bytes_a_slot() -> None:
+    """Score and position, beside K and V."""
+    spec = HeavyHitterBackend.customize_spec(FullAttentionSpec(**COMMON))
+    assert spec.page_size_bytes == 2 * 16 * (2 * 64 * 2 + 8)
+    assert not spec.prefix_cacheable
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [FullAttentionSpec(**COMMON, head_size_v=128), SlidingWindowSpec(**COMMON, sliding_window=64)],
+    ids=["K and V of two sizes", "a sliding window"],
+)
+def test_another_layer_is_refused(spec: AttentionSpec) -> None:
+    """Rewriting it into full attention would be wrong, and wrong without a word."""
+    with pytest.raises(
+        UnsupportedError, match="K and V of one size, of a layer with full attention"
+    ):
+        HeavyHitterBackend.customize_spec(spec)
