@@ -98,9 +98,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_it_says_what_the_budget_means(server: Server) -> None:
     """One line at start: capacity, heavy, recent, pages, and sequences against stock vLLM."""
     meaning = re.search(
-        r"h2o: a sequence holds at most 64 tokens \(31 heavy, 32 recent, 0 sinks, 1 in turn\) = "
-        r"4 pages of 16; the pool of (\d+) pages holds (\d+) sequences of max_model_len=512 at "
-        r"once, stock vLLM in the same memory (\d+)\.",
+        r"h2o: past its prompt a sequence holds 64 tokens \(31 heavy, 32 recent, 0 sinks, "
+        r"1 in turn\) = 4 pages of 16; the pool of (\d+) pages holds (\d+) sequences of "
+        r"max_model_len=512 at once, stock vLLM in the same memory (\d+)\.",
         server.log.read_text(),
     )
     assert meaning is not None
@@ -196,7 +196,7 @@ def test_vllm_bench_takes_the_flags(command: list[str]) -> None:
         env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "h2o: a sequence holds at most 64 tokens" in done.stdout + done.stderr
+    assert "h2o: past its prompt a sequence holds 64 tokens" in done.stdout + done.stderr
     assert re.search(r"Throughput: .* tokens/s|Avg latency: .* seconds", done.stdout)
 
 

@@ -1,7 +1,8 @@
 """Recent tokens and a uniformly random choice of the rest: the honest floor for every claim.
 
 Each token draws its number once, when it is stored, from (seed, layer, KV head, position). The best
-H of independent draws are a uniform sample of all tokens seen so far, whichever the step.
+H of independent draws are a uniform sample of all tokens seen so far, whichever the step. Requests
+that bring no seed share the configuration's, and keep the same positions.
 """
 
 from vllm_h2o.policy.base import BUDGET_OPTIONS, Policy, ScoreKind

@@ -89,9 +89,9 @@ class HeavyHitterScheduler(AsyncScheduler):
         stock_pages = pages * spec.state_content_size_bytes // kv_bytes
         stock_per_sequence = self.ledger.num_pages(self.max_model_len)
         logger.info(
-            "%s: a sequence holds at most %d tokens (%d heavy, %d recent, %d sinks, 1 in turn) = "
-            "%d pages of %d; the pool of %d pages holds %d sequences of max_model_len=%d at once, "
-            "stock vLLM in the same memory %d.",
+            "%s: past its prompt a sequence holds %d tokens (%d heavy, %d recent, %d sinks, "
+            "1 in turn) = %d pages of %d; the pool of %d pages holds %d sequences of "
+            "max_model_len=%d at once, stock vLLM in the same memory %d.",
             config.name,
             budget.capacity,
             budget.num_heavy,
