@@ -39,7 +39,7 @@ Otherwise the plugin refuses to start and says which function differs, and where
 {{patches}}
 
 *Always* means wherever the plugin is loaded: without a policy these pass everything through.
-*With a policy* means in a worker that runs one, and nowhere else.
+*With a policy* means from the start of a worker that runs one, in its process.
 
 ## Relied upon
 
