@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from demo.__main__ import cpu_name
+from benchmarks.record import append_rows, machine_name
 from demo.smollm2 import MODEL, model_dir
 
 BUDGET, BLOCK_SIZE, LENGTH, SEED, TEMPERATURE = 64, 16, 500, 1, 0.7
@@ -92,7 +91,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     machine = {
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores",
+        "machine": machine_name(),
         "vllm": version("vllm"),
         "model": MODEL,
         "budget": BUDGET,
@@ -117,12 +116,7 @@ def main() -> None:
         print(figures)
         rows.append(machine | figures)
     if args.csv:
-        new = not args.csv.exists()
-        with args.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        append_rows(args.csv, rows)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.record import append_rows, machine_name
 from demo.generate import (
     BLOCK_SIZE,
     BUDGET,
@@ -77,16 +77,10 @@ def results_table(stock: Result, ours: Result) -> Table:
     return table
 
 
-def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """Append one row an engine, with the machine, to a CSV file.
-
-    Args:
-        path: the file; it gets a header when it is new.
-        results: the engines' results.
-
-    """
+def csv_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """One row an engine, with the machine and the demo's settings."""
     settings = {
-        "machine": f"{cpu_name()}, {os.cpu_count()} cores",
+        "machine": machine_name(),
         "vllm": version("vllm"),
         "torch": version("torch"),
         "model": MODEL,
@@ -97,28 +91,15 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
         "block_size": BLOCK_SIZE,
         "budget": BUDGET,
     }
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        fields = [f.name for f in dataclasses.fields(Result) if f.name != "text"]
-        writer = csv.DictWriter(file, [*settings, *fields], extrasaction="ignore")
-        if new:
-            writer.writeheader()
-        for result in results:
-            row = dataclasses.asdict(result) | {
-                "seconds": round(result.seconds, 2),
-                "mean_sequences": round(result.mean_sequences, 2),
-            }
-            writer.writerow(settings | row)
-
-
-def cpu_name() -> str:
-    """The processor, as the system names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    rows = []
+    for result in results:
+        figures = dataclasses.asdict(result) | {
+            "seconds": round(result.seconds, 2),
+            "mean_sequences": round(result.mean_sequences, 2),
+        }
+        del figures["text"]
+        rows.append(settings | figures)
+    return rows
 
 
 def opening(text: str, length: int = 500) -> str:
@@ -136,7 +117,7 @@ def main() -> None:
     stock = run_engine(model, None, console)
     ours = run_engine(model, "h2o", console)
     if args.csv:
-        write_csv(args.csv, (stock, ours))
+        append_rows(args.csv, csv_rows((stock, ours)))
     console.print()
     console.print(results_table(stock, ours))
     for result in (stock, ours):

@@ -15,16 +15,15 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.tiny_models import engine_config, folder
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import RequestPlan
@@ -34,34 +33,22 @@ MAX_MODEL_LEN = 64
 STOP = 9
 """A token at which a request ends before its time: with another step in flight, if async."""
 
+_MODELS = tempfile.TemporaryDirectory(prefix="vllm-h2o-test-")  # gone when the tests end
+
 
 @lru_cache
 def vllm_config(
     budget: int, max_batched: int, max_seqs: int, policy: str, async_scheduling: bool
 ) -> VllmConfig:
     """A real config of a tiny model with the policy on."""
-    folder = Path(tempfile.mkdtemp(prefix="vllm-h2o-test-"))
-    LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=MAX_MODEL_LEN,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
-    config = EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        enforce_eager=True,
+    config = engine_config(
+        folder(Path(_MODELS.name), "LlamaForCausalLM"),
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=max_batched,
         max_num_seqs=max_seqs,
         scheduling_policy=policy,
         additional_config={"kv_policy": {"name": "h2o", "budget": budget}},
-    ).create_engine_config()
+    )
     config.scheduler_config.async_scheduling = async_scheduling  # the CPU platform forces it off
     return config
 

@@ -169,7 +169,7 @@ def test_another_batch_is_refused() -> None:
 
 
 def test_another_worker_is_refused() -> None:
-    """A worker that publishes no steps would take every real one for a warm-up."""
+    """A worker that publishes no steps is refused at the start, not at the first request."""
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="somebody.Worker"))
     spec = builder(SHAPE, "h2o").kv_cache_spec
     with pytest.raises(IntegrityError, match=f"runs in somebody.Worker, not in {WORKER}"):

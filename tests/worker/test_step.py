@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu import states
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from tests.kernels.harness import common_metadata
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.step import (
@@ -26,19 +27,8 @@ from vllm_h2o.worker.step import (
 
 def common(lengths: list[int], req_idx: np.ndarray | None = None) -> CommonAttentionMetadata:
     """vLLM's metadata of a batch with rows of ``lengths`` tokens."""
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor(lengths),
-        num_reqs=len(lengths),
-        num_actual_tokens=sum(lengths),
-        max_query_len=max(lengths),
-        max_seq_len=max(lengths),
-        block_table_tensor=torch.zeros(len(lengths), 1, dtype=torch.int32),
-        slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64),
-        req_idx=req_idx,
-    )
+    table = torch.zeros(len(lengths), 1, dtype=torch.int32)
+    return common_metadata(lengths, table).replace(req_idx=req_idx)
 
 
 def plans(**lengths: int) -> ResidencyPlan:

@@ -122,7 +122,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             shape = (page.num_blocks, page.num_kv_heads)
             self.victims = torch.zeros(shape, dtype=torch.int32, device=query.device)
         token = batch.token
-        first = self._first_scores(layer, batch.seed, batch.position)
+        first = self._drawn(layer, batch.seed, batch.position) if self._draws else None
         decode.store(page, batch, self.victims, key[token], value[token], first)
         out = decode.attend_and_score(page, batch, query[token], self.scale, self._accumulates)
         output[token] = out.to(output.dtype)
@@ -139,10 +139,11 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         output: torch.Tensor,
     ) -> None:
         tokens = chunk.tokens
-        position = torch.arange(
-            chunk.position, chunk.position + tokens.stop - tokens.start, device=query.device
-        )
-        first = self._first_scores(layer, torch.full_like(position, chunk.seed), position)
+        first = None
+        if self._draws:
+            end = chunk.position + tokens.stop - tokens.start
+            position = torch.arange(chunk.position, end, device=query.device)
+            first = self._drawn(layer, torch.full_like(position, chunk.seed), position)
         prompt.store(page, chunk, key[tokens], value[tokens], first)
         out = prompt.attend_and_score(page, chunk, query[tokens], self.scale, self._accumulates)
         output[tokens] = out.to(output.dtype)
@@ -153,11 +154,13 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
     def _accumulates(self) -> bool:
         return self.score_kind is ScoreKind.SUM
 
-    def _first_scores(
+    @property
+    def _draws(self) -> bool:
+        return self.score_kind is ScoreKind.RANDOM
+
+    def _drawn(
         self, layer: torch.nn.Module, seed: torch.Tensor, position: torch.Tensor
-    ) -> torch.Tensor | None:
-        """[T, H] scores that tokens are stored with; None for zeros."""
-        if self.score_kind is not ScoreKind.RANDOM:
-            return None
+    ) -> torch.Tensor:
+        """[T, H] scores that tokens of the ``random`` policy are stored with."""
         index = extract_layer_index(layer.layer_name)
         return random_scores(seed, index, self.num_kv_heads, position)

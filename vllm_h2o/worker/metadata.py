@@ -51,7 +51,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Another worker would publish no step, and every real step would pass for a warm-up.
+        # Another worker publishes no step: said at the start, not at the first request.
         worker = vllm_config.parallel_config.worker_cls
         if worker != WORKER:
             raise IntegrityError(f"the policy's backend runs in {worker}, not in {WORKER}")

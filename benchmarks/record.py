@@ -1,0 +1,36 @@
+"""Rows of figures, each with the machine that they were measured on."""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def machine_name() -> str:
+    """The processor, as the system names it, and its cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.processor() or platform.machine())}, {os.cpu_count()} cores"
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Append rows to a CSV file, which gets a header when it is new.
+
+    Args:
+        path: the file.
+        rows: one mapping of column to value each; all of the same columns.
+
+    """
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
