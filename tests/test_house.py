@@ -38,7 +38,9 @@ TESTED_ELSEWHERE = {
     "vllm_h2o/kernels/batch.py": ("tests/worker/test_metadata.py", "what fills it"),
     "vllm_h2o/kernels/cpu/decode.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
     "vllm_h2o/kernels/cpu/prompt.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
-    "vllm_h2o/kernels/cpu/scoring.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
+    "vllm_h2o/kernels/cpu/eager.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
+    "vllm_h2o/kernels/interface.py": ("tests/kernels/test_cpu.py", "what keeps to it is tested"),
+    "vllm_h2o/kernels/scoring.py": ("tests/kernels/test_cpu_prompt.py", "random_scores"),
     "vllm_h2o/scheduler/spec.py": (
         "tests/scheduler/test_manager.py",
         "its pages are counted there",

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_h2o.kernels.batch import page_rows
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.reference import Head, Strip, random_score
-from vllm_h2o.policy import ScoreKind
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
-from vllm_h2o.worker.step import current_step
+from vllm_h2o.worker.step import Step, current_step
 
 TIE = 1e-5
 """Relative distance of two scores at which float32 may order them either way."""
@@ -53,18 +54,12 @@ class Replay:
         def forward(impl: HeavyHitterImpl, layer: Any, *tensors: Any, **kwargs: Any) -> Any:
             query, key, value, kv_cache, metadata, output = (*tensors, *kwargs.values())[:6]
             result = original(impl, layer, query, key, value, kv_cache, metadata, output)
-            if metadata is not None and (metadata.decodes or metadata.prompts):
-                name = layer.layer_name
-                self.follow(
-                    impl,
-                    name,
-                    Page.of(kv_cache, impl.head_size),
-                    metadata,
-                    query,
-                    key,
-                    value,
-                    output,
-                )
+            step = current_step() if metadata is not None else None
+            if step is not None:
+                page = Page.of(kv_cache, impl.head_size)
+                tensors = (query.clone(), key.clone(), value.clone(), output.clone())
+                follow = partial(self.follow, step, impl, layer.layer_name, page, metadata)
+                step.afterwards.append(partial(follow, *tensors))
             return result
 
         monkeypatch.setattr(HeavyHitterImpl, "forward", forward)
@@ -72,6 +67,7 @@ class Replay:
 
     def follow(
         self,
+        step: Step,
         impl: HeavyHitterImpl,
         layer_name: str,
         page: Page,
@@ -82,29 +78,21 @@ class Replay:
         output: torch.Tensor,
     ) -> None:
         """One layer of one step: all requests, all KV heads."""
-        step = current_step()
-        assert step is not None
         order = step.row_order(None)[: len(step.plan.requests)]  # type: ignore[arg-type]
-        prompts = iter(metadata.prompts)
-        decodes = {
-            token: (batch, row)
-            for batch in metadata.decodes
-            for row, token in enumerate(batch.token.tolist())
-        }
+        tables = {chunk.tokens.start: chunk.table for chunk in metadata.prompts}
+        for batch in metadata.decodes:
+            tables |= dict(zip(batch.order("token").tolist(), batch.table, strict=True))
         start = 0
         for request_id in order:
             plan = step.plan.requests[request_id]
             tokens = slice(start, start := start + plan.num_new)
-            if plan.in_prompt:
-                rows, victims = next(prompts).rows, None
-            else:
-                batch, row = decodes[tokens.start]
-                rows = batch.rows[row]
-                assert impl.victims is not None
-                victims = impl.victims[batch.owner[row]]
+            rows = page_rows(tables[tokens.start], impl.num_kv_heads)
+            victims = None if impl.victims is None else impl.victims[tables[tokens.start][0]]
             for head in range(impl.num_kv_heads):
                 where = (layer_name, head, request_id)
-                out = self._step(impl, where, plan, query[tokens], key[tokens], value[tokens])
+                out = self._step(
+                    impl, metadata, where, plan, query[tokens], key[tokens], value[tokens]
+                )
                 group = slice(head * out.shape[1], (head + 1) * out.shape[1])
                 error = (out - output[tokens].view(*query[tokens].shape)[:, group].double()).abs()
                 self.max_error = max(self.max_error, float(error.max()))
@@ -115,6 +103,7 @@ class Replay:
     def _step(
         self,
         impl: HeavyHitterImpl,
+        metadata: Any,
         where: Where,
         plan: RequestPlan,
         query: torch.Tensor,
@@ -125,9 +114,9 @@ class Replay:
         if plan.logical_start == 0:
             strip = Strip.empty(impl.head_size, torch.float64)
             limits = (plan.capacity, plan.num_recent, plan.num_sinks, impl.scale)
-            self.heads[where] = Head(strip, *limits, accumulate=impl.score_kind is ScoreKind.SUM)
+            self.heads[where] = Head(strip, *limits, accumulate=metadata.scoring.power > 0)
         scores = None
-        if impl.score_kind is ScoreKind.RANDOM:
+        if impl.draws:
             layer = extract_layer_index(layer_name)
             positions = range(plan.logical_start, plan.logical_end)
             scores = [random_score(plan.seed, layer, head, position) for position in positions]

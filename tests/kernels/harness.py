@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_h2o.engine import WORKER
+from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger
@@ -169,16 +170,25 @@ class Layer:
         num_blocks: pages of the pool, the null page included.
         seed: of page order, row order and poison.
         extra_pages: width by which block tables of decoding requests are widened.
+        kernels: what computes; the builder's own choice when None.
 
     """
 
     def __init__(
-        self, shape: Shape, policy: str, num_blocks: int, seed: int = 0, extra_pages: int = 0
+        self,
+        shape: Shape,
+        policy: str,
+        num_blocks: int,
+        seed: int = 0,
+        extra_pages: int = 0,
+        kernels: Kernels | None = None,
     ) -> None:
         self.shape, self.extra_pages = shape, extra_pages
         self.random = random.Random(seed)
         self.builder = builder(shape, policy)
-        with set_current_vllm_config(vllm_config(policy)):
+        self.builder.kernels = kernels or self.builder.kernels
+        self.config = vllm_config(policy)
+        with set_current_vllm_config(self.config):
             num_heads = shape.num_kv_heads * shape.group
             self.impl = HeavyHitterImpl(num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
         self.cache = empty_cache(shape, num_blocks)
@@ -198,16 +208,21 @@ class Layer:
             self._hold(request_id, plans[request_id].attended)
         step = Step(ResidencyPlan(plans), lambda _: order)
         lengths = [plans[request_id].num_new for request_id in order]
+        common = common_metadata([*lengths, 0], self._block_tables(order))
         with publish(step):
-            metadata = self.builder.build(
-                0, common_metadata([*lengths, 0], self._block_tables(order))
-            )
+            metadata = self.builder.build(0, common)
         parts = zip(*(lives[name].tokens(plans[name]) for name in order), strict=True)
         query, key, value = (self._padded(torch.cat(part)) for part in parts)
         output = torch.full(query.shape, torch.nan)
         layer = SimpleNamespace(layer_name=f"model.layers.{LAYER_INDEX}.self_attn.attn")
         self.impl.forward(layer, query, key, value, self.cache, self._widened(metadata), output)
-        assert output[sum(lengths) :].isnan().all(), "a row of padding was written"
+        self.config.compilation_config.static_forward_context["layer"] = SimpleNamespace(
+            kv_cache=self.cache
+        )
+        for action in step.afterwards:
+            action()
+        padding = output[sum(lengths) :]
+        assert (padding.isnan() | (padding == 0)).all(), "a row of padding was written"
         return dict(zip(order, output[: sum(lengths)].split(lengths), strict=True))
 
     def release(self, request_id: str, num_slots: int = 0) -> None:
@@ -252,13 +267,11 @@ class Layer:
         return torch.tensor(rows, dtype=torch.int32)
 
     def _widened(self, metadata: HeavyHitterMetadata) -> HeavyHitterMetadata:
-        heads = torch.arange(self.shape.num_kv_heads)[:, None]
+        def wide(table: torch.Tensor) -> torch.Tensor:
+            return torch.cat([table, table.new_zeros(table.shape[0], self.extra_pages)], 1)
 
-        def wide(rows: torch.Tensor) -> torch.Tensor:
-            return torch.cat([rows, *[heads.expand(*rows.shape[:2], -1)] * self.extra_pages], 2)
-
-        decodes = [replace(batch, rows=wide(batch.rows)) for batch in metadata.decodes]
-        return HeavyHitterMetadata(decodes, metadata.prompts)
+        decodes = [replace(batch, table=wide(batch.table)) for batch in metadata.decodes]
+        return replace(metadata, decodes=decodes)
 
     def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
         padding = torch.full((NUM_PADDING, *tokens.shape[1:]), torch.nan, dtype=tokens.dtype)

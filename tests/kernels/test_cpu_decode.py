@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.kernels.harness import Layer, Life, Shape, empty_cache
 from tests.kernels.truth import Ranking, bits, live
-from vllm_h2o.kernels.batch import DecodeBatch
+from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, Scoring, page_rows
 from vllm_h2o.kernels.cpu import decode
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.reference import Strip, select_victims
@@ -19,19 +19,19 @@ from vllm_h2o.policy import Budget
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 
 
-def make_batch(rows: torch.Tensor, attended: list[int], **columns: list[int]) -> DecodeBatch:
-    """A batch over [B, H, P] rows; every column that is not given is zeros."""
-    num_requests = rows.shape[0]
-    given = {"attended": attended, "owner": (rows[:, 0, 0] // rows.shape[1]).tolist(), **columns}
-    names = [f.name for f in fields(DecodeBatch) if f.name != "rows"]
-    values = {name: torch.tensor(given.get(name, [0] * num_requests)) for name in names}
-    flags = {name: values[name].bool() for name in ("overwrites", "selects")}
-    return DecodeBatch(rows=rows, **{**values, **flags})
+def make_batch(tables: list[list[int]], attended: list[int], **orders: list[int]) -> DecodeBatch:
+    """A batch over such block tables; queries score, and every other order is zeros."""
+    num_requests = len(tables)
+    given = {"attended": attended, "scores": [1] * num_requests, **orders}
+    rows = [given.get(name, [0] * num_requests) for name in DECODE_ORDERS]
+    return DecodeBatch(torch.tensor(tables, dtype=torch.int32), torch.tensor(rows))
 
 
-def block_rows(tables: list[list[int]], num_kv_heads: int) -> torch.Tensor:
-    """[B, P] block ids -> [B, H, P] rows."""
-    return (torch.tensor(tables) * num_kv_heads)[:, None] + torch.arange(num_kv_heads)[:, None]
+def attend(page: Page, batch: DecodeBatch, scale: float, power: int = 1) -> torch.Tensor:
+    """Random queries of three heads a group, each new token in the last slot."""
+    slot = decode.new_slots(batch, torch.zeros(page.num_blocks, 2, dtype=torch.int32))
+    query = torch.randn(batch.table.shape[0], 6, 64)
+    return decode.attend_and_score(page, batch, slot, query, scale, Scoring(power))
 
 
 def random_page(num_blocks: int) -> Page:
@@ -54,7 +54,8 @@ def test_ties(seed: int) -> None:
     """Among few different scores, in any order of slots, each head's victim is the reference's."""
     rng, page = random.Random(seed), random_page(9)
     attended = [48, 33, 17]
-    rows = block_rows([[3, 1, 7], [5, 2, 4], [8, 6, 3]], 2)
+    tables = [[3, 1, 7], [5, 2, 4], [8, 6, 3]]
+    rows = page_rows(torch.tensor(tables), 2)
     num_recent, num_sinks = [5, 0, 16], [0, 4, 0]
     strips = []
     for b, length in enumerate(attended):
@@ -66,7 +67,7 @@ def test_ties(seed: int) -> None:
             page.position[at], page.score[at] = position, score
             strips.append(Strip(torch.empty(length, 0), torch.empty(0), score, position))
     batch = make_batch(
-        rows,
+        tables,
         attended,
         selects=[1, 1, 1],
         recent_from=[n - r for n, r in zip(attended, num_recent, strict=True)],
@@ -87,8 +88,7 @@ def test_ties(seed: int) -> None:
 def test_only_full_requests_select(selects: list[int]) -> None:
     """Requests with room left write no victim, and with none full nothing is written."""
     page, victims = random_page(5), torch.full((5, 2), -7, dtype=torch.int32)
-    rows = block_rows([[1, 2], [3, 4]], 2)
-    batch = make_batch(rows, [20, 32], selects=selects, recent_from=[16, 8])
+    batch = make_batch([[1, 2], [3, 4]], [20, 32], selects=selects, recent_from=[16, 8])
     decode.select_victims(page, batch, victims)
     written = (victims != -7).all(dim=1).tolist()
     assert written == [False, False, False, bool(selects[1]), False]
@@ -98,12 +98,11 @@ def test_store_takes_one_slot() -> None:
     """Each head's token goes to its own victim's slot, or behind the resident ones; no other."""
     page = random_page(6)
     before = snapshot(page)
-    rows = block_rows([[4, 2], [1, 3]], 2)
-    batch = make_batch(rows, [32, 19], overwrites=[1, 0], append_slot=[31, 18], position=[70, 18])
+    batch = make_batch([[4, 2], [1, 3]], [32, 19], overwrites=[1, 0], position=[70, 18])
     victims = torch.full((6, 2), 99, dtype=torch.int32)
     victims[4] = torch.tensor([5, 20])
     key, value, score = torch.ones(2, 2, 64), torch.full((2, 2, 64), 2.0), torch.full((2, 2), 0.5)
-    decode.store(page, batch, victims, key, value, score)
+    decode.store(page, batch, decode.new_slots(batch, victims), key, value, score)
     places = {(4 * 2, 5): 70, (2 * 2 + 1, 4): 70, (3 * 2, 2): 18, (3 * 2 + 1, 2): 18}
     for (row, slot), position in places.items():
         assert (page.key[row, slot] == 1).all() and (page.value[row, slot] == 2).all()
@@ -125,13 +124,13 @@ def test_strangers_pages(stale: list[int]) -> None:
             view[5 * 2 :] = junk
             view[2 * 2 : 3 * 2, 4:] = junk  # slots of request 0 that no token has taken yet
         batch = make_batch(
-            block_rows([[1, 2, *stale], [3, 4, 0, 0]], 2),
+            [[1, 2, *stale], [3, 4, 0, 0]],
             [20, 32],
             selects=[1, 1],
             recent_from=[16, 16],
         )
         before, victims = snapshot(page), torch.zeros(7, 2, dtype=torch.int32)
-        outputs.append(decode.attend_and_score(page, batch, torch.randn(2, 6, 64), 0.1, True))
+        outputs.append(attend(page, batch, 0.1))
         decode.select_victims(page, batch, victims)
         touched = bits(page.score) != bits(before.score)
         assert touched[2:4].all() and touched[4:6, :4].all() and touched[6:10].all()
@@ -146,12 +145,12 @@ def test_scores_grow_by_what_was_drawn() -> None:
     """A step adds one per query head to each KV head's scores, over its resident slots."""
     page = random_page(4)
     before = snapshot(page)
-    batch = make_batch(block_rows([[1, 2], [3, 0]], 2), [25, 9])
-    decode.attend_and_score(page, batch, torch.randn(2, 6, 64), 0.3, True)
+    batch = make_batch([[1, 2], [3, 0]], [25, 9])
+    attend(page, batch, 0.3)
     grown = (page.score - before.score).view(4, 2, 16).double()
     sums = torch.stack([grown[1].sum(-1) + grown[2].sum(-1), grown[3].sum(-1)])
     torch.testing.assert_close(sums, torch.full((2, 2), 3.0).double(), rtol=0, atol=1e-5)
-    decode.attend_and_score(page, batch, torch.randn(2, 6, 64), 0.3, False)
+    attend(page, batch, 0.3, power=0)
     assert torch.equal(page.score - before.score, grown.float().view(8, 16))
 
 

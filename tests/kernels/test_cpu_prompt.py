@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import PromptChunk
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, page_rows
 from vllm_h2o.kernels.cpu import prompt
-from vllm_h2o.kernels.cpu.scoring import random_scores
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.reference import Strip, pack_survivors, random_score
+from vllm_h2o.kernels.scoring import random_scores
 
 SHAPE = Shape(num_kv_heads=2, group=2, head_size=64, block_size=16)
 VIEWS = ("key", "value", "score", "position")
@@ -21,9 +21,9 @@ VIEWS = ("key", "value", "score", "position")
 
 def make_chunk(blocks: list[int], start: int, num_new: int, **limits: int) -> PromptChunk:
     """A chunk behind ``start`` slots of a request with these pages."""
-    rows = torch.tensor(blocks) * 2 + torch.arange(2)[:, None]
     defaults = {"keep": 0, "recent_from": 0, "num_sinks": 0, "seed": 0, "position": start}
-    return PromptChunk(slice(7, 7 + num_new), rows, start, **{**defaults, **limits})
+    table = torch.tensor(blocks, dtype=torch.int32)
+    return PromptChunk(slice(7, 7 + num_new), table, start, **{**defaults, **limits})
 
 
 def full_page(num_blocks: int, blocks: list[int], num_tokens: int) -> Page:
@@ -37,7 +37,10 @@ def full_page(num_blocks: int, blocks: list[int], num_tokens: int) -> Page:
 
 def strips(page: Page, chunk: PromptChunk, num_slots: int) -> list[Strip]:
     """What each head holds in its first slots."""
-    views = [getattr(page, name)[chunk.rows].flatten(1, 2)[:, :num_slots] for name in VIEWS]
+    views = [
+        getattr(page, name)[page_rows(chunk.table, 2)].flatten(1, 2)[:, :num_slots]
+        for name in VIEWS
+    ]
     return [Strip(*(view[h].clone() for view in views)) for h in range(2)]
 
 
@@ -63,8 +66,8 @@ def test_ties(seed: int) -> None:
     assert page.key[[0, 1, 6, 7, 8, 9, 12, 13, 14, 15]].isnan().all()
 
 
-@pytest.mark.parametrize("accumulate", [True, False])
-def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch, accumulate: bool) -> None:
+@pytest.mark.parametrize("power", [0, 1, 2])
+def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch, power: int) -> None:
     """Tiles of any size, whole or with a rest, give the same outputs and scores."""
     results = []
     for tile in (1, 7, 30, prompt.QUERY_TILE):
@@ -72,7 +75,8 @@ def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch, accumulate: bool) 
         torch.manual_seed(0)
         page = full_page(5, [4, 1, 3], 41)
         chunk = make_chunk([4, 1, 3], 11, 30)
-        output = prompt.attend_and_score(page, chunk, torch.randn(30, 4, 64), 0.2, accumulate)
+        query = torch.randn(30, 4, 64)
+        output = prompt.attend_and_score(page, chunk, query, 0.2, Scoring(power))
         results.append((output, strips(page, chunk, 41)))
     for output, held in results[:-1]:
         torch.testing.assert_close(output, results[-1][0], rtol=1e-5, atol=1e-6)
@@ -89,7 +93,7 @@ def test_later_slots_are_not_read() -> None:
         for view in (page.key, page.value, page.score):
             view[3 * 2 : 4 * 2, 9:] = junk
         chunk = make_chunk([4, 1, 3], 0, 41, keep=31, recent_from=31)
-        output = prompt.attend_and_score(page, chunk, torch.randn(41, 4, 64), 0.2, True)
+        output = prompt.attend_and_score(page, chunk, torch.randn(41, 4, 64), 0.2, Scoring())
         prompt.pack_survivors(page, chunk)
         results.append((output, [strip.score for strip in strips(page, chunk, 31)]))
     for output, scores in results[1:]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from tests.kernels.harness import Shape, builder, common_metadata
+from tests.kernels.harness import Shape, builder, common_metadata, empty_cache
 from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.metadata import (
     MAX_BATCH_ELEMENTS,
@@ -41,60 +41,131 @@ TABLE = torch.tensor(
 )
 
 
-def build(names: list[str], num_padding: int = 0) -> HeavyHitterMetadata:
+def build(
+    names: list[str], num_padding: int = 0, made: HeavyHitterMetadataBuilder | None = None
+) -> HeavyHitterMetadata:
     """Metadata of a batch with one row for each name, and rows of padding without tokens."""
     plans = {name: PLANS[name] for name in sorted(names)}
     rows = [list(PLANS).index(name) for name in names] + [5] * num_padding
     lengths = [PLANS[name].num_new for name in names] + [0] * num_padding
     with publish(Step(ResidencyPlan(plans), lambda _: names)):
-        return builder(SHAPE, "h2o").build(0, common_metadata(lengths, TABLE[rows]))
+        common = common_metadata(lengths, TABLE[rows])
+        return (made or builder(SHAPE, "h2o")).build(0, common)
 
 
-def rows_of(blocks: list[int]) -> list[list[int]]:
-    """[H, P] rows of two KV heads."""
-    return [[2 * block for block in blocks], [2 * block + 1 for block in blocks]]
+def in_place() -> HeavyHitterMetadataBuilder:
+    """A builder for kernels that gather nothing, as a graph replays them."""
+    made = builder(SHAPE, "h2o")
+    made.kernels = SimpleNamespace(gathers=False)
+    return made
+
+
+def orders_of(batch: DecodeBatch) -> dict[str, list[int]]:
+    """By name."""
+    return {name: batch.order(name).tolist() for name in DECODE_ORDERS}
 
 
 def test_prompts_one_by_one() -> None:
-    """Each chunk has its tokens, its own pages only, its slots and what survives it."""
+    """Each chunk has its tokens, its own pages first, its slots and what survives it."""
     first, last = build(list(PLANS)).prompts
-    assert (first.tokens, first.rows.tolist()) == (slice(0, 20), rows_of([5, 6]))
+    assert (first.tokens, first.table.tolist()[:2]) == (slice(0, 20), [5, 6])
     assert (first.start, first.end, first.position, first.keep) == (0, 20, 0, 0)
-    assert (last.tokens, last.rows.tolist()) == (slice(21, 26), rows_of([1, 7, 4]))
+    assert (last.tokens, last.table.tolist()[:3]) == (slice(21, 26), [1, 7, 4])
     assert (last.start, last.end, last.position, last.keep) == (40, 45, 40, 31)
     assert (last.recent_from, last.num_sinks, last.seed) == (35, 2, 9)
-    assert last.rows.dtype == torch.int64
 
 
-def test_decodes_together() -> None:
-    """Requests past their prompt share one batch, in order of rows, as wide as the longest."""
-    (batch,) = build(list(PLANS)).decodes
-    assert batch.rows.tolist() == [rows_of([9, 3]), rows_of([8, 2]), rows_of([11, 10])]
-    columns = {f.name: getattr(batch, f.name).tolist() for f in fields(batch) if f.name != "rows"}
-    assert columns == {
-        "token": [20, 26, 27],
-        "attended": [32, 18, 32],
-        "append_slot": [31, 17, 31],
-        "overwrites": [True, False, False],
-        "selects": [True, False, True],
-        "owner": [9, 8, 11],
-        "position": [90, 17, 60],
-        "recent_from": [91 - 12, 18 - 12, 61],
-        "num_sinks": [3, 0, 4],
-        "seed": [8, 1, 2],
-    }
-    for field in fields(batch):
-        flag = field.name in ("overwrites", "selects")
-        assert getattr(batch, field.name).dtype == (torch.bool if flag else torch.int64)
+ORDERS = {
+    "token": [20, 26, 27],
+    "attended": [32, 18, 32],
+    "overwrites": [1, 0, 0],
+    "selects": [1, 0, 1],
+    "position": [90, 17, 60],
+    "recent_from": [91 - 12, 18 - 12, 61],
+    "num_sinks": [3, 0, 4],
+    "seed": [8, 1, 2],
+    "refill": [0, 0, 0],
+    "hole": [0, 0, 0],
+    "scores": [1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("make", [in_place, lambda: None], ids=["in place", "gathered"])
+def test_decodes_together(make: Callable[[], HeavyHitterMetadataBuilder | None]) -> None:
+    """Requests with one new token share one batch, in order of rows."""
+    (batch,) = build(list(PLANS), made=make()).decodes
+    assert batch.table[:, :2].tolist() == [[9, 3], [8, 2], [11, 10]]
+    assert batch.owner.tolist() == [9, 8, 11]
+    assert orders_of(batch) == ORDERS
+    assert batch.orders.dtype == torch.int64
+
+
+def test_one_token_of_a_prompt() -> None:
+    """It is a decode that neither overwrites nor selects, so that a graph may hold it."""
+    plan = RequestPlan(40, 1, True, 40, 32, 31, 10, 2, 9)
+    with publish(step := Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
+        metadata = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[2:3]))
+    orders = orders_of(metadata.decodes[0])
+    assert (orders["attended"], orders["overwrites"], orders["selects"]) == ([41], [0], [0])
+    assert metadata.prompts == [] and len(step.afterwards) == 1
+
+
+def test_padding_of_a_graph() -> None:
+    """Rows behind the batch's are written to their own token's output and attend to nothing."""
+    made = in_place()
+    build(["growing", "becomes full", "full"], made=made)
+    (batch,) = build(["full"], num_padding=2, made=made).decodes
+    assert batch.order("token").tolist() == [0, 1, 2]
+    assert batch.order("attended").tolist() == [32, 0, 0]
+    for name in DECODE_ORDERS[2:]:
+        assert batch.order(name).tolist()[1:] == [0, 0]
+
+
+def test_a_graphs_buffers_stay() -> None:
+    """Each step's orders lie where the captured kernels read them; the table is vLLM's own."""
+    made, names = in_place(), ["full", "growing"]
+    addresses = {build(names, made=made).decodes[0].orders.data_ptr() for _ in range(3)}
+    assert len(addresses) == 1
+    table = TABLE[[1, 3]]
+    plans = {name: PLANS[name] for name in names}
+    with publish(Step(ResidencyPlan(plans), lambda _: names)):
+        (batch,) = made.build(0, common_metadata([1, 1], table)).decodes
+    assert batch.table.data_ptr() == table.data_ptr()
+    with publish(WarmUp()):
+        (batch,) = made.build(0, common_metadata([1, 1], table)).decodes
+    assert batch.orders.data_ptr() in addresses and batch.order("attended").tolist() == [0, 0]
 
 
 def test_order_is_the_batchs() -> None:
     """Rows may come in any order, whatever the plan's."""
     metadata = build(["growing", "last chunk", "becomes full", "first chunk"])
-    assert metadata.decodes[0].token.tolist() == [0, 6]
+    assert metadata.decodes[0].order("token").tolist() == [0, 6]
     assert metadata.decodes[0].owner.tolist() == [8, 11]
     assert [chunk.tokens for chunk in metadata.prompts] == [slice(1, 6), slice(7, 27)]
-    assert [chunk.rows[0, 0].item() for chunk in metadata.prompts] == [2, 10]
+    assert [int(chunk.table[0]) for chunk in metadata.prompts] == [1, 5]
+
+
+def test_packing_waits_for_the_forward_pass() -> None:
+    """Survivors of ending prompts are packed in every layer, once, after the step."""
+    step = Step(ResidencyPlan(PLANS), lambda _: list(PLANS))
+    made, packed = in_place(), []
+    made.kernels.pack_survivors = lambda *args: packed.append(args)
+    made.layer_names = ["one", "two"]
+    layers = made.vllm_config.compilation_config.static_forward_context
+    for name in made.layer_names:
+        layers[name] = SimpleNamespace(kv_cache=empty_cache(SHAPE, 3))
+    lengths = [plan.num_new for plan in PLANS.values()]
+    with publish(step):
+        made.build(0, common_metadata(lengths, TABLE[:5]))
+    assert packed == []
+    for action in step.afterwards:
+        action()
+    ((pages, chunks, scoring),) = packed
+    assert [page.key.data_ptr() for page in pages] == [
+        layers[name].kv_cache.data_ptr() for name in made.layer_names
+    ]
+    assert [(chunk.end, chunk.keep) for chunk in chunks] == [(45, 31)]
+    assert scoring == made.scoring
 
 
 def test_only_prompts_or_only_decodes() -> None:
@@ -104,9 +175,9 @@ def test_only_prompts_or_only_decodes() -> None:
 
 
 def test_padding_is_no_request() -> None:
-    """Rows without tokens behind the batch's add nothing."""
+    """Rows without tokens behind the batch's add nothing where K is gathered."""
     (batch,) = build(["full"], num_padding=3).decodes
-    assert batch.rows.tolist() == [rows_of([9, 3])]
+    assert batch.table.tolist() == [[9, 3]]
 
 
 def test_a_page_more_at_its_first_slot() -> None:
@@ -115,7 +186,7 @@ def test_a_page_more_at_its_first_slot() -> None:
         plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
         with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
             (batch,) = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[:1])).decodes
-        assert batch.rows.tolist() == [rows_of(pages)]
+        assert batch.table.tolist() == [pages]
 
 
 @pytest.mark.parametrize(("resident", "selects"), [(46, False), (47, True), (48, True)])
@@ -124,8 +195,8 @@ def test_selection_starts_when_full(resident: int, selects: bool) -> None:
     plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
     with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
         (batch,) = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[:1])).decodes
-    assert batch.selects.tolist() == [selects]
-    assert batch.overwrites.tolist() == [resident == 48]
+    assert batch.order("selects").tolist() == [selects]
+    assert batch.order("overwrites").tolist() == [resident == 48]
 
 
 def test_no_step_is_empty() -> None:
@@ -155,10 +226,11 @@ def test_a_long_request_pads_no_short_one() -> None:
     for made, tokens in ((builder(SHAPE, "h2o"), [[0, 2], [1], [3, 5], [4]]), (few, None)):
         with publish(step):
             batches = made.build(0, common_metadata([1] * 6, table)).decodes
-        found = [batch.token.tolist() for batch in batches]
+        found = [batch.order("token").tolist() for batch in batches]
         assert found == (tokens or [[0, 2], [1], [3], [4], [5]])
         for batch in batches:
-            assert batch.rows.shape[2] == max(lengths[i] for i in batch.token.tolist())
+            rows = batch.order("token").tolist()
+            assert batch.table.shape[1] == max(lengths[i] for i in rows)
 
 
 def test_another_batch_is_refused() -> None:
@@ -174,17 +246,3 @@ def test_another_worker_is_refused() -> None:
     spec = builder(SHAPE, "h2o").kv_cache_spec
     with pytest.raises(IntegrityError, match=f"runs in somebody.Worker, not in {WORKER}"):
         HeavyHitterMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
-
-
-def test_the_table_is_not_kept() -> None:
-    """vLLM refills its block table for the next step while this one's tensors are still read."""
-    table = TABLE.clone()
-    names = list(PLANS)
-    lengths = [plan.num_new for plan in PLANS.values()]
-    common: CommonAttentionMetadata = common_metadata(lengths, table[:5])
-    with publish(Step(ResidencyPlan(PLANS), lambda _: names)):
-        metadata = builder(SHAPE, "h2o").build(0, common)
-    table.zero_()
-    assert metadata.decodes[0].rows.tolist()[0] == rows_of([9, 3])
-    assert metadata.decodes[0].owner.tolist() == [9, 8, 11]
-    assert metadata.prompts[0].rows.tolist() == rows_of([5, 6])

@@ -36,6 +36,7 @@ DECODE_ORDERS = (
     "seed",
     "refill",
     "hole",
+    "scores",
 )
 """Rows of :attr:`DecodeBatch.orders`."""
 
@@ -48,7 +49,7 @@ class DecodeBatch:
 
     Args:
         table: [B, P], int32: block ids; whatever stands behind a request's own is never touched.
-        orders: [len(DECODE_ORDERS), B], int64, one row each:
+        orders: [len(DECODE_ORDERS), B], int64, of any strides, one row each:
 
             token: row of the request's token in the step's q, k, v.
             attended: slots [0, attended) are attended to, but for the hole.
@@ -61,6 +62,7 @@ class DecodeBatch:
             seed: of the ``random`` policy.
             refill: slots of the victim's page that are taken already; 0 where tokens are ranked.
             hole: slots behind the new token's that hold evicted tokens and are not attended to.
+            scores: 1 where the query adds to scores.
 
     """
 
@@ -83,7 +85,8 @@ class PromptChunk:
 
     Args:
         tokens: rows of the chunk in the step's q, k, v.
-        table: [P], int32: ids of the blocks that hold slots [0, start + T).
+        table: [P], int32: ids of the blocks that hold slots [0, start + T), and whatever stands
+            behind them, which is never touched.
         start: slots in use before the chunk; slots [0, start + i] are attended to by query i.
         position: of the first token.
         keep: tokens that survive the chunk; 0 when nothing is packed.

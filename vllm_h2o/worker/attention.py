@@ -1,4 +1,4 @@
-"""One layer's attention: write, attend, score, choose victims or pack."""
+"""One layer's attention: write, attend, score, choose victims."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk
-from vllm_h2o.kernels.cpu import decode, prompt
-from vllm_h2o.kernels.cpu.scoring import random_scores
 from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.scoring import random_scores
 from vllm_h2o.policy import ScoreKind
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
 
@@ -65,7 +63,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.score_kind = config.policy.score
+        self.draws = config.policy.score is ScoreKind.RANDOM
         self.victims: torch.Tensor | None = None
 
     def forward(
@@ -102,65 +100,37 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if attn_metadata is None:
             return output
         page = Page.of(kv_cache, self.head_size)
+        kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
+        step = (query, key, value)
+        first = self._drawn(layer, attn_metadata, query) if self.draws else None
+        if attn_metadata.prompts:
+            chunks = attn_metadata.prompts
+            kernels.prefill(page, chunks, *step, first, self.scale, scoring, output)
         for batch in attn_metadata.decodes:
-            self._decode(layer, page, batch, query, key, value, output)
-        for chunk in attn_metadata.prompts:
-            self._prompt(layer, page, chunk, query, key, value, output)
+            victims = self._victims(page)
+            kernels.decode(page, batch, victims, *step, first, self.scale, scoring, output)
         return output
 
-    def _decode(
-        self,
-        layer: torch.nn.Module,
-        page: Page,
-        batch: DecodeBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
+    def _victims(self, page: Page) -> torch.Tensor:
+        """Made in a warm-up where there are graphs: before the first of them is captured."""
         if self.victims is None or self.victims.shape[0] != page.num_blocks:
             shape = (page.num_blocks, page.num_kv_heads)
-            self.victims = torch.zeros(shape, dtype=torch.int32, device=query.device)
-        token = batch.token
-        first = self._drawn(layer, batch.seed, batch.position) if self._draws else None
-        decode.store(page, batch, self.victims, key[token], value[token], first)
-        out = decode.attend_and_score(page, batch, query[token], self.scale, self._accumulates)
-        output[token] = out.to(output.dtype)
-        decode.select_victims(page, batch, self.victims)
-
-    def _prompt(
-        self,
-        layer: torch.nn.Module,
-        page: Page,
-        chunk: PromptChunk,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        tokens = chunk.tokens
-        first = None
-        if self._draws:
-            end = chunk.position + tokens.stop - tokens.start
-            position = torch.arange(chunk.position, end, device=query.device)
-            first = self._drawn(layer, torch.full_like(position, chunk.seed), position)
-        prompt.store(page, chunk, key[tokens], value[tokens], first)
-        out = prompt.attend_and_score(page, chunk, query[tokens], self.scale, self._accumulates)
-        output[tokens] = out.to(output.dtype)
-        if chunk.keep:
-            prompt.pack_survivors(page, chunk)
-
-    @property
-    def _accumulates(self) -> bool:
-        return self.score_kind is ScoreKind.SUM
-
-    @property
-    def _draws(self) -> bool:
-        return self.score_kind is ScoreKind.RANDOM
+            self.victims = torch.zeros(shape, dtype=torch.int32, device=page.key.device)
+        return self.victims
 
     def _drawn(
-        self, layer: torch.nn.Module, seed: torch.Tensor, position: torch.Tensor
+        self, layer: torch.nn.Module, metadata: HeavyHitterMetadata, query: torch.Tensor
     ) -> torch.Tensor:
         """[T, H] scores that tokens of the ``random`` policy are stored with."""
         index = extract_layer_index(layer.layer_name)
-        return random_scores(seed, index, self.num_kv_heads, position)
+        first = torch.zeros(query.shape[0], self.num_kv_heads, device=query.device)
+        for batch in metadata.decodes:
+            seed, position = batch.order("seed"), batch.order("position")
+            drawn = random_scores(seed, index, self.num_kv_heads, position)
+            first.index_copy_(0, batch.order("token"), drawn)
+        for chunk in metadata.prompts:
+            end = chunk.position + chunk.num_tokens
+            position = torch.arange(chunk.position, end, device=query.device)
+            seed = torch.full_like(position, chunk.seed)
+            first[chunk.tokens] = random_scores(seed, index, self.num_kv_heads, position)
+        return first

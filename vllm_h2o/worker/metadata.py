@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
+    AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk
+from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.page import Page
+from vllm_h2o.policy import ScoreKind
 from vllm_h2o.wire import RequestPlan
-from vllm_h2o.worker.step import current_step
+from vllm_h2o.worker.choice import choose_kernels
+from vllm_h2o.worker.step import Step, current_step
 
 MAX_BATCH_ELEMENTS = 1 << 24
 """Elements of K that one decode call may gather: 64 MiB in float32."""
@@ -28,11 +36,16 @@ class HeavyHitterMetadata(AttentionMetadata):
     """One step, the same for every layer.
 
     Args:
-        decodes: the requests with one token past their prompt, those of about one length together.
-        prompts: the chunks of prompts, one by one.
+        kernels: what computes it.
+        scoring: what is added to scores, and what is ranked.
+        decodes: the requests with one new token; where K is gathered, those of about one length
+            together.
+        prompts: the chunks of prompts that have more.
 
     """
 
+    kernels: Kernels
+    scoring: Scoring
     decodes: list[DecodeBatch]
     prompts: list[PromptChunk]
 
@@ -40,8 +53,12 @@ class HeavyHitterMetadata(AttentionMetadata):
 class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
     """Builds :class:`HeavyHitterMetadata` from the published step.
 
-    In a warm-up it builds empty metadata, with which attention reads and writes nothing.
+    In a warm-up every row is padding, with which attention reads and writes nothing. A captured
+    graph replays kernels, not this: the orders stay in one buffer, and the block table is vLLM's.
     """
+
+    # A graph holds the decode kernels alone, which take any request with one new token.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self,
@@ -55,9 +72,17 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         worker = vllm_config.parallel_config.worker_cls
         if worker != WORKER:
             raise IntegrityError(f"the policy's backend runs in {worker}, not in {WORKER}")
+        config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+        if config is None:
+            raise IntegrityError("the policy's attention backend runs without a kv_policy")
+        self.scoring = Scoring(power=1 if config.policy.score is ScoreKind.SUM else 0)
+        self.kernels = choose_kernels(device)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
+        self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
-        self.page_elements = self.num_kv_heads * self.block_size * kv_cache_spec.head_size
+        self.page_elements = self.num_kv_heads * self.block_size * self.head_size
+        rows = vllm_config.scheduler_config.max_num_seqs
+        self._orders = torch.zeros(rows, len(DECODE_ORDERS), dtype=torch.int64, device=device)
 
     def build(
         self,
@@ -67,27 +92,29 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
     ) -> HeavyHitterMetadata:
         """The step's metadata, from its plan and the block table."""
         step = current_step()
-        if step is None:
-            return HeavyHitterMetadata([], [])
-        plans = step.rows(common_attn_metadata)
+        plans = step.rows(common_attn_metadata) if step else []
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
         table = common_attn_metadata.block_table_tensor
-        decoding = [row for row, plan in enumerate(plans) if not plan.in_prompt]
         prompts = [
             self._prompt_chunk(plan, table[row], starts[row])
             for row, plan in enumerate(plans)
-            if plan.in_prompt
+            if plan.num_new > 1
         ]
-        decodes = [
-            self._decode_batch(plans, table, starts, rows)
-            for rows in self._alike([(row, self._num_pages(plans[row])) for row in decoding])
-        ]
-        return HeavyHitterMetadata(decodes, prompts)
+        decoding = [row for row, plan in enumerate(plans) if plan.num_new == 1]
+        if self.kernels.gathers:
+            groups = self._alike([(row, self._num_pages(plans[row])) for row in decoding])
+            decodes = [self._gathered(plans, table, starts, rows) for rows in groups]
+        else:
+            num_rows = common_attn_metadata.num_reqs if not prompts else len(decoding)
+            decodes = self._in_place(plans, table, starts, decoding, num_rows)
+        if step:
+            self._order_packing(step, plans, table, starts)
+        return HeavyHitterMetadata(self.kernels, self.scoring, decodes, prompts)
 
     def _prompt_chunk(self, plan: RequestPlan, table_row: torch.Tensor, start: int) -> PromptChunk:
         return PromptChunk(
             tokens=slice(start, start + plan.num_new),
-            rows=self._page_rows(table_row[None, : self._num_pages(plan)])[0],
+            table=table_row,
             start=plan.resident_start,
             position=plan.logical_start,
             keep=plan.keep_after,
@@ -95,6 +122,23 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             num_sinks=plan.num_sinks,
             seed=plan.seed,
         )
+
+    def _order_packing(
+        self, step: Step, plans: Sequence[RequestPlan], table: torch.Tensor, starts: list[int]
+    ) -> None:
+        """Have survivors packed when the forward pass is through, a replayed graph or not."""
+        chunks = [
+            self._prompt_chunk(plan, table[row], starts[row])
+            for row, plan in enumerate(plans)
+            if plan.keep_after
+        ]
+        if chunks:
+            step.afterwards.append(partial(self._pack, chunks))
+
+    def _pack(self, chunks: list[PromptChunk]) -> None:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        pages = [Page.of(layers[name].kv_cache, self.head_size) for name in self.layer_names]
+        self.kernels.pack_survivors(pages, chunks, self.scoring)
 
     def _alike(self, rows: list[tuple[int, int]]) -> list[list[int]]:
         """Group rows, given with their pages, so that a batch is not padded to one long request.
@@ -116,37 +160,52 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             room[size] -= widest
         return groups
 
-    def _decode_batch(
+    def _gathered(
+        self, plans: list[RequestPlan], table: torch.Tensor, starts: list[int], rows: list[int]
+    ) -> DecodeBatch:
+        width = max(self._num_pages(plans[row]) for row in rows)
+        orders = torch.tensor([_orders(plans[row], starts[row]) for row in rows])
+        return DecodeBatch(table[rows, :width], orders.to(self.device).T)
+
+    def _in_place(
         self,
         plans: list[RequestPlan],
         table: torch.Tensor,
         starts: list[int],
-        decoding: list[int],
-    ) -> DecodeBatch:
-        chosen = [plans[row] for row in decoding]
-        table = table[decoding, : max(self._num_pages(plan) for plan in chosen)]
-
-        def column(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-        return DecodeBatch(
-            token=column([starts[row] for row in decoding]),
-            rows=self._page_rows(table),
-            attended=column([plan.attended for plan in chosen]),
-            append_slot=column([plan.attended - 1 for plan in chosen]),
-            overwrites=column([plan.overwrites for plan in chosen]).bool(),
-            selects=column([plan.attended == plan.capacity for plan in chosen]).bool(),
-            owner=table[:, 0].to(torch.int64),
-            position=column([plan.logical_start for plan in chosen]),
-            recent_from=column([plan.logical_end - plan.num_recent for plan in chosen]),
-            num_sinks=column([plan.num_sinks for plan in chosen]),
-            seed=column([plan.seed for plan in chosen]),
-        )
+        rows: list[int],
+        num_rows: int,
+    ) -> list[DecodeBatch]:
+        """One batch of ``num_rows``, the last of them padding, in the buffer that graphs read."""
+        if num_rows == 0:
+            return []
+        written = [_orders(plans[row], starts[row]) for row in rows]
+        padding = [0] * (len(DECODE_ORDERS) - 1)
+        written += [(token, *padding) for token in range(len(rows), num_rows)]
+        # Fresh memory each step: the copy of an earlier one may still be waiting for the device.
+        host = torch.tensor(written, pin_memory=self.device.type == "cuda")
+        orders = self._orders[:num_rows]
+        orders.copy_(host, non_blocking=True)
+        if len(rows) < len(plans):
+            chosen = torch.tensor(rows, pin_memory=host.is_pinned())
+            table = table[chosen.to(self.device, non_blocking=True)]
+        return [DecodeBatch(table[:num_rows], orders.T)]
 
     def _num_pages(self, plan: RequestPlan) -> int:
         return -(-plan.attended // self.block_size)
 
-    def _page_rows(self, table: torch.Tensor) -> torch.Tensor:
-        """[B, P] block ids -> [B, H, P] rows of the page views."""
-        heads = torch.arange(self.num_kv_heads, dtype=torch.int64, device=table.device)
-        return table.to(torch.int64)[:, None, :] * self.num_kv_heads + heads[:, None]
+
+def _orders(plan: RequestPlan, token: int) -> tuple[int, ...]:
+    """In the order of ``DECODE_ORDERS``."""
+    return (
+        token,
+        plan.attended,
+        plan.overwrites,
+        not plan.in_prompt and plan.attended == plan.capacity,
+        plan.logical_start,
+        plan.logical_end - plan.num_recent,
+        plan.num_sinks,
+        plan.seed,
+        0,
+        0,
+        1,
+    )

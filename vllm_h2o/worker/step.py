@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -25,10 +25,18 @@ RowOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
 
 @dataclass(frozen=True)
 class Step:
-    """A plan, and the way to find each batch row's request."""
+    """A plan, and the way to find each batch row's request.
+
+    Args:
+        plan: of the step.
+        row_order: of the batch.
+        afterwards: what remains to be done when the forward pass is through.
+
+    """
 
     plan: ResidencyPlan
     row_order: RowOrder
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def rows(self, common: CommonAttentionMetadata) -> list[RequestPlan]:
         """The plan of each row that has tokens, in the order of the batch.
@@ -123,8 +131,12 @@ class PublishesSteps:
                 "a step reached the worker without a plan: HeavyHitterScheduler did not schedule it"
             )
         rows = v2_row_order if self.use_v2_model_runner else v1_row_order
-        with publish(Step(scheduler_output.residency_plan, rows(self.model_runner))):
-            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        step = Step(scheduler_output.residency_plan, rows(self.model_runner))
+        with publish(step):
+            result = super().execute_model(scheduler_output)  # type: ignore[misc]
+        for action in step.afterwards:
+            action()
+        return result
 
     def determine_available_memory(self) -> Any:
         """Profile, without a plan."""

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from vllm_h2o.kernels.batch import PromptChunk
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, page_rows
 from vllm_h2o.kernels.page import Page
 
 QUERY_TILE = 128
 """Queries whose probabilities are held at once: num_heads * QUERY_TILE * length floats."""
+
+
+def own_rows(page: Page, chunk: PromptChunk) -> torch.Tensor:
+    """[H, P], int64: rows of the page views that hold the chunk and what precedes it."""
+    num_pages = -(-chunk.end // page.block_size)
+    return page_rows(chunk.table[:num_pages], page.num_kv_heads)
 
 
 def store(
@@ -32,7 +38,7 @@ def store(
 
     """
     slot = torch.arange(chunk.start, chunk.end, device=key.device)
-    row = chunk.rows[:, slot // page.block_size]
+    row = own_rows(page, chunk)[:, slot // page.block_size]
     offset = (slot % page.block_size).expand_as(row)
     position = chunk.position + slot - chunk.start
     page.key[row, offset] = key.transpose(0, 1).to(page.key.dtype)
@@ -44,16 +50,16 @@ def store(
 
 
 def attend_and_score(
-    page: Page, chunk: PromptChunk, query: torch.Tensor, scale: float, accumulate: bool
+    page: Page, chunk: PromptChunk, query: torch.Tensor, scale: float, scoring: Scoring
 ) -> torch.Tensor:
-    """Attend causally and add every query's probabilities to the scores.
+    """Attend causally and add what the scoring queries give to the scores.
 
     Args:
-        page: read; scores written when ``accumulate``.
+        page: read; scores written.
         chunk: the chunk.
         query: [T, Hq, D].
         scale: of the logits.
-        accumulate: whether probabilities are added to the scores.
+        scoring: what is added.
 
     Returns:
         [T, Hq, D], float32.
@@ -62,8 +68,10 @@ def attend_and_score(
     num_kv_heads = page.num_kv_heads
     num_queries, num_heads, head_size = query.shape
     shape = (num_kv_heads, -1, head_size)
-    key = page.key[chunk.rows].view(shape)[:, : chunk.end].to(torch.float32)
-    value = page.value[chunk.rows].view(shape)[:, : chunk.end].to(torch.float32)
+    rows = own_rows(page, chunk)
+    key = page.key[rows].view(shape)[:, : chunk.end].to(torch.float32)
+    value = page.value[rows].view(shape)[:, : chunk.end].to(torch.float32)
+    position = page.position[rows].flatten(1)[:, : chunk.end]
     received = torch.zeros(num_kv_heads, chunk.end, device=query.device)
     # [H, G, T, D]: the queries of a GQA group side by side.
     grouped = query.view(num_queries, num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
@@ -80,16 +88,21 @@ def attend_and_score(
         out[:, :, first:last] = torch.matmul(probs.flatten(1, 2), value[:, :visible]).unflatten(
             1, (-1, last - first)
         )
-        if accumulate:
-            received[:, :visible] += probs.sum(dim=(1, 2))
-    if accumulate:
+        if scoring.power and last > chunk.scores_from:
+            given = probs[:, :, max(chunk.scores_from - first, 0) :].pow(scoring.power)
+            if scoring.skip_recent:
+                asked = chunk.position + torch.arange(max(chunk.scores_from, first), last)
+                age = asked[:, None] - position[:, None, :visible]
+                given = given.masked_fill((age < scoring.skip_recent)[:, None], 0.0)
+            received[:, :visible] += given.sum(dim=(1, 2))
+    if scoring.power:
         slot = torch.arange(chunk.end, device=query.device)
-        row = chunk.rows[:, slot // page.block_size]
+        row = rows[:, slot // page.block_size]
         page.score[row, (slot % page.block_size).expand_as(row)] += received
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
 
 
-def pack_survivors(page: Page, chunk: PromptChunk) -> None:
+def pack_survivors(page: Page, chunk: PromptChunk, by_page: bool = False) -> None:
     """Move the ``keep`` survivors of each KV head into slots [0, keep), in order of position.
 
     Sinks and the recent window survive, then the best scores; of equals, the older ones.
@@ -97,10 +110,16 @@ def pack_survivors(page: Page, chunk: PromptChunk) -> None:
     Args:
         page: rewritten in place.
         chunk: the last chunk of a prompt.
+        by_page: rank tokens by the sum of their page's scores.
 
     """
-    score = page.score[chunk.rows].flatten(1)[:, : chunk.end]
-    position = page.position[chunk.rows].flatten(1)[:, : chunk.end].to(torch.int64)
+    rows = own_rows(page, chunk)
+    score = page.score[rows].flatten(1)[:, : chunk.end]
+    position = page.position[rows].flatten(1)[:, : chunk.end].to(torch.int64)
+    if by_page:
+        whole = torch.nn.functional.pad(score, (0, -chunk.end % page.block_size))
+        sums = whole.unflatten(1, (-1, page.block_size)).sum(dim=2)
+        score = sums.repeat_interleave(page.block_size, dim=1)[:, : chunk.end]
     safe = (position >= chunk.recent_from) | (position < chunk.num_sinks)
     ranked = score.masked_fill(safe, float("inf"))
     # Slots of a prompt are in order of position, so a stable sort leaves the older of equals first.
@@ -108,7 +127,7 @@ def pack_survivors(page: Page, chunk: PromptChunk) -> None:
     survivor = best.sort(dim=1).values
 
     def at(slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return chunk.rows.gather(1, slot // page.block_size), slot % page.block_size
+        return rows.gather(1, slot // page.block_size), slot % page.block_size
 
     source = at(survivor)
     target = at(torch.arange(chunk.keep, device=survivor.device).expand_as(survivor))
