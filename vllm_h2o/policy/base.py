@@ -17,7 +17,16 @@ class ScoreKind(str, Enum):
     """No score: position alone decides."""
 
 
-BUDGET_OPTIONS = frozenset({"budget", "budget_basis", "min_budget", "num_sink_tokens"})
+BUDGET_OPTIONS = frozenset(
+    {
+        "budget",
+        "budget_basis",
+        "min_budget",
+        "num_sink_tokens",
+        "protect_prompt_tokens",
+        "prefill",
+    }
+)
 """What every policy reads that evicts."""
 
 
