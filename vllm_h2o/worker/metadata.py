@@ -76,7 +76,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         if config is None:
             raise IntegrityError("the policy's attention backend runs without a kv_policy")
         self.scoring = Scoring(power=1 if config.policy.score is ScoreKind.SUM else 0)
-        self.kernels = choose_kernels(device)
+        self.kernels = choose_kernels(vllm_config, kv_cache_spec, device)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
