@@ -6,6 +6,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
+    TRITON_INTERPRET="1",  # kernels for GPUs run on a CPU, a program at a time
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_LOGGING_LEVEL="WARNING",

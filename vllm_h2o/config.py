@@ -40,7 +40,7 @@ class KVPolicyConfig:
     """What a user may set.
 
     Args:
-        name: policy: h2o, streaming, local, random or full.
+        name: policy: h2o, h2o_mean, streaming, local, random or full.
         budget: tokens a sequence may hold. An int is that many slots; a float in (0, 1] is that
             share of ``budget_basis``. Rounded up to whole pages.
         budget_basis: what a share is a share of: ``max_model_len``, a request's ``prompt``, or the
@@ -55,7 +55,8 @@ class KVPolicyConfig:
             scored by its last queries alone; ``chunked``, after each chunk of it.
         observation_window: those last queries.
         score: what ranks: the ``sum`` of probabilities or ``sum_squares``; ``mean`` and
-            ``mean_squares`` divide them by the queries since the token was stored.
+            ``mean_squares`` divide them by the queries since the token was stored; None is the
+            policy's own default.
         score_skip_recent: a query scores tokens that are at least so many positions older.
         seed: of the ``random`` policy, for requests that bring no seed of their own.
 
@@ -74,7 +75,7 @@ class KVPolicyConfig:
     granularity: str = "token"
     prefill: str = "full"
     observation_window: int = 32
-    score: str = "sum"
+    score: str | None = None
     score_skip_recent: int = 0
     seed: int = 0
 
@@ -111,12 +112,16 @@ class KVPolicyConfig:
         """Of the probabilities that are added to scores; 0 where attention adds nothing."""
         if self.policy.score is not ScoreKind.SUM:
             return 0
-        return 2 if self.score.endswith("_squares") else 1
+        return 2 if self._own_score.endswith("_squares") else 1
 
     @property
     def score_by_age(self) -> bool:
         """Whether scores are ranked as means over the queries since a token was stored."""
-        return self.score.startswith("mean")
+        return self._own_score.startswith("mean")
+
+    @property
+    def _own_score(self) -> str:
+        return self.policy.default_score if self.score is None else self.score
 
     @property
     def effective_recent_ratio(self) -> float:
@@ -270,7 +275,7 @@ class KVPolicyConfig:
 
     def _check_choice(self, field: str, works: tuple[str, ...], planned: tuple[str, ...]) -> None:
         value = getattr(self, field)
-        if value in works:
+        if value in works or (field == "score" and value is None):
             return
         known = value in planned
         raise ConfigError(

@@ -47,12 +47,14 @@ class Truth:
         layer: what is compared with the reference.
         policy: name of its policy.
         ranking: counts selections and near ties.
+        output_atol: largest error of an output.
 
     """
 
     layer: Layer
     policy: str
     ranking: Ranking
+    output_atol: float = OUTPUT_ATOL
     heads: dict[str, list[Head]] = field(default_factory=dict)
 
     def begin(self, life: Life) -> None:
@@ -87,7 +89,7 @@ class Truth:
             tokens = (query[:, of_group], key[:, h], value[:, h])
             scores = self._scores(plan, h)
             expected = head.step(*tokens, ends_prompt, scores, plan.scores_from)
-            same(output[:, of_group], expected, OUTPUT_ATOL, f"{name}, head {h}: outputs")
+            same(output[:, of_group], expected, self.output_atol, f"{name}, head {h}: outputs")
             strip = Strip(*(view[h].double() for view in held[:3]), held[3][h].long())
             if plan.keep_after:
                 self._follow_packing(head, strip)
@@ -194,7 +196,12 @@ class Fence:
 
 
 def live(
-    layer: Layer, policy: str, lives: Sequence[Life], ranking: Ranking, pause: float = 0.2
+    layer: Layer,
+    policy: str,
+    lives: Sequence[Life],
+    ranking: Ranking,
+    pause: float = 0.2,
+    output_atol: float = OUTPUT_ATOL,
 ) -> list[dict[str, tuple[torch.Tensor, torch.Tensor | None]]]:
     """Run the requests to their ends, with everything compared after every step.
 
@@ -204,12 +211,13 @@ def live(
         lives: the requests.
         ranking: counts.
         pause: probability that a request is left out of a step.
+        output_atol: largest error of an output.
 
     Returns:
         For each step, by request: outputs [T, Hq, D], and victims [H] if it selected any.
 
     """
-    truth = Truth(layer, policy, ranking)
+    truth = Truth(layer, policy, ranking, output_atol)
     waiting, running = list(lives), dict[str, Life]()
     packed: dict[str, int] = {}
     trace = []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
+from tests.kernels.harness import Shape, builder
 from vllm_h2o.kernels.cpu.eager import TorchKernels
-from vllm_h2o.worker.choice import choose_kernels
 
 
 def test_cpu() -> None:
     """Torch computes on a CPU."""
-    assert isinstance(choose_kernels(torch.device("cpu")), TorchKernels)
+    assert isinstance(builder(Shape(), "h2o").kernels, TorchKernels)

@@ -33,7 +33,7 @@ class Strip:
     position: torch.Tensor
 
     def ranks(self, logical_len: int, by_age: bool) -> torch.Tensor:
-        """[L]: what is compared: scores, or their means over the queries since tokens were stored."""
+        """[L]: what is compared: scores, or their means over the queries since a token came."""
         return self.score / (logical_len - self.position) if by_age else self.score
 
     @classmethod

@@ -1,18 +1,45 @@
-"""Which kernels compute, by device."""
+"""Which kernels compute, by device; said once in the log."""
 
 from __future__ import annotations
 
 import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_h2o.kernels.interface import Kernels
 
+logger = init_logger("vllm.kv_policy")
 
-def choose_kernels(device: torch.device) -> Kernels:
+
+def choose_kernels(vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device) -> Kernels:
     """The fastest that run on ``device``."""
     if device.type == "cuda":
-        from vllm_h2o.kernels.triton.kernels import TritonKernels
-
-        return TritonKernels(device)
+        return _triton(vllm_config, spec, device)
     from vllm_h2o.kernels.cpu.eager import TorchKernels
 
     return TorchKernels()
+
+
+def _triton(vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device) -> Kernels:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    from vllm_h2o.kernels.triton.kernels import TritonKernels
+    from vllm_h2o.worker.flash import FlashPrompt
+
+    # FlashAttention begins with Ampere, and has no float32.
+    has_flash = torch.cuda.get_device_capability(device)[0] >= 8 and spec.dtype != torch.float32
+    version = get_flash_attn_version(head_size=spec.head_size) if has_flash else None
+    attention = None
+    if version is not None:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        attention = FlashPrompt(flash_attn_varlen_func, version)
+    logger.info_once(
+        "h2o: Triton kernels on %s; prompts by %s",
+        torch.cuda.get_device_name(device),
+        f"FlashAttention {version}" if version is not None else "a Triton kernel of our own",
+    )
+    num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    rows = vllm_config.scheduler_config.max_num_seqs
+    return TritonKernels(device, rows, num_heads, spec.num_kv_heads, spec.head_size, attention)

@@ -1,0 +1,200 @@
+"""Every set of kernels does what the torch ones do, for all that a step may ask."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.harness import Shape, empty_cache
+from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.cpu.eager import TorchKernels
+from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.triton.kernels import TritonKernels
+
+VIEWS = ("key", "value", "score", "position")
+
+
+def on_triton(shape: Shape) -> Kernels:
+    """In the interpreter here."""
+    num_heads = shape.num_kv_heads * shape.group
+    return TritonKernels(torch.device("cpu"), 8, num_heads, shape.num_kv_heads, shape.head_size)
+
+
+KERNELS: dict[str, Callable[[Shape], Kernels]] = {"triton": on_triton}
+SCORINGS = [
+    Scoring(),
+    Scoring(power=0),
+    Scoring(power=2),
+    Scoring(skip_recent=5),
+    Scoring(power=2, skip_recent=1),
+    Scoring(by_page=True),
+]
+SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
+
+
+def filled(shape: Shape, num_blocks: int, seed: int) -> Page:
+    """Pages of random tokens; each page's positions follow one another."""
+    draw = torch.Generator().manual_seed(seed)
+    page = Page.of(empty_cache(shape, num_blocks), shape.head_size)
+    for view in (page.key, page.value):
+        view.copy_(torch.randn(view.shape, generator=draw))
+    # Few levels: ties are common.
+    page.score.copy_(torch.randint(0, 9, page.score.shape, generator=draw) / 8)
+    page.position.copy_(torch.arange(page.position.numel()).view(page.position.shape) % 999)
+    return page
+
+
+def copied(page: Page, shape: Shape) -> Page:
+    """The same tokens elsewhere."""
+    twin = Page.of(empty_cache(shape, page.num_blocks), shape.head_size)
+    for name in VIEWS:
+        getattr(twin, name).copy_(getattr(page, name))
+    return twin
+
+
+def same(ours: Page, theirs: Page, num_blocks: int) -> None:
+    """All tokens and scores of the first blocks."""
+    rows = slice(0, num_blocks * ours.num_kv_heads)
+    for name in VIEWS:
+        one, other = getattr(ours, name)[rows].float(), getattr(theirs, name)[rows].float()
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, msg=name)
+
+
+def decode_batch(shape: Shape, scoring: Scoring, seed: int) -> tuple[DecodeBatch, int]:
+    """Requests that append, overwrite, select or are padding, and the blocks that they own."""
+    rng, owned, tables, orders = random.Random(seed), 0, [], []
+    size = shape.block_size
+    for token, attended in enumerate((1, size - 1, 2 * size, 3 * size + 5, 0, 9 * size, 6 * size)):
+        num_pages = -(-attended // size)
+        tables.append([owned + page for page in range(num_pages)] + [0] * (9 - num_pages))
+        owned += num_pages
+        overwrites = token in (2, 5)
+        refill = rng.randrange(size) if overwrites and scoring.by_page else 0
+        values = {
+            "token": token,
+            "attended": attended,
+            "overwrites": overwrites,
+            "selects": attended > 0 and attended % size == 0,
+            "position": 1000,
+            "recent_from": 998 - 10 * token,
+            "num_sinks": token,
+            "refill": refill,
+            "hole": size - 1 - refill if overwrites and scoring.by_page else 0,
+            "scores": token != 3,
+        }
+        orders.append([int(values.get(name, 0)) for name in DECODE_ORDERS])
+    # Orders lie as a graph's buffer has them, request by request.
+    table = torch.tensor(tables, dtype=torch.int32)
+    return DecodeBatch(table, torch.tensor(orders).T), owned
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("scoring", SCORINGS, ids=str)
+def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
+    """Outputs, pages and victims; of padding, a row of zeros and nothing else."""
+    batch, owned = decode_batch(SHAPE, scoring, seed=1)
+    theirs = filled(SHAPE, owned + 1, seed=2)
+    ours = copied(theirs, SHAPE)
+    torch.manual_seed(3)
+    query = torch.randn(7, 6, 64)
+    key, value = torch.randn(2, 7, 2, 64)
+    victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
+    victims[batch.owner[2]] = torch.tensor([0, SHAPE.block_size])
+    victims[batch.owner[5]] = torch.tensor([7 * SHAPE.block_size, 3 * SHAPE.block_size])
+    results = []
+    for kernels, page in ((TorchKernels(), theirs), (make(SHAPE), ours)):
+        out, chosen = torch.full_like(query, 7.0), victims.clone()
+        real = batch
+        if kernels.gathers:
+            rows = [0, 1, 2, 3, 5, 6]
+            real = DecodeBatch(batch.table[rows], batch.orders[:, rows])
+        kernels.decode(page, real, chosen, query, key, value, None, 0.2, scoring, out)
+        results.append((out, chosen))
+    (expected, their_victims), (out, our_victims) = results
+    expected[4] = 0.0
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(our_victims, their_victims)
+    assert (our_victims != victims).any()
+    same(ours, theirs, owned)
+
+
+def number(page: Page, chunks: list[PromptChunk]) -> None:
+    """Give the chunks' slots, and those before them, the positions of a prompt."""
+    for chunk in chunks:
+        for block, at in enumerate(chunk.table[: -(-chunk.end // 16)].tolist()):
+            page.position[2 * at : 2 * at + 2] = torch.arange(16 * block, 16 * block + 16)
+
+
+def prompt_chunks(shape: Shape, keeps: bool) -> tuple[list[PromptChunk], int]:
+    """Chunks at the start, behind others, and of two tokens."""
+    chunks, owned, token = [], 0, 3
+    for start, num_tokens, scores_from in ((0, 70, 0), (41, 30, 7), (33, 2, 0), (0, 17, 16)):
+        end = start + num_tokens
+        num_pages = -(-end // shape.block_size)
+        table = torch.zeros(9, dtype=torch.int32)
+        table[:num_pages] = torch.arange(owned, owned + num_pages)
+        tokens = slice(token, token + num_tokens)
+        keep, recent_from = (end // 2 + 3, end - 5) if keeps else (0, 0)
+        chunks.append(
+            PromptChunk(tokens, table, start, start, keep, recent_from, 2, 0, scores_from)
+        )
+        owned, token = owned + num_pages, token + num_tokens + 1
+    return chunks, owned
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("scoring", SCORINGS, ids=str)
+def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
+    """Outputs and pages; what lies between the chunks' tokens is left alone."""
+    chunks, owned = prompt_chunks(SHAPE, keeps=False)
+    theirs = filled(SHAPE, owned + 1, seed=4)
+    number(theirs, chunks)
+    ours = copied(theirs, SHAPE)
+    torch.manual_seed(5)
+    query, first = torch.randn(140, 6, 64), torch.rand(140, 2)
+    key, value = torch.randn(2, 140, 2, 64)
+    outs = [torch.full_like(query, 7.0) for _ in range(2)]
+    for kernels, page, out in zip((TorchKernels(), make(SHAPE)), (theirs, ours), outs, strict=True):
+        kernels.prefill(page, chunks, query, key, value, first, 0.2, scoring, out)
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+    same(ours, theirs, owned)
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("by_page", [False, True])
+@pytest.mark.parametrize("negative", [False, True])
+def test_pack(make: Callable[[Shape], Kernels], by_page: bool, negative: bool) -> None:
+    """Survivors of two layers, with many equal scores, of both signs too."""
+    chunks, owned = prompt_chunks(SHAPE, keeps=True)
+    their_layers = [filled(SHAPE, owned + 1, seed) for seed in (6, 7)]
+    for page in their_layers:
+        if negative:
+            page.score.sub_(0.5)
+        number(page, chunks)
+    our_layers = [copied(page, SHAPE) for page in their_layers]
+    scoring = replace(Scoring(), by_page=by_page)
+    TorchKernels().pack_survivors(their_layers, chunks, scoring)
+    make(SHAPE).pack_survivors(our_layers, chunks, scoring)
+    for ours, theirs in zip(our_layers, their_layers, strict=True):
+        same(ours, theirs, owned)
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+def test_pack_long(make: Callable[[Shape], Kernels]) -> None:
+    """More slots than a program holds at once."""
+    shape = Shape(num_kv_heads=1, group=1, head_size=32, block_size=128)
+    num_blocks, length = 40, 5000
+    theirs = filled(shape, num_blocks, seed=8)
+    theirs.score.copy_(torch.rand(theirs.score.shape))
+    theirs.position.copy_(torch.arange(num_blocks * 128).view(num_blocks, 128))
+    ours = copied(theirs, shape)
+    table = torch.arange(num_blocks, dtype=torch.int32)
+    chunk = PromptChunk(slice(0, 9), table, length - 9, length - 9, 2047, length - 500, 4, 0)
+    TorchKernels().pack_survivors([theirs], [chunk], Scoring())
+    make(shape).pack_survivors([ours], [chunk], Scoring())
+    same(ours, theirs, num_blocks)

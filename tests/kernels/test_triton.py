@@ -1,0 +1,65 @@
+"""The kernels for GPUs in Triton's interpreter, against the reference after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.kernels.harness import Layer, Shape
+from tests.kernels.test_cpu import make_lives, pool_size
+from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
+from vllm_h2o.kernels.triton.kernels import TritonKernels
+from vllm_h2o.policy import POLICIES
+
+FP32, FP16 = torch.float32, torch.float16
+TABLE = {
+    # name: (policy, shape, [(capacity, recent, sinks, chunks, decodes), ...])
+    "the paper's halves": (
+        "h2o",
+        Shape(2, 1, 64, 16, FP32),
+        [(16, 8, 0, [40], 6), (32, 16, 0, [7, 30, 1], 6), (48, 24, 0, [20], 32)],
+    ),
+    "groups of three, float16": (
+        "h2o",
+        Shape(2, 3, 80, 16, FP16),
+        [(16, 0, 0, [30], 9), (32, 0, 2, [31], 5), (16, 0, 4, [3], 16)],
+    ),
+    "groups of four, 96 wide": ("h2o", Shape(1, 4, 96, 32, FP32), [(32, 27, 4, [64, 1], 6)]),
+    "groups of eight, 128 wide": ("h2o", Shape(1, 8, 128, 16, FP16), [(16, 7, 0, [5, 6, 70], 5)]),
+    "one head of 256": ("h2o", Shape(1, 1, 256, 64, FP16), [(64, 14, 0, [70], 4)]),
+    "pages of 128": ("h2o", Shape(2, 1, 64, 128, FP32), [(128, 64, 0, [131, 9], 4)]),
+    "a page that is no power of two": ("h2o", Shape(1, 3, 64, 24, FP32), [(48, 20, 0, [60], 6)]),
+    "random": ("random", Shape(3, 1, 64, 16, FP32), [(16, 8, 0, [20], 6), (32, 0, 4, [20, 1], 14)]),
+    "streaming": ("streaming", Shape(2, 1, 64, 32, FP16), [(32, 27, 4, [64], 6)]),
+    "nothing is ever full": ("full", Shape(2, 1, 64, 16, FP32), [(1024, 1023, 0, [30, 3], 4)]),
+}
+
+
+@pytest.fixture(scope="module")
+def ranking() -> Iterator[Ranking]:
+    """Over all lives of this module, float32 may rank one selection in a thousand otherwise."""
+    count = Ranking()
+    yield count
+    count.check()
+
+
+def triton_kernels(shape: Shape) -> TritonKernels:
+    """For a layer of the tests."""
+    num_heads = shape.num_kv_heads * shape.group
+    return TritonKernels(torch.device("cpu"), 16, num_heads, shape.num_kv_heads, shape.head_size)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_lives(name: str, ranking: Ranking) -> None:
+    """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
+    policy, shape, rows = TABLE[name]
+    lives = make_lives(rows)
+    num_blocks = pool_size(lives, shape.block_size, share=0.7)
+    layer = Layer(shape, policy, num_blocks, kernels=triton_kernels(shape))
+    before = ranking.num_selections
+    # Matrix units take probabilities in the cache's own type.
+    atol = OUTPUT_ATOL if shape.dtype == FP32 else 2e-3
+    live(layer, policy, lives, ranking, output_atol=atol)
+    assert (ranking.num_selections > before) is POLICIES[policy].evicts

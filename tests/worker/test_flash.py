@@ -1,0 +1,103 @@
+"""What FlashAttention is asked, answered here by plain torch with its documented meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.test_agree import SHAPE, copied, filled, number, same
+from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from vllm_h2o.kernels.cpu.eager import TorchKernels
+from vllm_h2o.kernels.triton.kernels import TritonKernels
+from vllm_h2o.worker.flash import FlashPrompt, runs_of
+
+CPU = torch.device("cpu")
+
+
+class Varlen:
+    """``flash_attn_varlen_func``: causal from the lower right corner, paged or not."""
+
+    def __init__(self) -> None:
+        self.num_paged = self.num_calls = 0
+
+    def __call__(self, q: Any, k: Any, v: Any, out: Any, **asked: Any) -> tuple[Any, Any]:
+        """Attend each sequence by itself."""
+        assert asked["causal"] and asked["return_softmax_lse"] and asked["fa_version"] == 3
+        bounds = asked["cu_seqlens_q"].tolist()
+        assert asked["cu_seqlens_q"].dtype == torch.int32
+        paged = "block_table" in asked
+        self.num_calls, self.num_paged = self.num_calls + 1, self.num_paged + paged
+        lse = torch.empty(q.shape[1], q.shape[0])
+        ends = asked["seqused_k"].tolist() if paged else None
+        assert asked["max_seqlen_q"] == max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+        for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if ends is None:
+                key, value = k[begin:end], v[begin:end]
+            else:
+                assert ends[i] <= asked["max_seqlen_k"]
+                pages = asked["block_table"][i, : -(-ends[i] // k.shape[1])].long()
+                key, value = (t[pages].flatten(0, 1)[: ends[i]] for t in (k, v))
+            group = q.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+            logits = torch.einsum("thd,jhd->htj", q[begin:end], key) * asked["softmax_scale"]
+            num, length = logits.shape[1:]
+            late = torch.arange(length) > torch.arange(length - num, length)[:, None]
+            logits.masked_fill_(late, float("-inf"))
+            lse[:, begin:end] = logits.logsumexp(-1)
+            out[begin:end] = torch.einsum("htj,jhd->thd", logits.softmax(-1), value)
+        return out, lse
+
+
+def chunk_at(token: int, num_tokens: int, start: int, first_block: int) -> PromptChunk:
+    """A chunk with blocks of its own."""
+    table = torch.arange(first_block, first_block + 9, dtype=torch.int32)
+    return PromptChunk(slice(token, token + num_tokens), table, start, start, 0, 0, 0, 0)
+
+
+CASES = {
+    # name: (chunks, calls, of them paged)
+    "one prompt": ([chunk_at(0, 50, 0, 0)], 1, 0),
+    "prompts side by side": ([chunk_at(4, 30, 0, 0), chunk_at(34, 16, 0, 9)], 1, 0),
+    "a later chunk among them": ([chunk_at(4, 30, 40, 0), chunk_at(34, 16, 0, 9)], 1, 1),
+    "a decode between": ([chunk_at(21, 29, 0, 9), chunk_at(0, 20, 17, 0)], 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prompts(name: str) -> None:
+    """Outputs and scores are those of the torch kernels, however the chunks lie."""
+    chunks, num_calls, num_paged = CASES[name]
+    theirs = filled(SHAPE, 20, seed=1)
+    number(theirs, chunks)
+    ours = copied(theirs, SHAPE)
+    query, (key, value) = torch.randn(50, 6, 64), torch.randn(2, 50, 2, 64)
+    outs = [torch.full_like(query, 7.0) for _ in range(2)]
+    varlen = Varlen()
+    flash = TritonKernels(CPU, 8, 6, 2, 64, FlashPrompt(varlen, 3))
+    for kernels, page, out in zip((TorchKernels(), flash), (theirs, ours), outs, strict=True):
+        kernels.prefill(page, chunks, query, key, value, None, 0.2, Scoring(), out)
+    assert (varlen.num_calls, varlen.num_paged) == (num_calls, num_paged)
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+    same(ours, theirs, 20)
+
+
+def test_sent_once_a_step() -> None:
+    """All layers of a step share what was sent for the first."""
+    flash, chunks = FlashPrompt(Varlen(), 3), [chunk_at(0, 9, 0, 0)]
+    page, query = filled(SHAPE, 20, seed=1), torch.randn(9, 6, 64)
+    key = torch.randn(9, 2, 64)
+    seen = set()
+    for _ in range(2):
+        flash(query, key, key, page, chunks, 0.2, torch.empty_like(query))
+        seen.add(id(flash._runs[0]))
+    assert len(seen) == 1
+    flash(query, key, key, page, list(chunks), 0.2, torch.empty_like(query))
+    assert id(flash._runs[0]) not in seen
+
+
+def test_runs_do_not_copy_tables_of_first_chunks() -> None:
+    """Keys of a prompt's first chunk are those of the step."""
+    (run,) = runs_of([chunk_at(0, 9, 0, 0)], CPU)
+    assert run.table is None and run.lengths is None and run.bounds.tolist() == [0, 9]
