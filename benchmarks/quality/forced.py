@@ -1,8 +1,8 @@
-"""Given tokens, whatever the model would rather say: each is judged after what was evicted before it.
+"""Tokens that the engine is made to say, each judged after what was evicted before it.
 
-A whole text in one forward pass would be judged before anything is evicted from it. So its start is
-the prompt, and the rest is generated under force: a logits processor (vLLM's own plugin seam) leaves
-one token possible, while ``logprobs_mode="raw_logprobs"`` reports what the model thought of it.
+A whole text in one forward pass would be judged before anything is evicted from it. So its start
+is the prompt, and the rest is generated under force: a logits processor (vLLM's own seam) leaves
+one token possible, and ``logprobs_mode="raw_logprobs"`` reports what the model thought of it.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def judge(
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE if policy else STOCK_BLOCK_SIZE,
         enable_prefix_caching=False,
+        skip_tokenizer_init=True,
         logits_processors=[ForcedTokens],
         logprobs_mode="raw_logprobs",
         **settings,

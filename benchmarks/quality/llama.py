@@ -14,7 +14,7 @@ class Llama:
     """Weights of a Hugging Face folder of the llama architecture, in float32.
 
     Args:
-        folder: with ``config.json`` and ``model.safetensors``; embeddings tied.
+        folder: with ``config.json`` and ``model.safetensors``.
 
     """
 
@@ -29,6 +29,8 @@ class Llama:
         weights = load_file(folder / "model.safetensors")
         self.weights = {name: tensor.to(torch.float32) for name, tensor in weights.items()}
         self.scale = self.head_size**-0.5
+        tied = self.weights["model.embed_tokens.weight"]
+        self.unembedding = self.weights.get("lm_head.weight", tied)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """[W, T] token ids -> [W, T, hidden]."""
@@ -61,16 +63,21 @@ class Llama:
         x = x + self._project(flat, layer, "self_attn.o_proj")
         y = self._norm(x, f"model.layers.{layer}.post_attention_layernorm.weight")
         gate = F.silu(self._project(y, layer, "mlp.gate_proj"))
-        return x + self._project(gate * self._project(y, layer, "mlp.up_proj"), layer, "mlp.down_proj")
+        return x + self._project(
+            gate * self._project(y, layer, "mlp.up_proj"), layer, "mlp.down_proj"
+        )
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] of the last layer -> [..., vocabulary]."""
         x = self._norm(x, "model.norm.weight")
-        return F.linear(x, self.weights["model.embed_tokens.weight"])
+        return F.linear(x, self.unembedding)
 
     def nll(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[W, T, hidden] and the [W, T] tokens that follow -> [W, T] nats."""
-        rows = [F.cross_entropy(self.logits(a), b, reduction="none") for a, b in zip(x, ids, strict=True)]
+        rows = [
+            F.cross_entropy(self.logits(a), b, reduction="none")
+            for a, b in zip(x, ids, strict=True)
+        ]
         return torch.stack(rows)
 
     def _project(self, x: torch.Tensor, layer: int, name: str) -> torch.Tensor:

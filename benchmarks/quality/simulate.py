@@ -1,198 +1,190 @@
-"""Eviction on teacher-forced text, layer by layer: an oracle for the engine, and a place to try scores.
+"""Eviction on given tokens in plain torch: an oracle for the engine, and a place to try scores.
 
-What is evicted in one layer depends on that layer's queries and keys alone, and the tokens are
-given: so a layer is run over the whole window before the next one begins. All its logits come from
-one matrix product; the loop over steps only picks the resident ones and normalises them.
+What one layer evicts depends on its own queries and keys alone, and the tokens are given. So texts
+are run layer by layer: one matrix product makes all logits of a layer, and the loop over steps only
+picks the resident ones. Questions are run step by step, from a context that is computed once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 
 from benchmarks.quality.llama import Llama
+from benchmarks.quality.variants import Ranks, Variant, given, novelty, prompt_score
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A way to choose what stays."""
+class Slots:
+    """The slots of one layer: scores and positions of what is resident.
 
-    name: str
-    recent: float = 0.5
-    sinks: int = 0
-    power: float = 1.0
-    group_max: bool = False
-    running_max: bool = False
-    skip: int = 0
-    decay: float = 1.0
-    by_age: float = 0.0
-    first: str = ""
-    weight: float = 0.0
-    window: int = 0
-    split: float = 0.0
-    vnorm: float = 0.0
-    boost: float = 0.0
+    Args:
+        variant: what stays.
+        capacity: slots.
+        key: [W, H, n, D], of the prompt.
+        score: [W, H, n], that it has given.
 
+    """
 
-def unit(x: torch.Tensor) -> torch.Tensor:
-    return x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6)
+    def __init__(
+        self, variant: Variant, capacity: int, key: torch.Tensor, score: torch.Tensor
+    ) -> None:
+        self.ranks = Ranks(variant, capacity)
+        num_windows, num_heads, length, head_size = key.shape
+        self.total = key.new_zeros(num_windows, num_heads, head_size)
+        worth, self.total = novelty(variant, key, self.total)
+        position = torch.arange(length).expand_as(score)
+        self.kept = self.ranks.survivors(position, score, worth)
+        self.count = self.kept.shape[2]
+        room = (0, max(capacity - self.count, 0))
+        self.position = F.pad(self.kept, room)
+        self.score = F.pad(score.gather(2, self.kept), room)
+        self.worth = F.pad(worth.gather(2, self.kept), room)
+        self.victim: torch.Tensor | None = None
 
+    def store(self, position: int, key: torch.Tensor) -> torch.Tensor:
+        """Give a token, [W, H, 1, D], its slot: [W, H, 1]."""
+        if self.victim is None:
+            slot = torch.full((*key.shape[:2], 1), self.count)
+            self.count += 1
+        else:
+            slot = self.victim
+        worth, self.total = novelty(self.ranks.variant, key, self.total)
+        self.position.scatter_(2, slot, position)
+        self.score.scatter_(2, slot, 0.0)
+        self.worth.scatter_(2, slot, worth)
+        return slot
 
-def static_score(variant: Variant, k: torch.Tensor, v: torch.Tensor, n: int) -> torch.Tensor:
-    """[W, H, T]: what tokens' scores start with. Means run over the tokens so far; over the prompt at once."""
-    W, H, T, D = k.shape
-    if variant.first == "random":
-        return torch.rand(W, H, T) * variant.weight
-    if variant.first in ("key", "value"):
-        u = unit(k if variant.first == "key" else v)
-        total = u.cumsum(2)
-        total[:, :, :n] = total[:, :, n - 1 : n]
-        return variant.weight * (1 - (u * unit(total)).sum(-1))
-    if variant.first == "vn":
-        return variant.weight * v.norm(dim=-1)
-    if variant.first == "kn":
-        return -variant.weight * k.norm(dim=-1)
-    return torch.zeros(W, H, T)
-
-
-def received(variant: Variant, p: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """[..., G, L] probabilities of a query and [..., L] distances -> [..., L]."""
-    if variant.power == 0:
-        return torch.zeros_like(p[..., 0, :])
-    p = p if variant.power == 1 else p**variant.power
-    f = p.amax(-2) if variant.group_max else p.sum(-2)
-    return f * (distance >= variant.skip) if variant.skip else f
-
-
-def prompt_score(variant: Variant, p: torch.Tensor, shared: dict | None = None) -> torch.Tensor:
-    """[W, H, G, n, n] -> [W, H, n]."""
-    n = p.shape[-1]
-    query = torch.arange(n)
-    shared = {} if shared is None else shared
-    key = (variant.power, variant.group_max)
-    if key not in shared:
-        f = p if variant.power == 1 else p.pow(variant.power)
-        shared[key] = f.amax(2) if variant.group_max else f.sum(2)
-    f = shared[key]
-    if variant.window:
-        f = f[:, :, -variant.window :]
-    if variant.skip:
-        f = f * (query[-f.shape[2] :, None] - query >= variant.skip)
-    if variant.running_max:
-        return f.amax(2)
-    if variant.decay != 1:
-        f = f * (variant.decay ** (n - 1 - query.float()))[-f.shape[2] :, None]
-    return f.sum(2)
+    def observe(self, probs: torch.Tensor, position: int) -> None:
+        """Score the [W, H, G, L] probabilities of the query there; choose a victim when full."""
+        variant, held = self.ranks.variant, slice(0, self.count)
+        received = given(variant, probs, position - self.position[..., held])
+        score = self.score[..., held]
+        if variant.running_max:
+            torch.maximum(score, received, out=score)
+        else:
+            score.mul_(variant.decay).add_(received)
+        if self.count == self.position.shape[2]:
+            ranks = self.ranks.ranks(self.position, self.score, self.worth, position + 1)
+            self.victim = ranks.argmin(-1, keepdim=True)
 
 
-class LayerRun:
-    """One layer over windows of T tokens, of which n are the prompt."""
-
-    def __init__(self, variant: Variant, capacity: int, n: int, k: torch.Tensor, v: torch.Tensor):
-        self.variant, self.capacity, self.n = variant, capacity, n
-        kept = capacity - 1
-        rest = kept - variant.sinks
-        self.num_recent = min(rest, max(1 if variant.recent > 0 else 0, int(variant.recent * rest + 0.5)))
-        self.static = static_score(variant, k, v, n)
-        self.vn = v.norm(dim=-1) ** variant.vnorm if variant.vnorm else None
-
-    def rank(self, idx: torch.Tensor, score: torch.Tensor, static: torch.Tensor, t: int) -> torch.Tensor:
-        """What is compared: lower goes first. ``t`` tokens are computed."""
-        var = self.variant
-        s = score
-        if var.by_age:
-            s = s / (t - idx).clamp_min(1).float() ** var.by_age
-        if self.vn is not None:
-            s = s * self.vn.gather(2, idx)
-        if var.split:
-            heavy = int(var.split * (self.capacity - 1 - var.sinks - self.num_recent))
-            cand = self.candidates(idx, t)
-            if heavy:
-                top = s.masked_fill(~cand, -1).topk(heavy, dim=-1).indices
-                return static.scatter(-1, top, 1e9)
-            return static
-        return s + static
-
-    def candidates(self, idx: torch.Tensor, t: int) -> torch.Tensor:
-        return (idx < t - self.num_recent) & (idx >= self.variant.sinks)
-
-    def pack(self, score: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        W, H, n = score.shape
-        idx = torch.arange(n).expand(W, H, n)
-        keep = self.capacity - 1
-        static = self.static[:, :, :n]
-        if n <= keep:
-            return idx.clone(), score, static
-        r = self.rank(idx, score, static, n)
-        r = r.masked_fill(~self.candidates(idx, n), float("inf"))
-        best = r.topk(keep, dim=-1).indices.sort(-1).values
-        return best, score.gather(2, best), static.gather(2, best)
-
-    def run(self, logits: torch.Tensor) -> torch.Tensor:
-        """Turn logits [W, H, G, T, T] into the probabilities of what is resident, in place."""
-        W, H, G, T, _ = logits.shape
-        n, C, var = self.n, self.capacity, self.variant
-        causal = torch.ones(n, n, dtype=torch.bool).triu(1)
-        p = torch.softmax(logits[..., :n, :n].masked_fill(causal, float("-inf")), -1)
-        score = prompt_score(var, p)
-        logits[..., :n, :].zero_()
-        logits[..., :n, :n] = p
-        i0, s0, f0 = self.pack(score)
-        have = i0.shape[2]
-        idx = torch.zeros(W, H, C, dtype=torch.int64)
-        score, static = torch.zeros(W, H, C), torch.zeros(W, H, C)
-        idx[..., :have], score[..., :have], static[..., :have] = i0, s0, f0
-        victim = None
-        for t in range(n, T):
-            if have < C:
-                idx[..., have], score[..., have], static[..., have] = t, 0.0, self.static[..., t]
-                have += 1
-            else:
-                idx.scatter_(2, victim, t)
-                score.scatter_(2, victim, 0.0)
-                static.scatter_(2, victim, self.static[..., t : t + 1])
-            ids = idx[..., :have]
-            row = logits[..., t, :]
-            five = ids[:, :, None].expand(W, H, G, have)
-            p = torch.softmax(row.gather(3, five), -1)
-            row.zero_()
-            row.scatter_(3, five, p)
-            if var.power:
-                f = received(var, p, t - ids)
-                s = score[..., :have]
-                if var.running_max:
-                    torch.maximum(s, f, out=s)
-                else:
-                    if var.decay != 1:
-                        s.mul_(var.decay)
-                    s.add_(f)
-            if have == C:
-                r = self.rank(idx, score, static, t + 1)
-                r = r.masked_fill(~self.candidates(idx, t + 1), float("inf"))
-                victim = r.argmin(-1, keepdim=True)
-        return logits
+def attend_layer(
+    variant: Variant, capacity: int, prompt: int, logits: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """Turn a layer's logits [W, H, G, T, T] into probabilities of what is resident, in place."""
+    first = (..., slice(0, prompt), slice(0, prompt))
+    causal = torch.ones(prompt, prompt, dtype=torch.bool).triu(1)
+    probs = torch.softmax(logits[first].masked_fill(causal, -torch.inf), dim=-1)
+    score = prompt_score(variant, probs)
+    logits[..., :prompt, :] = 0.0
+    logits[first] = probs
+    slots = Slots(variant, capacity, key[:, :, :prompt], score)
+    for position in range(prompt, logits.shape[-1]):
+        slots.store(position, key[:, :, position : position + 1])
+        held = slots.position[..., : slots.count]
+        where = held[:, :, None].expand(*logits.shape[:3], -1)
+        row = logits[..., position, :]
+        probs = torch.softmax(row.gather(3, where), dim=-1)
+        row.zero_()
+        row.scatter_(3, where, probs)
+        slots.observe(probs, position)
+    return logits
 
 
 @torch.no_grad()
 def teacher_forced_nll(
-    model: Llama, ids: torch.Tensor, n: int, variant: Variant | None, capacity: int
+    model: Llama, ids: torch.Tensor, prompt: int, variant: Variant | None, capacity: int = 0
 ) -> torch.Tensor:
-    """[W, T] tokens -> [W, T - 1] nats; ``variant`` None is the full cache."""
+    """What each token costs, given those before it that are still resident.
+
+    Args:
+        model: the model.
+        ids: [W, T] tokens.
+        prompt: tokens that are attended to in full, and evicted from at their end.
+        variant: what stays; None: everything.
+        capacity: slots.
+
+    Returns:
+        [W, T - 1] nats.
+
+    """
     x = model.embed(ids)
-    W, T, _ = x.shape
-    buffer = torch.empty(W, model.num_kv_heads, model.num_heads // model.num_kv_heads, T, T)
+    groups = model.num_heads // model.num_kv_heads
+    buffer = torch.empty(len(ids), model.num_kv_heads, groups, ids.shape[1], ids.shape[1])
     for layer in range(model.num_layers):
-        q, k, v = model.qkv(layer, x, 0)
+        query, key, value = model.qkv(layer, x, 0)
+        flat = (query * model.scale).flatten(2, 3)
+        torch.matmul(flat, key.transpose(2, 3), out=buffer.flatten(2, 3))
         if variant is None:
-            g = q.shape[2]
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q.flatten(1, 2), k.repeat_interleave(g, 1), v.repeat_interleave(g, 1), is_causal=True
-            ).view(q.shape)
+            causal = torch.ones(buffer.shape[-2:], dtype=torch.bool).triu(1)
+            probs = buffer.masked_fill_(causal, -torch.inf).softmax(-1)
         else:
-            q = q * model.scale
-            torch.matmul(q.flatten(2, 3), k.transpose(2, 3), out=buffer.view(W, k.shape[1], -1, T))
-            p = LayerRun(variant, capacity, n, k, v).run(buffer)
-            out = torch.matmul(p.flatten(2, 3), v).view(q.shape)
-        x = model.finish(layer, x, out)
+            probs = attend_layer(variant, capacity, prompt, buffer, key)
+        attended = torch.matmul(probs.flatten(2, 3), value).view_as(query)
+        x = model.finish(layer, x, attended)
     return model.nll(x[:, :-1], ids[:, 1:])
+
+
+class Context:
+    """A context, computed once: keys, values, and the scores that each variant gives it.
+
+    Args:
+        model: the model.
+        ids: [W, n] tokens.
+        variants: those that will evict from it.
+
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: Llama, ids: torch.Tensor, variants: tuple[Variant, ...]) -> None:
+        self.model, self.length = model, ids.shape[1]
+        self.layers: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []
+        causal = torch.ones(self.length, self.length, dtype=torch.bool).triu(1)
+        x = model.embed(ids)
+        for layer in range(model.num_layers):
+            query, key, value = model.qkv(layer, x, 0)
+            outs, scores = [], {variant.name: [] for variant in variants}
+            for q, k, v in zip(query.split(4), key.split(4), value.split(4), strict=True):
+                logits = torch.matmul((q * model.scale).flatten(2, 3), k.transpose(2, 3))
+                probs = logits.unflatten(2, q.shape[2:4]).masked_fill_(causal, -torch.inf)
+                probs = probs.softmax(-1)
+                outs.append(torch.matmul(probs.flatten(2, 3), v).view_as(q))
+                for variant in variants:
+                    scores[variant.name].append(prompt_score(variant, probs))
+            x = model.finish(layer, x, torch.cat(outs))
+            self.layers.append((key, value, {n: torch.cat(parts) for n, parts in scores.items()}))
+        self.guess = model.logits(x[:, -1]).argmax(-1)
+
+    @torch.no_grad()
+    def hits(self, tail: torch.Tensor, variant: Variant, capacity: int) -> torch.Tensor:
+        """[W, S], bool: whether each token of a tail is the most probable, after eviction."""
+        model, guesses = self.model, [self.guess]
+        states = [
+            (Slots(variant, capacity, key, scores[variant.name]), *_padded(key, value, capacity))
+            for key, value, scores in self.layers
+        ]
+        for slots, keys, values in states:
+            at = slots.kept[..., None].expand(-1, -1, -1, model.head_size)
+            for cache in (keys, values):
+                cache[:, :, : slots.count] = cache.gather(2, at)
+        for position, token in enumerate(tail[:, :-1].unbind(1), start=self.length):
+            x = model.embed(token[:, None])
+            for layer, (slots, keys, values) in enumerate(states):
+                query, key, value = model.qkv(layer, x, position)
+                at = slots.store(position, key)[..., None].expand_as(key)
+                keys.scatter_(2, at, key)
+                values.scatter_(2, at, value)
+                k, v = keys[:, :, : slots.count], values[:, :, : slots.count]
+                logits = torch.matmul(query[:, :, :, 0] * model.scale, k.transpose(2, 3))
+                probs = logits.softmax(-1)
+                slots.observe(probs, position)
+                x = model.finish(layer, x, torch.matmul(probs, v)[:, :, :, None])
+            guesses.append(model.logits(x[:, 0]).argmax(-1))
+        return torch.stack(guesses, 1) == tail
+
+
+def _padded(
+    key: torch.Tensor, value: torch.Tensor, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    room = (0, 0, 0, max(capacity - key.shape[2], 0))
+    return F.pad(key, room).clone(), F.pad(value, room).clone()

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.quality.texts import documents
 
-NOUNS = (
-    "lion river house table garden window mountain teacher bridge train doctor island captain kitchen"
-    " forest letter market school church tower camera engine piano king queen horse wolf eagle"
-).split()
+NOUNS = """
+    lion river house table garden window mountain teacher bridge train doctor island captain kitchen
+    forest letter market school church tower camera engine piano king queen horse wolf eagle
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class Task:
 def passkey(tokenizer: Tokenizer, count: int, length: int, seed: int = 0) -> Task:
     """A five-digit pass key, said once in prose, at depths spread over [0, 1]."""
 
-    def instance(index: int, rng: random.Random) -> tuple[list[tuple[float, str]], list[tuple[str, str]]]:
+    def instance(
+        index: int, rng: random.Random
+    ) -> tuple[list[tuple[float, str]], list[tuple[str, str]]]:
         key = f"{rng.randrange(10000, 100000)}"
         depth = index / max(count - 1, 1)
         fact = f" The pass key is {key}. Remember it. The pass key is {key}."
@@ -49,12 +51,17 @@ def passkey(tokenizer: Tokenizer, count: int, length: int, seed: int = 0) -> Tas
 
 def pairs(tokenizer: Tokenizer, count: int, length: int, seed: int = 0) -> Task:
     """Eight nouns, each with a four-digit code, spread over prose; all are asked for."""
-    single = [noun for noun in NOUNS if len(_ids(tokenizer, f" {noun}")) == 1]
+    single = [noun for noun in NOUNS.split() if len(_ids(tokenizer, f" {noun}")) == 1]
 
-    def instance(index: int, rng: random.Random) -> tuple[list[tuple[float, str]], list[tuple[str, str]]]:
+    def instance(
+        index: int, rng: random.Random
+    ) -> tuple[list[tuple[float, str]], list[tuple[str, str]]]:
         nouns = rng.sample(single, 8)
         codes = [f"{rng.randrange(1000, 10000)}" for _ in nouns]
-        said = [(i / 8, f" {noun}: {code}.") for i, (noun, code) in enumerate(zip(nouns, codes, strict=True))]
+        said = [
+            (i / 8, f" {noun}: {code}.")
+            for i, (noun, code) in enumerate(zip(nouns, codes, strict=True))
+        ]
         order = rng.sample(range(8), 8)
         asked = [(f" {nouns[i]}: ", codes[i]) for i in order]
         asked = [(f"{'.' if j else ''}{q}", a) for j, (q, a) in enumerate(asked)]
