@@ -3,19 +3,23 @@
 
 BIN := .venv/bin
 STAMP := .venv/.setup-complete
+KERNELS := vllm_h2o/kernels/cpu
+LIBRARIES := $(KERNELS)/h2o_portable.so
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test bench-quality lint clean
+.PHONY: help venv native demo test bench-quality lint clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## set up .venv: vLLM for CPUs, this plugin, the tools (Python 3.11)
 
+native: $(LIBRARIES)  ## compile the C++ kernels again, if their sources have changed
+
 demo: $(STAMP)  ## run the demonstration on a small real model
 	@$(BIN)/python -m demo
 
-test: lint  ## lint, then all tests
+test: lint $(LIBRARIES)  ## lint, then all tests
 	@$(BIN)/python -m pytest
 
 bench-quality: $(STAMP)  ## what a budget costs: table, CSV and chart (40 minutes on two cores)
@@ -32,5 +36,9 @@ clean:  ## remove caches and build output; .venv and the converted model stay
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml tools/setup_venv.sh
+$(STAMP): pyproject.toml setup.py tools/setup_venv.sh
 	@tools/setup_venv.sh
+
+# The installation has compiled them once. Without a compiler this does nothing, as there.
+$(LIBRARIES): $(wildcard $(KERNELS)/*.cpp $(KERNELS)/*.h) | $(STAMP)
+	@$(BIN)/python setup.py --quiet build_ext --inplace

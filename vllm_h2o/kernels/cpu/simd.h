@@ -1,0 +1,228 @@
+// Vectors of floats in the widest registers that the compiler was told of.
+//
+// Written with the vector extensions of GCC and Clang, so one source serves SSE2, AVX2, AVX-512 and
+// NEON; intrinsics stand only where those extensions have no word for the instruction.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace h2o {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
+
+// The cache's element types; both are 16 bits that only load() and put() interpret.
+struct Bf16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+template <class To, class From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "sizes differ");
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+inline Floats all(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(x);
+#else
+  return Floats{x, x, x, x};
+#endif
+}
+
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline Floats load(const float* from) {
+  Floats to;
+  std::memcpy(&to, from, sizeof(to));
+  return to;
+}
+
+inline Ints load(const int32_t* from) {
+  Ints to;
+  std::memcpy(&to, from, sizeof(to));
+  return to;
+}
+
+inline Words load_words(const uint16_t* from) {
+  Shorts shorts;
+  std::memcpy(&shorts, from, sizeof(shorts));
+  return __builtin_convertvector(shorts, Words);
+}
+
+inline Floats load(const Bf16* from) { return bit_cast<Floats>(load_words(&from->bits) << 16); }
+
+inline Floats load(const Half* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  const Words h = load_words(&from->bits);
+  const Words magnitude = (h & 0x7fffu) << 13;
+  // A power of two moves the exponent to where float has it, subnormal numbers included.
+  const Words scaled = bit_cast<Words>(bit_cast<Floats>(magnitude) * all(0x1p112f));
+  const Words special = magnitude | 0x7f800000u;
+  const Words is_special = bit_cast<Words>((h & 0x7c00u) == 0x7c00u);
+  return bit_cast<Floats>(((h & 0x8000u) << 16) | (is_special & special) | (~is_special & scaled));
+#endif
+}
+
+inline void put(float* to, Floats from) { std::memcpy(to, &from, sizeof(from)); }
+
+// Round to nearest, ties to even; a NaN stays one.
+inline uint16_t to_bf16(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline uint16_t to_half(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+  if (magnitude < 0x38800000u) {
+    // Adding 0.5 aligns the last bit of a subnormal half with the last bit of the float.
+    const float aligned = bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (bit_cast<uint32_t>(aligned) - 0x3f000000u));
+  }
+  const uint32_t rounded = magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u);
+  return static_cast<uint16_t>(sign | (rounded >> 13));
+}
+
+inline void put(Bf16* to, Floats from) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh(from);
+  std::memcpy(to, &rounded, sizeof(rounded));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i].bits = to_bf16(from[i]);
+#endif
+}
+
+inline void put(Half* to, Floats from) {
+#if defined(__AVX512F__)
+  const __m256i rounded = _mm512_cvtps_ph(from, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &rounded, sizeof(rounded));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i].bits = to_half(from[i]);
+#endif
+}
+
+inline float sum_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(x);
+#else
+  float sum = 0.0f;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
+inline float largest_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(x);
+#else
+  float largest = x[0];
+  for (int i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
+  return largest;
+#endif
+}
+
+// e^x for x <= 0, to 1.5 units in the last place; exactly 0 below -87, for -infinity too.
+//
+// e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer,
+// which then stands in the lowest bits and is shifted into the exponent.
+inline Floats exp_of(Floats x) {
+  const Floats shift = all(12582912.0f);
+  const Floats clamped = larger(x, all(-87.0f));
+  const Floats shifted = clamped * all(1.44269504088896341f) + shift;
+  const Floats n = shifted - shift;
+  const Floats r = clamped - n * all(0.693359375f) - n * all(-2.12194440e-4f);
+  Floats sum = all(1.9875691500e-4f);
+  sum = sum * r + all(1.3981999507e-3f);
+  sum = sum * r + all(8.3334519073e-3f);
+  sum = sum * r + all(4.1665795894e-2f);
+  sum = sum * r + all(1.6666665459e-1f);
+  sum = sum * r + all(5.0000001201e-1f);
+  sum = sum * (r * r) + r + all(1.0f);
+  const Words power = bit_cast<Words>(shifted) << 23;
+  const Floats result = bit_cast<Floats>(bit_cast<Words>(sum) + power);
+#if defined(__AVX512F__)
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, all(-87.0f), _CMP_GE_OQ), result);
+#else
+  return bit_cast<Floats>(bit_cast<Ints>(result) & (x >= all(-87.0f)));
+#endif
+}
+
+inline float exp_of(float x) { return exp_of(all(x))[0]; }
+
+// Lane i of the result is the sum of the lanes of x[i].
+inline Floats sums_of(const Floats (&x)[kLanes]) {
+#if defined(__AVX512F__)
+  __m512 four[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = x[4 * i], b = x[4 * i + 1], c = x[4 * i + 2], d = x[4 * i + 3];
+    const __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+    const __m512d cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
+    four[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)) +
+              _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+  }
+  const __m512 low = _mm512_shuffle_f32x4(four[0], four[1], 0x88) +
+                     _mm512_shuffle_f32x4(four[0], four[1], 0xdd);
+  const __m512 high = _mm512_shuffle_f32x4(four[2], four[3], 0x88) +
+                      _mm512_shuffle_f32x4(four[2], four[3], 0xdd);
+  return _mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xdd);
+#elif defined(__AVX2__)
+  __m256 two[2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    two[i] = _mm256_hadd_ps(_mm256_hadd_ps(x[4 * i], x[4 * i + 1]),
+                            _mm256_hadd_ps(x[4 * i + 2], x[4 * i + 3]));
+  }
+  return _mm256_permute2f128_ps(two[0], two[1], 0x20) + _mm256_permute2f128_ps(two[0], two[1], 0x31);
+#else
+  Floats sums;
+  for (int i = 0; i < kLanes; ++i) sums[i] = sum_of(x[i]);
+  return sums;
+#endif
+}
+
+}  // namespace h2o
