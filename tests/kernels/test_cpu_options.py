@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from tests.kernels.harness import Layer, Life, Shape
 from tests.kernels.test_cpu import make_lives, pool_size, rows
 from tests.kernels.truth import Ranking, live
+from vllm_h2o.kernels.cpu.eager import TorchKernels
+from vllm_h2o.kernels.cpu.native import load
 
 SCORES = {
     "squares": (("score", "sum_squares"),),
@@ -38,21 +40,25 @@ def ranking() -> Iterator[Ranking]:
 
 
 @settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("prompt", PROMPTS)
 @given(data=st.data())
-def test_any_lives(score: str, prompt: str, data: st.DataObject, ranking: Ranking) -> None:
+def test_any_lives(
+    native: bool, score: str, prompt: str, data: st.DataObject, ranking: Ranking
+) -> None:
     """Retained tokens, scores and outputs are the reference's after every step."""
     shape = Shape(2, data.draw(st.sampled_from([1, 3])), 64, 16)
     drawn = make_lives(data.draw(st.lists(rows(16, "h2o"), min_size=1, max_size=4)))
     lives = [replace(life, **PROMPTS[prompt]) for life in drawn]
     num_blocks = pool_size(lives, shape.block_size, 1.0)
-    layer = Layer(shape, "h2o", num_blocks, data.draw(st.integers(0, 99)), options=SCORES[score])
+    seed, kernels = data.draw(st.integers(0, 99)), load() if native else TorchKernels()
+    layer = Layer(shape, "h2o", num_blocks, seed, kernels=kernels, options=SCORES[score])
     live(layer, "h2o", lives, ranking)
 
 

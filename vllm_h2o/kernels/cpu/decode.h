@@ -275,6 +275,15 @@ inline void offer_run(Lowest& lowest, Candidates candidates, const float* score,
   }
 }
 
+// The lowest of a run, ranked by means over the queries since a token was stored: up to `end`.
+inline void offer_means(Lowest& lowest, Candidates candidates, const float* score,
+                        const int32_t* position, int count, int64_t first, int32_t end) {
+  for (int i = 0; i < count; ++i) {
+    if (!candidates.has(position[i])) continue;
+    lowest.offer(score[i] / static_cast<float>(end - position[i]), position[i], first + i);
+  }
+}
+
 // A whole page, ranked by the sum of its tokens' scores; its first slot stands for it.
 inline void offer_page(Lowest& lowest, Candidates candidates, const float* score,
                        const int32_t* position, int block_size, int64_t first) {

@@ -33,7 +33,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PAGE = struct.Struct("@qq4i")
 _BATCH = struct.Struct("@5qi4x")
 _TOKENS = struct.Struct("@9qiif4x")
-_SCORING = struct.Struct("@3i")
+_SCORING = struct.Struct("@4i")
 _CHUNK = struct.Struct("@6q")
 _PACKED = struct.Struct("@5q")
 _RUNTIME = ("GOMP_parallel", "GOMP_barrier")
@@ -240,7 +240,7 @@ def _tokens_bytes(
 def _scoring_bytes(scoring: Scoring) -> bytes:
     if scoring.power not in (0, 1, 2):
         raise ValueError(f"scores are sums of powers 0, 1 or 2, not {scoring.power}")
-    return _SCORING.pack(scoring.power, scoring.skip_recent, scoring.by_page)
+    return _SCORING.pack(scoring.power, scoring.skip_recent, scoring.by_page, scoring.by_age)
 
 
 def _table(table: torch.Tensor) -> torch.Tensor:

@@ -31,18 +31,23 @@ inline uint64_t rank(bool safe, float score, int64_t slot) {
 
 // Writes the survivors' slots, in order; `ranks` has room for all.
 template <class T>
-void choose(const Strip<T>& strip, const H2oPacked& request, bool by_page, uint64_t* ranks,
-            int64_t* survivors) {
+void choose(const Strip<T>& strip, const H2oPacked& request, const H2oScoring& scoring,
+            uint64_t* ranks, int64_t* survivors) {
+  // The newest token is in the last slot.
+  const int64_t last = request.end - 1;
+  const int32_t end = strip.positions(last / strip.block_size)[last % strip.block_size] + 1;
   for (int64_t from = 0; from < request.end; from += strip.block_size) {
     const int64_t page = from / strip.block_size;
     const int64_t count = std::min<int64_t>(strip.block_size, request.end - from);
     const float* scores = strip.scores(page);
     const int32_t* positions = strip.positions(page);
-    const float sum = by_page ? std::accumulate(scores, scores + count, 0.0f) : 0.0f;
+    const float sum = scoring.by_page ? std::accumulate(scores, scores + count, 0.0f) : 0.0f;
     for (int64_t i = 0; i < count; ++i) {
       const bool safe = positions[i] >= request.recent_from || positions[i] < request.num_sinks;
+      float score = scoring.by_page ? sum : scores[i];
+      if (scoring.by_age) score /= static_cast<float>(end - positions[i]);
       // The sum makes one zero of both, which compare as equal.
-      ranks[from + i] = rank(safe, (by_page ? sum : scores[i]) + 0.0f, from + i);
+      ranks[from + i] = rank(safe, score + 0.0f, from + i);
     }
   }
   std::nth_element(ranks, ranks + request.keep - 1, ranks + request.end);
@@ -53,12 +58,12 @@ void choose(const Strip<T>& strip, const H2oPacked& request, bool by_page, uint6
 }
 
 template <class T>
-void pack(const H2oPage& page, const H2oPacked& request, int head, bool by_page) {
+void pack(const H2oPage& page, const H2oPacked& request, int head, const H2oScoring& scoring) {
   if (request.keep <= 0 || request.keep >= request.end) return;
   static thread_local Scratch ranks_memory, survivors_memory;
   const Strip<T> strip(page, request.table, head);
   int64_t* survivors = survivors_memory.get<int64_t>(request.keep);
-  choose(strip, request, by_page, ranks_memory.get<uint64_t>(request.end), survivors);
+  choose(strip, request, scoring, ranks_memory.get<uint64_t>(request.end), survivors);
   // Slots of a prompt are in order of position, so no survivor moves back over a later one.
   for (int64_t to = 0; to < request.keep; ++to) {
     const int64_t from = survivors[to], n = strip.block_size;
@@ -81,9 +86,9 @@ extern "C" void h2o_pack_survivors(const H2oPage* pages, int num_pages, const H2
       const H2oPage& page = pages[i / num_heads / num_requests];
       const H2oPacked& request = requests[i / num_heads % num_requests];
       const int head = static_cast<int>(i % num_heads);
-      if (page.type == kFloat) pack<float>(page, request, head, scoring->by_page);
-      if (page.type == kBf16) pack<Bf16>(page, request, head, scoring->by_page);
-      if (page.type == kHalf) pack<Half>(page, request, head, scoring->by_page);
+      if (page.type == kFloat) pack<float>(page, request, head, *scoring);
+      if (page.type == kBf16) pack<Bf16>(page, request, head, *scoring);
+      if (page.type == kHalf) pack<Half>(page, request, head, *scoring);
     }
   };
   parallel(static_cast<int>(std::min<int64_t>(max_threads(), num_strips)), body);
