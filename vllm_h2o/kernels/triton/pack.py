@@ -34,6 +34,7 @@ def ranked_tile(
     N: tl.constexpr,
     TILE: tl.constexpr,
     BY_PAGE: tl.constexpr,
+    BY_AGE: tl.constexpr,
 ):
     """Of TILE slots: which are resident, which survive anyway, and an int64 that orders scores."""
     slot = first + tl.arange(0, TILE)
@@ -42,6 +43,11 @@ def ranked_tile(
     words = (block * num_kv_heads + h) * word_stride + slot % N
     score = tl.load(scores + words, mask=live, other=0.0)
     position = tl.load(positions + words, mask=live, other=0)
+    if BY_AGE:
+        # The newest token is in the last slot.
+        at = tl.load(table + (end - 1) // N).to(tl.int64) * num_kv_heads + h
+        newest = tl.load(positions + at * word_stride + (end - 1) % N)
+        score = tl.div_rn(score, (newest + 1 - position).to(tl.float32))
     if BY_PAGE:
         sums = tl.sum(tl.reshape(score, [TILE // N, N]), axis=1)
         score = tl.reshape(tl.broadcast_to(sums[:, None], [TILE // N, N]), [TILE])
@@ -67,6 +73,7 @@ def select_survivors(
     N: tl.constexpr,
     TILE: tl.constexpr,
     BY_PAGE: tl.constexpr,
+    BY_AGE: tl.constexpr,
 ):
     """The slots that survive in (layer, chunk, KV head), in order."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -81,7 +88,7 @@ def select_survivors(
     for first in range(0, end, TILE):
         live, safe, order = ranked_tile(
             scores, positions, table, first, end, recent_from, num_sinks, word_stride,
-            num_kv_heads, h, N, TILE, BY_PAGE,
+            num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
         )  # fmt: skip
         num_safe += tl.sum(safe.to(tl.int32), axis=0)
     wanted = keep - num_safe
@@ -93,7 +100,7 @@ def select_survivors(
         for first in range(0, end, TILE):
             live, safe, order = ranked_tile(
                 scores, positions, table, first, end, recent_from, num_sinks, word_stride,
-                num_kv_heads, h, N, TILE, BY_PAGE,
+                num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
             )  # fmt: skip
             reached += tl.sum((live & (safe == 0) & (order >= trial)).to(tl.int32), axis=0)
         threshold = tl.where(reached >= wanted, trial, threshold)
@@ -101,7 +108,7 @@ def select_survivors(
     for first in range(0, end, TILE):
         live, safe, order = ranked_tile(
             scores, positions, table, first, end, recent_from, num_sinks, word_stride,
-            num_kv_heads, h, N, TILE, BY_PAGE,
+            num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
         )  # fmt: skip
         above += tl.sum((live & (safe == 0) & (order > threshold)).to(tl.int32), axis=0)
     # Of those at the threshold, the older ones: slots of a prompt are in order of position.
@@ -111,7 +118,7 @@ def select_survivors(
     for first in range(0, end, TILE):
         live, safe, order = ranked_tile(
             scores, positions, table, first, end, recent_from, num_sinks, word_stride,
-            num_kv_heads, h, N, TILE, BY_PAGE,
+            num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
         )  # fmt: skip
         level = (live & (safe == 0) & (order == threshold)).to(tl.int32)
         rank = tl.cumsum(level, axis=0)
