@@ -147,10 +147,12 @@ def main() -> None:
     parser.add_argument("--chart", type=Path, help="draw this SVG from the figures (matplotlib)")
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
     parser.add_argument("--shares", nargs="+", type=float, default=Plan.shares)
+    parser.add_argument("--passkeys", type=int, default=Plan.passkeys)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    plan = QUICK if args.quick else Plan(tuple(args.policies), tuple(args.shares))
+    chosen = Plan(tuple(args.policies), tuple(args.shares), passkeys=args.passkeys)
+    plan = QUICK if args.quick else chosen
     same = {
         "machine": machine_name(),
         "vllm": version("vllm"),

@@ -31,24 +31,30 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "quality"
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    asked = any(row["passkey"] not in ("", None) for row in rows)
+    figure, panels = pyplot.subplots(1, 2 if asked else 1, figsize=(9 if asked else 5, 3.4))
+    left, right = panels if asked else (panels, None)
     for policy, (color, marker) in STYLES.items():
         mine = sorted((float(r["share"]), r) for r in rows if r["policy"] == policy)
+        if not mine:
+            continue
         shares = [100 * share for share, _ in mine]
         style = {"color": color, "marker": marker, "label": policy}
         left.plot(shares, [float(r["nll_above_full"]) for _, r in mine], **style)
-        right.plot(shares, [100 * float(r["passkey"]) for _, r in mine], **style)
+        if right is not None:
+            right.plot(shares, [100 * float(r["passkey"]) for _, r in mine], **style)
     first = rows[0]
     left.set_ylabel("nats per token above the full cache")
     left.set_yscale("log")
-    right.set_ylabel("pass keys found, %")
-    for axes in (left, right):
+    if right is not None:
+        right.set_ylabel("pass keys found, %")
+    for axes in figure.axes:
         axes.set_xlabel("budget, % of the text")
         axes.grid(alpha=0.3)
     left.legend(fontsize=8)
     figure.suptitle(
-        f"{first['model']}, {first['length']} tokens, {first['windows']} windows, "
-        f"{first['passkeys']} pass keys",
+        f"{first['model']}, {first['windows']} windows of {first['length']} tokens"
+        + (f", {first['passkeys']} pass keys" if asked else ""),
         fontsize=9,
     )
     figure.tight_layout()
