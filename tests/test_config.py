@@ -110,24 +110,6 @@ def test_unknown_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "planned", "works"),
-    [
-        ("granularity", "block", "token"),
-    ],
-)
-def test_choices(field: str, planned: str, works: Any) -> None:
-    """What is not built yet is told apart from what there is not at all."""
-    message = refusal(**{field: planned})
-    assert message == (
-        f"kv-policy: asked: {field}={planned!r}; is: what works is {works}; "
-        f"why not: it is not built yet; what to do: use {field}={works!r}."
-    )
-    assert "why not: there is no such choice;" in refusal(**{field: "nonsense"})
-    assert "why not: there is no such choice;" in refusal(**{field: 1})
-    assert KVPolicyConfig(**{field: works}) == KVPolicyConfig()
-
-
-@pytest.mark.parametrize(
     "field",
     ["min_budget", "num_sink_tokens", "protect_prompt_tokens", "score_skip_recent", "seed"],
 )

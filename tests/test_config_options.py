@@ -8,6 +8,7 @@ import pytest
 
 from tests.test_config import refusal
 from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.errors import ConfigError
 from vllm_h2o.policy import Budget
 
 
@@ -15,6 +16,7 @@ from vllm_h2o.policy import Budget
     ("field", "works"),
     [
         ("budget_basis", "max_model_len, prompt, request"),
+        ("granularity", "token, block"),
         ("prefill", "full, window, chunked"),
         ("score", "sum, sum_squares, mean, mean_squares"),
     ],
@@ -47,14 +49,25 @@ def test_choices_that_all_work(field: str, works: str) -> None:
         (
             {"prefill": "window", "observation_window": 0},
             "observation_window=0",
-            "no query of a prompt would score",
+            "no query scores",
+        ),
+        (
+            {"granularity": "block", "score": "mean"},
+            "granularity='block' with score='mean'",
+            "means are ranked token by token",
+        ),
+        (
+            {"granularity": "block", "budget_basis": "prompt"},
+            "granularity='block' with budget_basis='prompt'",
+            "the pages of a short request may all be recent",
         ),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], asked: str, found: str) -> None:
     """Each alone is fine, together one would be ignored."""
     message = refusal(**options)
-    assert message.startswith(f"kv-policy: asked: {asked}; is: {found}; why not: it would be a si")
+    assert message.startswith(f"kv-policy: asked: {asked}; is: {found}; why not: ")
+    assert message.endswith("what to do: leave it out, or change the other option.")
 
 
 @pytest.mark.parametrize(
@@ -99,3 +112,13 @@ def test_a_request_of_its_own(
     """Shares of prompts and requests in whole pages; never too few for sinks and a next token."""
     config = KVPolicyConfig(**options)
     assert config.resolve_request(512, 16, prompt_len, max_tokens) == expected
+
+
+@pytest.mark.parametrize(("ratio", "least"), [(0.5, 96), (0.25, 64), (0.0, 48)])
+def test_pages_that_are_left_to_evict(ratio: float, least: int) -> None:
+    """Recent tokens may touch so many pages that a small budget has none that could go."""
+    options = {"granularity": "block", "recent_ratio": ratio}
+    assert KVPolicyConfig(budget=least, **options).resolve(1024, 16).capacity == least
+    with pytest.raises(ConfigError, match="no page might be left to evict"):
+        KVPolicyConfig(budget=least - 16, **options).resolve(1024, 16)
+    assert KVPolicyConfig(budget=1.0, **options).resolve(32, 16).capacity == 32

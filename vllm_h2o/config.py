@@ -17,12 +17,12 @@ from vllm_h2o.policy.budget import minimum_slots
 ADDITIONAL_CONFIG_KEY = "kv_policy"
 
 _CHOICES = {
-    "budget_basis": (("max_model_len", "prompt", "request"), ()),
-    "granularity": (("token",), ("block",)),
-    "prefill": (("full", "window", "chunked"), ()),
-    "score": (("sum", "sum_squares", "mean", "mean_squares"), ()),
+    "budget_basis": ("max_model_len", "prompt", "request"),
+    "granularity": ("token", "block"),
+    "prefill": ("full", "window", "chunked"),
+    "score": ("sum", "sum_squares", "mean", "mean_squares"),
 }
-"""Field -> (values that work, values that are known and not yet built)."""
+"""Field -> the values that it takes."""
 
 _COUNTS = (
     "min_budget",
@@ -50,7 +50,7 @@ class KVPolicyConfig:
         num_sink_tokens: first tokens that are never evicted; None is the policy's own default.
         protect_prompt_tokens: first tokens of a prompt that are never evicted; those of a shorter
             prompt all.
-        granularity: what is evicted at a time: ``token``.
+        granularity: what is evicted at a time: a ``token``, or a ``block``, a page's tokens.
         prefill: when a prompt is evicted from: ``full``, once, at its end; ``window``, likewise,
             scored by its last queries alone; ``chunked``, after each chunk of it.
         observation_window: those last queries.
@@ -91,8 +91,8 @@ class KVPolicyConfig:
                 "there is no such share",
                 "give a number in [0, 1]; 0.5 is the paper's",
             )
-        for field, (works, planned) in _CHOICES.items():
-            self._check_choice(field, works, planned)
+        for field, works in _CHOICES.items():
+            self._check_choice(field, works)
         self._check_unread()
         self._check_together()
         self._check_size()
@@ -141,7 +141,10 @@ class KVPolicyConfig:
         """
         slots = self._slots(max_model_len, max_model_len)
         self._check_slots(slots, f"that is {slots} slots of max_model_len={max_model_len}")
-        return split_budget(slots, block_size, self.effective_recent_ratio, self.num_sinks)
+        budget = split_budget(slots, block_size, self.effective_recent_ratio, self.num_sinks)
+        if self.granularity == "block":
+            self._check_pages(budget, block_size, max_model_len)
+        return budget
 
     def resolve_request(
         self, max_model_len: int, block_size: int, prompt_len: int, max_tokens: int
@@ -273,15 +276,14 @@ class KVPolicyConfig:
                 "give an int in [0, 2**63)",
             )
 
-    def _check_choice(self, field: str, works: tuple[str, ...], planned: tuple[str, ...]) -> None:
+    def _check_choice(self, field: str, works: tuple[str, ...]) -> None:
         value = getattr(self, field)
         if value in works or (field == "score" and value is None):
             return
-        known = value in planned
         raise ConfigError(
             f"{field}={value!r}",
             f"what works is {', '.join(works)}",
-            "it is not built yet" if known else "there is no such choice",
+            "there is no such choice",
             f"use {field}={works[0]!r}",
         )
 
@@ -298,37 +300,32 @@ class KVPolicyConfig:
             )
 
     def _check_together(self) -> None:
-        fixed = isinstance(self.budget, int) and self.budget_basis != type(self).budget_basis
-        unseen = self.prefill == "window" and self.policy.score is not ScoreKind.SUM
-        window = self.observation_window
-        for refused, asked, found, remedy in (
+        window, seen = self.prefill == "window", self.policy.score is ScoreKind.SUM
+        share, paged = isinstance(self.budget, float), self.granularity == "block"
+        basis = self.budget_basis != type(self).budget_basis
+        no_op, not_built = "it would be a silent no-op", "the two are not built together"
+        asked_basis = f"budget_basis={self.budget_basis!r}"
+        slots = f"budget={self.budget!r} is a number of slots, a share of nothing"
+        unranked = f"{self.name!r} does not rank tokens by attention"
+        asked_window = f"observation_window={self.observation_window!r}"
+        all_score = f"prefill={self.prefill!r} lets every query of a prompt score"
+        other_window = self.observation_window != type(self).observation_window
+        means = f"granularity='block' with score={self._own_score!r}"
+        for refused, asked, found, why in (
+            (basis and not share, asked_basis, slots, no_op),
+            (window and not seen, f"prefill='window' with policy {self.name!r}", unranked, no_op),
+            (other_window and not window, asked_window, all_score, no_op),
+            (window and not self.observation_window, asked_window, "no query scores", no_op),
+            (paged and self.score_by_age, means, "means are ranked token by token", not_built),
             (
-                fixed,
-                f"budget_basis={self.budget_basis!r}",
-                f"budget={self.budget!r} is a number of slots, a share of nothing",
-                "give a share, such as 0.2, or leave budget_basis out",
-            ),
-            (
-                unseen,
-                f"prefill='window' with policy {self.name!r}",
-                f"{self.name!r} does not rank tokens by attention",
-                "leave prefill out, or choose another policy",
-            ),
-            (
-                self.prefill != "window" and window != type(self).observation_window,
-                f"observation_window={window!r}",
-                f"prefill={self.prefill!r} lets every query of a prompt score",
-                "add prefill='window', or leave observation_window out",
-            ),
-            (
-                self.prefill == "window" and window == 0,
-                "observation_window=0",
-                "no query of a prompt would score",
-                "give at least 1",
+                paged and basis,
+                f"granularity='block' with {asked_basis}",
+                "the pages of a short request may all be recent",
+                not_built,
             ),
         ):
             if refused:
-                raise ConfigError(asked, found, "it would be a silent no-op", remedy)
+                raise ConfigError(asked, found, why, "leave it out, or change the other option")
 
     def _check_size(self) -> None:
         if not self.policy.evicts:
@@ -342,6 +339,18 @@ class KVPolicyConfig:
         elif isinstance(self.budget, int):
             slots = max(self.budget, self.min_budget)
             self._check_slots(slots, "that many slots")
+
+    def _check_pages(self, budget: Budget, block_size: int, max_model_len: int) -> None:
+        # Recent tokens lie in pages of the prompt and in refilled ones, both cut at either end.
+        safe = -(-budget.num_sinks // block_size) - (-budget.num_recent // block_size) + 2
+        if budget.capacity // block_size <= safe and budget.capacity < max_model_len:
+            raise ConfigError(
+                f"granularity='block' with budget={self.budget!r}",
+                f"that is {budget.capacity // block_size} pages of {block_size}, of which recent "
+                f"tokens and sinks may touch {safe}",
+                "no page might be left to evict",
+                "give a larger budget, smaller pages (--block-size) or a smaller recent_ratio",
+            )
 
     def _check_slots(self, slots: int, meaning: str) -> None:
         least = minimum_slots(self.effective_recent_ratio, self.num_sinks)

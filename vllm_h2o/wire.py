@@ -26,6 +26,8 @@ class RequestPlan:
         num_sinks: first positions that are never victims.
         seed: of the ``random`` policy.
         scores_from: position from which on queries add to scores.
+        refill: slots of the victim's page that are taken already, where pages are evicted.
+        hole: slots of that page that are still empty after this step.
 
     """
 
@@ -39,6 +41,8 @@ class RequestPlan:
     num_sinks: int
     seed: int
     scores_from: int = 0
+    refill: int = 0
+    hole: int = 0
 
     @property
     def logical_end(self) -> int:
@@ -52,8 +56,13 @@ class RequestPlan:
 
     @property
     def attended(self) -> int:
-        """Slots in use while this step attends, before survivors are packed."""
+        """Slots in use, a hole among them, while this step attends; survivors are packed later."""
         return self.resident_start if self.overwrites else self.resident_start + self.num_new
+
+    @property
+    def selects(self) -> bool:
+        """Whether a victim is chosen after this step: no slot is left for the next token."""
+        return not self.in_prompt and self.attended == self.capacity and not self.hole
 
     @property
     def held_end(self) -> int:

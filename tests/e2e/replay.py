@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_h2o.kernels.batch import page_rows
 from vllm_h2o.kernels.page import Page
-from vllm_h2o.kernels.reference import Head, Strip, random_score
+from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.step import Step, current_step
@@ -122,6 +122,7 @@ class Replay:
                 skip_recent=scoring.skip_recent,
                 packs_chunks=self.scheduler.ledger.packs_chunks,
                 by_age=scoring.by_age,
+                page_size=self.scheduler.ledger.victim_size,
             )
         scores = None
         if impl.draws:
@@ -145,12 +146,15 @@ class Replay:
     ) -> None:
         strip = self.heads[where].strip
         slots = torch.arange(plan.resident_end)
+        if plan.hole:
+            refilled = int(victim) + plan.refill
+            slots = slots[(slots <= refilled) | (slots > refilled + plan.hole)]
         positions = page.position[rows[slots // page.block_size], slots % page.block_size].tolist()
         self.retained[where] = frozenset(positions)
         assert len(self.retained[where]) == len(positions)
-        assert self.retained[where] == set(strip.position.tolist()), (where, plan)
+        assert self.retained[where] == {p for p in strip.position.tolist() if p >= 0}, (where, plan)
         self.num_compared += 1
-        if self.heads[where].victim is not None:
+        if plan.selects:
             self.num_victims += 1
             self._compare_victim(where, positions[int(victim)])
 
@@ -161,6 +165,8 @@ class Replay:
             return
         chosen = head.strip.position.tolist().index(position)
         ranks = head.strip.ranks(head.logical_len, head.by_age)
+        if head.page_size > 1:
+            ranks = page_sums(head.strip, head.page_size)
         lowest, other = float(ranks[head.victim]), float(ranks[chosen])
         assert abs(other - lowest) <= TIE * abs(lowest), (where, lowest, other)
         self.num_ties += 1

@@ -89,6 +89,7 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"score": "mean_squares", "prefill": "window", "observation_window": 20},
         {"prefill": "chunked", "protect_prompt_tokens": 7},
         {"budget": 0.5, "budget_basis": "prompt"},
+        {"granularity": "block", "recent_ratio": 0.1, "budget": 80, "num_sink_tokens": 2},
         {"budget": 0.4, "budget_basis": "request", "min_budget": 32, "score": "mean"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),

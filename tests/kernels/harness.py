@@ -62,6 +62,7 @@ class Life:
         sharpness: factor of the queries: how unequal probabilities are.
         packs_chunks: whether survivors are packed after each chunk.
         observation_window: queries of the prompt that score; 0: all of them.
+        evicts_pages: whether victims are pages.
 
     """
 
@@ -73,6 +74,7 @@ class Life:
     sharpness: float = 2.0
     packs_chunks: bool = False
     observation_window: int = 0
+    evicts_pages: bool = False
     num_computed: int = 0
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False, repr=False)
 
@@ -103,6 +105,7 @@ class Life:
             shape.block_size,
             packs_chunks=self.packs_chunks,
             observation_window=self.observation_window,
+            evicts_pages=self.evicts_pages,
         )
 
     def tokens(self, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from tests.kernels.test_cpu import make_lives, pool_size, rows
 from tests.kernels.truth import Ranking, live
 from vllm_h2o.kernels.cpu.eager import TorchKernels
 from vllm_h2o.kernels.cpu.native import load
+from vllm_h2o.policy import Budget
 
 SCORES = {
     "squares": (("score", "sum_squares"),),
@@ -29,6 +30,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "window": {"observation_window": 5},
     "chunked": {"packs_chunks": True},
 }
+PAGES = (("granularity", "block"), ("recent_ratio", 0.0))
+"""The layer takes its requests' budgets from their lives."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,35 @@ def test_any_lives(
     num_blocks = pool_size(lives, shape.block_size, 1.0)
     seed, kernels = data.draw(st.integers(0, 99)), load() if native else TorchKernels()
     layer = Layer(shape, "h2o", num_blocks, seed, kernels=kernels, options=SCORES[score])
+    live(layer, "h2o", lives, ranking)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("prompt", PROMPTS)
+@given(data=st.data())
+def test_any_lives_by_page(
+    native: bool, prompt: str, data: st.DataObject, ranking: Ranking
+) -> None:
+    """The same where whole pages go, and are refilled in place."""
+    lives = []
+    for i in range(data.draw(st.integers(1, 3))):
+        recent, sinks = data.draw(st.integers(0, 40)), data.draw(st.sampled_from([0, 0, 3, 17]))
+        least = -(-recent // 16) - (-sinks // 16) + 3
+        capacity = 16 * (least + data.draw(st.integers(0, 2)))
+        budget = Budget(capacity, capacity - 1 - recent - sinks, recent, sinks)
+        chunks = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=3))
+        decodes = data.draw(st.integers(0, 80))
+        life = Life(f"r{i}", budget, chunks, decodes, seed=i, evicts_pages=True)
+        lives.append(replace(life, **PROMPTS[prompt]))
+    shape, kernels = Shape(2, 3, 64, 16), load() if native else TorchKernels()
+    num_blocks = pool_size(lives, shape.block_size, 1.0)
+    layer = Layer(shape, "h2o", num_blocks, kernels=kernels, options=PAGES)
     live(layer, "h2o", lives, ranking)
 
 

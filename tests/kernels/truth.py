@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.harness import LAYER_INDEX, Layer, Life
 from vllm_h2o.kernels.page import Page
-from vllm_h2o.kernels.reference import Head, Strip, random_score
+from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
 from vllm_h2o.policy import POLICIES, ScoreKind
 from vllm_h2o.wire import RequestPlan
 
@@ -71,6 +71,7 @@ class Truth:
                 skip_recent=self.layer.builder.scoring.skip_recent,
                 packs_chunks=life.ledger.packs_chunks,
                 by_age=self.layer.builder.scoring.by_age,
+                page_size=life.ledger.victim_size,
             )
             for _ in range(shape.num_kv_heads)
         ]
@@ -93,8 +94,14 @@ class Truth:
             strip = Strip(*(view[h].double() for view in held[:3]), held[3][h].long())
             if plan.keep_after:
                 self._follow_packing(head, strip)
-            compare(strip, head.strip, f"{name}, head {h}, {plan}")
-            if not plan.in_prompt and plan.attended == plan.capacity:
+            taken = torch.ones(resident, dtype=torch.bool)
+            if plan.hole:
+                assert victims is not None
+                last = int(victims[h]) + plan.refill
+                taken[last + 1 : last + 1 + plan.hole] = False
+            ours, theirs = part(strip, taken), part(head.strip, head.strip.position >= 0)
+            compare(ours, theirs, f"{name}, head {h}, {plan}")
+            if plan.selects:
                 assert victims is not None
                 self._follow_selection(head, strip, int(victims[h]))
 
@@ -132,7 +139,14 @@ class Truth:
 
 def ranks(head: Head, strip: Strip) -> torch.Tensor:
     """[L]: what the head compares, of a strip of its tokens."""
+    if head.page_size > 1:
+        return page_sums(strip, head.page_size)
     return strip.ranks(head.logical_len, head.by_age)
+
+
+def part(strip: Strip, taken: torch.Tensor) -> Strip:
+    """Some of the slots."""
+    return Strip(strip.key[taken], strip.value[taken], strip.score[taken], strip.position[taken])
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, atol: float, what: str) -> None:
@@ -191,7 +205,7 @@ class Fence:
         if plan.overwrites:
             victims = self.victims[name]
             assert victims is not None
-            return [int(victims[head])]
+            return [int(victims[head]) + plan.refill]
         return range(0 if plan.keep_after else plan.resident_start, plan.attended)
 
 
@@ -234,7 +248,7 @@ def live(
         entry = {}
         for name, plan in plans.items():
             truth.follow(running[name], plan, outputs[name])
-            selects = not plan.in_prompt and plan.attended == plan.capacity
+            selects = plan.selects
             entry[name] = (outputs[name], layer.victims(name) if selects else None)
             if plan.keep_after:
                 packed[name] = plan.keep_after

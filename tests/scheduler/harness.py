@@ -84,7 +84,8 @@ class ShadowPool:
         self.slots: dict[tuple[int, int], tuple[str, int, int]] = {}
         self.tables: dict[str, list[int]] = {}
         self.lives: Counter[str] = Counter()
-        self.victims: dict[str, tuple[int, int]] = {}
+        self.victims: dict[str, int] = {}
+        self.victim_size = 1
         self.num_evictions = 0
 
     def execute(self, output: SchedulerOutput) -> None:
@@ -109,15 +110,19 @@ class ShadowPool:
         return self.tables[request_id][index // self.block_size], index % self.block_size
 
     def _run(self, request_id: str, plan: RequestPlan) -> None:
-        life = self.lives[request_id]
+        life, refilled = self.lives[request_id], 0
         if plan.overwrites:
             assert plan.num_new == 1
-            self.slots[self.victims[request_id]] = (request_id, life, plan.logical_start)
+            refilled = self.victims[request_id] + plan.refill
+            slot = self._slot(request_id, refilled)
+            self.slots[slot] = (request_id, life, plan.logical_start)
         else:
             for i in range(plan.num_new):
                 slot = self._slot(request_id, plan.resident_start + i)
                 self.slots[slot] = (request_id, life, plan.logical_start + i)
-        held = [self._slot(request_id, index) for index in range(plan.attended)]
+        hole = range(refilled + 1, refilled + 1 + plan.hole)
+        indices = [index for index in range(plan.attended) if index not in hole]
+        held = [self._slot(request_id, index) for index in indices]
         tokens = [self.slots[slot] for slot in held]
         assert all(token[:2] == (request_id, life) for token in tokens), (request_id, plan, tokens)
         positions = [token[2] for token in tokens]
@@ -131,10 +136,12 @@ class ShadowPool:
             for index, position in enumerate(kept):
                 self.slots[self._slot(request_id, index)] = (request_id, life, position)
             self.num_evictions += len(dropped)
-        elif not plan.in_prompt and plan.attended == plan.capacity:
-            victim = self.random.choice(old)
-            self.victims[request_id] = held[positions.index(victim)]
-            self.num_evictions += 1
+        elif plan.selects:
+            size = self.victim_size
+            able = [i for i, position in enumerate(positions) if position in old]
+            starts = [i for i in able if i % size == 0 and set(range(i, i + size)) <= set(able)]
+            self.victims[request_id] = self.random.choice(starts)
+            self.num_evictions += size
 
 
 class Simulation:
@@ -150,6 +157,7 @@ class Simulation:
     ) -> None:
         self.scheduler = make_scheduler(config, num_blocks, block_size)
         self.pool = ShadowPool(seed, block_size)
+        self.pool.victim_size = self.scheduler.ledger.victim_size
         self.random = random.Random(seed)
         self.stop_rate = 0.0
         self.depth = depth
@@ -212,6 +220,7 @@ class Simulation:
         self.count["chunk"] += sum(p.in_prompt and p.logical_start > 0 for p in plans)
         self.count["decode"] += sum(not p.in_prompt for p in plans)
         self.count["pack"] += sum(p.keep_after > 0 for p in plans)
+        self.count["refill"] += sum(p.refill > 0 for p in plans)
         self.count["pack within a prompt"] += self._num_packed_within_a_prompt(output)
         self.peak_held = max(self.peak_held, self.num_total - self.num_free)
         self.pool.execute(output)

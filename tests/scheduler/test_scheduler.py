@@ -16,6 +16,8 @@ OPTIONS = (
     (("prefill", "chunked"),),
     (("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 9)),
     (("prefill", "chunked"), ("protect_prompt_tokens", 6)),
+    (("granularity", "block"), ("recent_ratio", 0.2)),
+    (("granularity", "block"), ("recent_ratio", 0.2), ("prefill", "chunked")),
 )
 """Beside a budget in slots."""
 SHARES = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))
@@ -68,9 +70,12 @@ def test_no_page_is_lost_shared_or_freed_twice(
     seed: int,
 ) -> None:
     """Admit, chunk, decode, preempt, resume, abort, finish in any order, async or not."""
-    if share is not None:
-        options = (*options, ("budget_basis", share[0]))
-    config = vllm_config(share[1] if share else budget, max_batched, 8, policy, depth == 2, options)
+    size: float = budget
+    if ("granularity", "block") in options:
+        size, num_pages = max(budget, 40), max(num_pages, 20)
+    elif share is not None:
+        options, size = (*options, ("budget_basis", share[0])), share[1]
+    config = vllm_config(size, max_batched, 8, policy, depth == 2, options)
     simulation = Simulation(config, 1 + num_pages * 4 // block_size, depth, seed, block_size)
     simulation.stop_rate = stop_rate
     for op in ops:
@@ -97,7 +102,7 @@ def test_the_schedules_covered_every_transition() -> None:
     if not totals:
         pytest.skip("runs after the random schedules")
     events = "add chunk decode preempt resume abort finish pack evict reset"
-    for event in (*events.split(), "pack within a prompt"):
+    for event in (*events.split(), "pack within a prompt", "refill"):
         assert totals[event] >= 100, (event, totals)
 
 

@@ -23,7 +23,7 @@ class Strip:
         key: [L, D].
         value: [L, D].
         score: [L], sum of attention probabilities received, over queries and the GQA group.
-        position: [L], int64.
+        position: [L], int64; -1 where a slot is empty.
 
     """
 
@@ -90,6 +90,7 @@ def attend_and_score(
     logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale
     last_visible = torch.arange(length - num_queries, length)
     hidden = torch.arange(length)[None, :] > last_visible[:, None]
+    hidden = hidden | (strip.position < 0)
     probs = torch.softmax(logits.masked_fill(hidden[:, None, :], float("-inf")), dim=-1)
     if power:
         asking = int(strip.position.max()) - torch.arange(num_queries - 1, -1, -1)
@@ -150,6 +151,25 @@ def pack_survivors(
     )
 
 
+def page_sums(strip: Strip, page_size: int) -> torch.Tensor:
+    """[L]: of each slot, the sum of the scores in its page."""
+    sums = [part.sum().expand_as(part) for part in strip.score.split(page_size)]
+    return torch.cat(sums) if sums else strip.score
+
+
+def select_page(
+    strip: Strip, logical_len: int, num_recent: int, num_sinks: int, page_size: int
+) -> int:
+    """The first slot of the page that goes: the lowest sum; of equals, the newest.
+
+    A page with a sink or a recent token is no candidate.
+    """
+    able = (strip.position >= num_sinks) & (strip.position < logical_len - num_recent)
+    starts = [s for s in range(0, len(strip), page_size) if able[s : s + page_size].all()]
+    sums = page_sums(strip, page_size)
+    return min(starts, key=lambda slot: (float(sums[slot]), -int(strip.position[slot])))
+
+
 _MASK = (1 << 64) - 1
 
 
@@ -176,9 +196,11 @@ class Head:
         skip_recent: queries add to tokens that are at least so many positions older.
         packs_chunks: whether survivors are packed after every chunk of the prompt, not at its end.
         by_age: whether scores are compared as means over the queries since a token was stored.
+        page_size: tokens that are evicted together, and ranked by the sum of their scores.
         logical_len: tokens computed so far.
         in_prompt: whether the prompt is not complete yet.
-        victim: the slot that the next token takes, once the strip is full.
+        victim: the slot that the next token takes, once the strip is full: where pages are
+            evicted, the first slot of one, and ``refilled`` slots behind it are taken.
 
     """
 
@@ -191,9 +213,11 @@ class Head:
     skip_recent: int = 0
     packs_chunks: bool = False
     by_age: bool = False
+    page_size: int = 1
     logical_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
+    refilled: int = 0
 
     def step(
         self,
@@ -219,19 +243,45 @@ class Head:
 
         """
         for i in range(key.shape[0]):
-            slot = len(self.strip) if self.victim is None else self.victim
+            slot = len(self.strip) if self.victim is None else self._vacate()
             first = 0.0 if scores is None else scores[i]
             self.strip.store(slot, key[i], value[i], self.logical_len, first)
             self.logical_len += 1
         silent = min(max(scores_from - self.logical_len + key.shape[0], 0), key.shape[0])
         out = attend_and_score(query, self.strip, self.scale, self.power, self.skip_recent, silent)
-        limits = (self.num_recent, self.num_sinks, self.by_age)
         full = len(self.strip) >= self.capacity
         if self.in_prompt:
             if full and (ends_prompt or self.packs_chunks):
-                keep = self.capacity - 1
-                self.strip = pack_survivors(self.strip, self.logical_len, keep, *limits)
+                self._pack()
             self.in_prompt = not ends_prompt
-        elif full:
-            self.victim = select_victims(self.strip, self.logical_len, *limits)
+        elif full and not self.refilled:
+            self._select()
         return out
+
+    def _vacate(self) -> int:
+        """The slot of the next token; its page is emptied when it is the first there."""
+        assert self.victim is not None
+        if self.refilled == 0:
+            self.strip.position[self.victim : self.victim + self.page_size] = -1
+        slot = self.victim + self.refilled
+        self.refilled = (self.refilled + 1) % self.page_size
+        return slot
+
+    def _pack(self) -> None:
+        limits = (self.num_recent, self.num_sinks, self.by_age)
+        held = self.strip
+        if self.page_size > 1:
+            ranked = Strip(held.key, held.value, page_sums(held, self.page_size), held.position)
+        else:
+            ranked = held
+        best = pack_survivors(ranked, self.logical_len, self.capacity - 1, *limits)
+        kept = torch.isin(held.position, best.position)
+        best.score = held.score[kept]
+        self.strip = best
+
+    def _select(self) -> None:
+        limits = (self.strip, self.logical_len, self.num_recent, self.num_sinks)
+        if self.page_size > 1:
+            self.victim = select_page(*limits, self.page_size)
+        else:
+            self.victim = select_victims(*limits, self.by_age)

@@ -28,6 +28,7 @@ class Residency:
         prompt_end: tokens of the prompt. For a resumed request this counts what it had generated,
             too: all of it is computed again.
         budget: slots of this request.
+        refilled: slots of the victim's page that are taken already.
 
     """
 
@@ -36,6 +37,7 @@ class Residency:
     held_len: int
     prompt_end: int
     budget: Budget
+    refilled: int = 0
 
 
 class Ledger:
@@ -47,6 +49,7 @@ class Ledger:
         seed: of the ``random`` policy, for requests without one of their own.
         packs_chunks: whether a prompt is evicted from after each of its chunks, not at its end.
         observation_window: queries of the prompt that score, the last ones; 0: all of them.
+        evicts_pages: whether a victim is a whole page, refilled in place, and not one token.
 
     """
 
@@ -57,12 +60,14 @@ class Ledger:
         seed: int = 0,
         packs_chunks: bool = False,
         observation_window: int = 0,
+        evicts_pages: bool = False,
     ) -> None:
         self.budget = budget
         self.block_size = block_size
         self.seed = seed
         self.packs_chunks = packs_chunks
         self.observation_window = observation_window
+        self.victim_size = block_size if evicts_pages else 1
         self._residencies: dict[str, Residency] = {}
         self._step: dict[str, RequestPlan] = {}
 
@@ -114,6 +119,7 @@ class Ledger:
         budget, window = held.budget, self.observation_window
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
         packs = due and held.resident_len + num_new > budget.kept
+        overwrites = not in_prompt and held.resident_len == budget.capacity
         return RequestPlan(
             logical_start=num_computed,
             num_new=num_new,
@@ -125,6 +131,8 @@ class Ledger:
             num_sinks=budget.num_sinks,
             seed=_int64(self.seed if seed is None else seed),
             scores_from=max(held.prompt_end - window, 0) if window else 0,
+            refill=held.refilled if overwrites else 0,
+            hole=self.victim_size - 1 - held.refilled if overwrites else 0,
         )
 
     def commit(
@@ -148,6 +156,7 @@ class Ledger:
             logical_len=plan.logical_end,
             resident_len=plan.resident_end,
             held_len=held_len,
+            refilled=(plan.refill + 1) % self.victim_size if plan.overwrites else 0,
         )
 
     def close(self, request_id: str) -> None:

@@ -38,6 +38,7 @@ class HeavyHitterScheduler(AsyncScheduler):
             config.seed,
             packs_chunks=config.prefill == "chunked",
             observation_window=config.observation_window if config.prefill == "window" else 0,
+            evicts_pages=config.granularity == "block",
         )
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk)

@@ -75,7 +75,10 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         if config is None:
             raise IntegrityError("the policy's attention backend runs without a kv_policy")
         self.scoring = Scoring(
-            config.score_power, config.score_skip_recent, by_age=config.score_by_age
+            power=config.score_power,
+            skip_recent=config.score_skip_recent,
+            by_page=config.granularity == "block",
+            by_age=config.score_by_age,
         )
         self.kernels = choose_kernels(vllm_config, kv_cache_spec, device)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
@@ -202,12 +205,12 @@ def _orders(plan: RequestPlan, token: int) -> tuple[int, ...]:
         token,
         plan.attended,
         plan.overwrites,
-        not plan.in_prompt and plan.attended == plan.capacity,
+        plan.selects,
         plan.logical_start,
         plan.logical_end - plan.num_recent,
         plan.num_sinks,
         plan.seed,
-        0,
-        0,
+        plan.refill,
+        plan.hole,
         plan.logical_start >= plan.scores_from,
     )
