@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "decode.h"
+#include "group.h"
 #include "team.h"
 
 extern "C" {
@@ -177,6 +178,7 @@ class Decode {
   }
 
   void attend(Share& share, int index) {
+    [[maybe_unused]] typename Group<T>::Tiles tiles(group_);
     float* memory = floats_ + index * thread_floats_;
     const Cut &begin = share.begin, &end = share.end;
     for (int b = begin.request; b <= end.request && b < batch_.num_requests; ++b) {
@@ -257,16 +259,22 @@ class Decode {
       const Tile<T>&now = tiles[n % 2], &next = tiles[(n + 1) % 2];
       const bool more = at + kTile < part.to;
       if (more) tiles[(n + 1) % 2].fill(held, seen, at + kTile, 0, key);
-      for (int i = 0; i < kTile && at + i < part.to; i += kLanes) {
-        if (more) next.prefetch(i, kLanes, page_.head_size);
-        float* to = part.weights + (at - part.from) + i;
-        group.dot(now.rows + i, to, stride_);
-        if (seen.all_visible(at + i, kLanes)) continue;
-        for (int j = 0; j < kLanes; ++j) {
-          if (seen.visible(at + i + j)) continue;
-          for (int g = 0; g < group_; ++g) to[g * stride_ + j] = -kInfinity;
-        }
+      float* to = part.weights + (at - part.from);
+      constexpr int kSlots = Group<T>::kSlots;
+      const int count = static_cast<int>(round_up(std::min<int64_t>(kTile, part.to - at), kSlots));
+      for (int i = 0; i < count; i += kSlots) {
+        if (more) next.prefetch(i, kSlots, page_.head_size);
+        group.dot(now.rows, i, seen.all_visible(at + i, kSlots), to + i, stride_);
       }
+      group.spread(count, to, stride_);
+      if (!seen.all_visible(at, count)) hide(seen, at, count, to);
+    }
+  }
+
+  void hide(const Range& seen, int64_t at, int count, float* logits) const {
+    for (int i = 0; i < count; ++i) {
+      if (seen.visible(at + i)) continue;
+      for (int g = 0; g < group_; ++g) logits[g * stride_ + i] = -kInfinity;
     }
   }
 
@@ -299,11 +307,8 @@ class Decode {
       const bool more = at + kTile < part.to;
       if (more) tiles[(n + 1) % 2].fill(held, seen, at + kTile, offset, value);
       const int count = static_cast<int>(std::min<int64_t>(kTile, part.to - at));
-      for (int i = 0; i < count; i += kLanes) {
-        if (more) next.prefetch(i, kLanes, page_.head_size);
-        add_values(now.rows + i, std::min(kLanes, count - i), part.weights + (at - part.from) + i,
-                   stride_, part.out, group_, page_.head_size);
-      }
+      add_values(now.rows, more ? next.rows : now.rows, count, part.weights + (at - part.from),
+                 stride_, part.out, group_, page_.head_size);
     }
   }
 
