@@ -41,6 +41,9 @@ TESTED_ELSEWHERE = {
     "vllm_h2o/kernels/cpu/eager.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
     "vllm_h2o/kernels/interface.py": ("tests/kernels/test_cpu.py", "what keeps to it is tested"),
     "vllm_h2o/kernels/scoring.py": ("tests/kernels/test_cpu_prompt.py", "random_scores"),
+    "vllm_h2o/kernels/triton/decode.py": ("tests/kernels/test_agree.py", "test_decode"),
+    "vllm_h2o/kernels/triton/pack.py": ("tests/kernels/test_agree.py", "test_pack"),
+    "vllm_h2o/kernels/triton/prompt.py": ("tests/kernels/test_agree.py", "test_prefill"),
     "vllm_h2o/scheduler/spec.py": (
         "tests/scheduler/test_manager.py",
         "its pages are counted there",

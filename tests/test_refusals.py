@@ -71,13 +71,6 @@ TURNED: list[tuple[str, type, str, Any, str]] = [
     ("a multimodal model", ModelConfig, "is_multimodal_model", True, ANOTHER_MODEL),
     ("a diffusion model", ModelConfig, "is_diffusion", True, ANOTHER_MODEL),
     (
-        "Model Runner V2",
-        VllmConfig,
-        "use_v2_model_runner",
-        True,
-        "set VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
-    (
         "context parallelism",
         ParallelConfig,
         "decode_context_parallel_size",
@@ -143,12 +136,15 @@ def test_other_platforms(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     with pytest.raises(UnsupportedError) as caught:
         check_config(config, policy_of(config))
-    assert str(caught.value) == expected("a platform other than the CPU", "use a CPU build of vLLM")
+    remedy = "use a CUDA or a CPU build of vLLM"
+    assert str(caught.value) == expected("a platform other than CPU and CUDA", remedy)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    check_config(config, policy_of(config))
 
 
 def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
-    tested = {what for what, *_ in [*REFUSED, *TURNED]} | {"a platform other than the CPU"}
+    tested = {what for what, *_ in [*REFUSED, *TURNED]} | {"a platform other than CPU and CUDA"}
     assert tested == {refusal.what for refusal in REFUSALS}
 
 

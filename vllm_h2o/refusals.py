@@ -44,10 +44,10 @@ def _windowed(vllm_config: Any) -> bool:
     )
 
 
-def _not_on_cpu(_: Any) -> bool:
+def _foreign_platform(_: Any) -> bool:
     from vllm.platforms import current_platform
 
-    return not current_platform.is_cpu()
+    return not (current_platform.is_cpu() or current_platform.is_cuda())
 
 
 _ANOTHER_MODEL = "run this model without --kv-policy"
@@ -152,15 +152,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave the context-parallel sizes at 1",
     ),
     Refusal(
-        "Model Runner V2",
-        lambda c: c.use_v2_model_runner,
-        "the policy has not been run with it yet",
-        "set VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
-    Refusal(
-        "a platform other than the CPU",
-        _not_on_cpu,
-        "the kernels for it are not built yet",
-        "use a CPU build of vLLM",
+        "a platform other than CPU and CUDA",
+        _foreign_platform,
+        "there are no kernels for it",
+        "use a CUDA or a CPU build of vLLM",
     ),
 )

@@ -14,6 +14,8 @@ from vllm_h2o.kernels.triton import decode, pack, prompt
 
 TILE = 64
 """Slots that a decode program holds at once."""
+STAGES = {2: 3, 4: 1}
+"""Loads in flight of a prompt's kernels, by bytes of an element."""
 MOST_SHARES = 64
 """Programs that one (request, KV head) is divided among at most."""
 
@@ -76,7 +78,7 @@ class TritonKernels:
         head_size: int,
         prompt_attention: PromptAttention | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.max_requests = device, max_requests
         self.num_kv_heads, self.head_size = num_kv_heads, head_size
         self.group = num_heads // num_kv_heads
         self.padded = triton.next_power_of_2(head_size)
@@ -108,10 +110,13 @@ class TritonKernels:
     ) -> None:
         """One new token of each request. Synchronises nothing; allocates for a new pool alone."""
         self._check(page, out, query, key, value)
+        num_requests, width = batch.table.shape
+        if num_requests > self.max_requests:
+            raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
         scratch = page.num_blocks * page.num_kv_heads * self.group * page.block_size
         if self._logits.numel() != scratch:
             self._logits = torch.empty(scratch, device=self.device)
-        num_requests, width = batch.table.shape
+            self._compile(page, first is not None, scoring)
         shape = {"N": page.block_size, "D": self.head_size, "D_PAD": self.padded}
         strides = (batch.table.stride(0), *batch.orders.stride(), self.num_kv_heads)
         shares = self._num_shares(num_requests, width * page.block_size)
@@ -122,13 +127,12 @@ class TritonKernels:
             key.stride(0), value.stride(0), page.key.stride(0), page.score.stride(0), *strides,
             **shape, HAS_FIRST=first is not None,
         )  # fmt: skip
-        tile = TILE if self.padded <= 128 else TILE // 2
-        group = {"G": self.group, "G_PAD": _padded_group(self.group), "TILE": tile}
+        group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": self._tile(page)}
         decode.attend_split[(num_requests, self.num_kv_heads, shares)](
             query, page.key, page.value, rows, heads, victims,
             self._logits, self._part, self._peak,
             scale, query.stride(0), page.key.stride(0), *strides, shares,
-            **shape, **group, HAS_HOLE=scoring.by_page, PRECISION=_precision(page),
+            **shape, **group, HAS_HOLE=scoring.by_page, PRECISION=precision(page.key.dtype),
         )  # fmt: skip
         padded_block = triton.next_power_of_2(page.block_size)
         decode.reduce_and_score[(num_requests, self.num_kv_heads)](
@@ -166,14 +170,16 @@ class TritonKernels:
         lse = self.prompt_attention(query, key, value, page, chunks, scale, out)
         if not scoring.power:
             return
-        tiles = self._prompt_tiles(page)
+        tile = self._tile(page)
+        tiles = {"TILE_Q": tile, "TILE_K": tile, "num_stages": STAGES[page.key.element_size()]}
         slots = max(chunk.end for chunk in chunks)
-        grid = (triton.cdiv(slots, tiles["TILE_K"]), self.num_kv_heads, len(sent))
+        grid = (triton.cdiv(slots, tile), self.num_kv_heads, len(sent))
         prompt.column_scores[grid](
             query, page.key, page.score, page.position, sent.table, sent.orders, lse,
             scale, query.stride(0), lse.stride(0), page.key.stride(0), page.score.stride(0),
             sent.table.stride(0), *sizes, scoring.skip_recent,
-            **shape, G=self.group, **tiles, POWER=scoring.power, PRECISION=_precision(page),
+            **shape, **tiles, G=self.group, POWER=scoring.power,
+            PRECISION=precision(page.key.dtype),
         )  # fmt: skip
 
     def pack_survivors(
@@ -213,16 +219,17 @@ class TritonKernels:
         out: torch.Tensor,
     ) -> torch.Tensor:
         """Our own flash attention; reads keys and values from the pages."""
-        sent, tiles = self._sent(chunks), self._prompt_tiles(page)
+        sent, tile = self._sent(chunks), self._tile(page)
         num_heads = self.num_kv_heads * self.group
         lse = torch.empty(num_heads, query.shape[0], device=self.device)
         longest = max(chunk.num_tokens for chunk in chunks)
-        prompt.attend[(triton.cdiv(longest, tiles["TILE_Q"]), num_heads, len(sent))](
+        prompt.attend[(triton.cdiv(longest, tile), num_heads, len(sent))](
             query, page.key, page.value, sent.table, sent.orders, out, lse,
             scale, query.stride(0), out.stride(0), lse.stride(0), page.key.stride(0),
             sent.table.stride(0), len(sent), self.num_kv_heads,
             N=page.block_size, D=self.head_size, D_PAD=self.padded, G=self.group,
-            **tiles, PRECISION=_precision(page),
+            TILE_Q=tile, TILE_K=tile, num_stages=STAGES[page.key.element_size()],
+            PRECISION=precision(page.key.dtype),
         )  # fmt: skip
         return lse
 
@@ -244,9 +251,24 @@ class TritonKernels:
         wanted = triton.cdiv(self._programs, num_requests * self.num_kv_heads)
         return max(1, min(wanted, MOST_SHARES, triton.cdiv(num_slots, TILE)))
 
-    def _prompt_tiles(self, page: Page) -> dict[str, int]:
-        wide = self.padded > 128 or page.key.dtype == torch.float32
-        return {"TILE_Q": 32, "TILE_K": 32} if wide else {"TILE_Q": 64, "TILE_K": 64}
+    def _tile(self, page: Page) -> int:
+        return tile_of(self.padded, page.key.element_size())
+
+    def _compile(self, page: Page, has_first: bool, scoring: Scoring) -> None:
+        """Run the prompt's kernels once on two pages of their own, before a request waits."""
+        if self.device.type != "cuda":
+            return
+        content = 2 * self.head_size + 8 // page.key.element_size()
+        shape = (2, self.num_kv_heads, page.block_size, content)
+        cache = torch.zeros(shape, dtype=page.key.dtype, device=self.device)
+        own = Page.of(cache, self.head_size)
+        key = torch.zeros(2, self.num_kv_heads, self.head_size, dtype=cache.dtype).to(cache)
+        query = key.repeat(1, self.group, 1)
+        first = key[:, :, 0].float() if has_first else None
+        table = torch.arange(2, dtype=torch.int32, device=self.device)
+        chunks = [PromptChunk(slice(0, 2), table, 0, 0, 1, 1, 0, 0)]
+        self.prefill(own, chunks, query, key, key, first, 1.0, scoring, torch.empty_like(query))
+        self.pack_survivors([own], chunks, scoring)
 
     def _check(self, page: Page, out: torch.Tensor, *tensors: torch.Tensor) -> None:
         dtype, heads = page.key.dtype, (self.num_kv_heads, self.num_kv_heads * self.group)
@@ -264,10 +286,16 @@ class TritonKernels:
                 )
 
 
-def _padded_group(group: int) -> int:
+def padded_group(group: int) -> int:
     """Rows of a matrix product: none where there is one query head, else at least 16."""
     return 1 if group == 1 else max(16, triton.next_power_of_2(group))
 
 
-def _precision(page: Page) -> str:
-    return "ieee" if page.key.dtype == torch.float32 else "tf32"
+def tile_of(padded_head: int, element_size: int) -> int:
+    """Slots and queries of a tile, so that the widest heads fit the shared memory of any device."""
+    return max(16, min(TILE, TILE * 256 // (padded_head * element_size)))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of matrix products: float32 is not rounded to fewer bits."""
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,0 +1,1 @@
+"""What a machine with a GPU has to prove: ``make gpu-check``."""

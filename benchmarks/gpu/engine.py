@@ -1,0 +1,101 @@
+"""Greedy tokens of one engine with weights of chance, as JSON: what two engines are compared by.
+
+Usage::
+
+    python -m benchmarks.gpu.engine opt|llama [--policy-budget 1.0] [--eager] [--requests 24]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "opt": {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "vocab_size": 4096,
+        "hidden_size": 768,
+        "word_embed_proj_dim": 768,
+        "ffn_dim": 3072,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 2048,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    },
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 4096,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+
+
+def main() -> None:
+    """Generate, and print the tokens as the last line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--policy-budget", type=float, default=None)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--dtype", default="float16")
+    args = parser.parse_args()
+    from vllm import LLM, SamplingParams
+
+    options: dict[str, Any] = {}
+    if args.policy_budget is not None:
+        options = {"kv_policy": "h2o", "kv_policy_config": {"budget": args.policy_budget}}
+    with tempfile.TemporaryDirectory() as folder:
+        config = SHAPES[args.shape] | {"torch_dtype": args.dtype}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            dtype=args.dtype,
+            skip_tokenizer_init=True,
+            max_model_len=1024,
+            max_num_seqs=16,
+            block_size=32,
+            num_gpu_blocks_override=600,
+            enable_prefix_caching=False,
+            enforce_eager=args.eager,
+            seed=0,
+            **options,
+        )
+        draw = random.Random(0)
+        prompts = [
+            {"prompt_token_ids": [draw.randrange(5, 4096) for _ in range(draw.choice(LENGTHS))]}
+            for _ in range(args.requests)
+        ]
+        greedy = SamplingParams(
+            temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
+        )
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+
+
+LENGTHS = (1, 7, 33, 100, 257, 500)
+"""Of prompts: beside pages' ends, and of one token."""
+
+if __name__ == "__main__":
+    main()

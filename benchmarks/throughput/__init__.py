@@ -1,0 +1,1 @@
+"""Stock vLLM and the policy in alternation, through ``vllm bench throughput``."""

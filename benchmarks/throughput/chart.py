@@ -1,0 +1,57 @@
+"""The ratios of a CSV as a chart, PNG and SVG."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.throughput.profiles import CPU, GPU, Profile
+from benchmarks.throughput.runs import ratio_of
+
+MEASURED, AIMED = "#2a6f97", "#c1121f"
+
+
+def ratios(rows: list[dict[str, Any]], profile: Profile) -> list[float]:
+    """Of all pairs of a profile on the machine of the last row."""
+    machine = rows[-1]["machine"]
+    mine = [r for r in rows if r["profile"] == profile.id and r["machine"] == machine]
+    ours = [r for r in mine if r["side"] == "h2o"]
+    theirs = [r for r in mine if r["side"] != "h2o"]
+    return [ratio_of(profile, a, b) for a, b in zip(ours, theirs, strict=False)]
+
+
+def draw(path: Path, target: Path) -> None:
+    """Write ``target``.png and .svg: a bar for each profile, its pairs as points.
+
+    Args:
+        path: the CSV.
+        target: without a suffix.
+
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    profiles = [p for p in (*CPU, *GPU) if ratios(rows, p)]
+    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.5 * len(profiles)))
+    for i, profile in enumerate(profiles):
+        points = ratios(rows, profile)
+        middle = statistics.median(points)
+        axes.barh(i, middle, color=MEASURED, height=0.6)
+        axes.plot(points, [i] * len(points), ".", color="black", markersize=4)
+        axes.plot([profile.target] * 2, [i - 0.38, i + 0.38], color=AIMED, linewidth=2)
+        axes.annotate(f"{middle:.2f}", (max(points), i), (5, -4), textcoords="offset points")
+    axes.set_yticks(range(len(profiles)), [f"{p.id}: {p.what}" for p in profiles])
+    axes.invert_yaxis()
+    axes.axvline(1, color="grey", linewidth=0.8, zorder=0)
+    axes.set_xlabel("h2o / stock vLLM (red: target; dots: pairs of runs)")
+    axes.set_title(rows[-1]["machine"], fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    for suffix in ("png", "svg"):
+        figure.savefig(target.with_suffix(f".{suffix}"), dpi=150, bbox_inches="tight")
+    pyplot.close(figure)

@@ -1,0 +1,92 @@
+"""The models: one real, from the demo; shapes of larger ones, made here, with weights of chance."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CACHE = Path.home() / ".cache" / "vllm-h2o" / "shapes"
+OPT_6_7B = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "vocab_size": 50272,
+    "hidden_size": 4096,
+    "word_embed_proj_dim": 4096,
+    "ffn_dim": 16384,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "do_layer_norm_before": True,
+    "activation_function": "relu",
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "torch_dtype": "float16",
+}
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What an engine is given.
+
+    Args:
+        config: of a shape that is made here; None for the demo's model.
+        bytes_per_slot: of K and V of one token in one layer and KV head.
+
+    """
+
+    config: dict[str, Any] | None
+    bytes_per_slot: int
+
+
+MODELS = {
+    "smollm2": Model(None, 2 * 64 * 2),
+    "opt-6.7b": Model(OPT_6_7B, 2 * 128 * 2),
+    "llama-8b": Model(LLAMA_8B, 2 * 128 * 2),
+}
+
+
+def folder_of(name: str) -> tuple[Path, list[str]]:
+    """The model's folder, made when it is missing, and the options that it wants."""
+    model = MODELS[name]
+    if model.config is None:
+        from demo.smollm2 import model_dir
+
+        return model_dir("bfloat16"), ["--dtype", "bfloat16"]
+    folder = CACHE / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model.config))
+    _write_tokenizer(folder, model.config["vocab_size"])
+    return folder, ["--load-format", "dummy", "--dtype", model.config["torch_dtype"]]
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A word for each token, so that random prompts keep their length through text and back."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0} | {f"w{i}": i for i in range(1, vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="w2", bos_token="w1"
+    ).save_pretrained(folder)

@@ -1,0 +1,83 @@
+"""One run of one side of a profile, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.throughput.models import MODELS, folder_of
+from benchmarks.throughput.profiles import Profile, Side
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+ON_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+}
+
+
+def run(profile: Profile, side: Side, device: str, log: Path) -> dict[str, Any]:
+    """One engine from start to end; what the bench and the watch say."""
+    folder, options = folder_of(profile.model)
+    options += profile.options(side, MODELS[profile.model].bytes_per_slot)
+    environment = {**os.environ, **ENVIRONMENT}
+    if device == "cpu":
+        # torch.compile takes longer to start here than a profile runs; both sides go without.
+        options.append("--enforce-eager")
+        environment.update(ON_CPU)
+    with tempfile.TemporaryDirectory() as folder_of_run:
+        out = Path(folder_of_run) / "figures.json"
+        command = [sys.executable, "-m", "benchmarks.throughput.watch", str(out)]
+        command += ["--model", str(folder), *options]
+        with log.open("a") as file:
+            print(*command, file=file, flush=True)
+            subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=True)
+        return dict(json.loads(out.read_text()))
+
+
+def row_of(
+    profile: Profile, side: Side, figures: Mapping[str, Any], machine: str, pair: int
+) -> dict[str, Any]:
+    """One run, as the CSV has it."""
+    seconds = figures["elapsed_time"]
+    blocks = profile.num_blocks(side, MODELS[profile.model].bytes_per_slot)
+    return {
+        "profile": profile.id,
+        "side": side.name,
+        "pair": pair,
+        "machine": machine,
+        "vllm": version("vllm"),
+        "torch": version("torch"),
+        "model": profile.model,
+        "input_len": profile.input_len,
+        "output_len": profile.output_len,
+        "num_prompts": profile.num_prompts,
+        "pool_pages": blocks,
+        "page_tokens": profile.block_size,
+        "budget": side.budget,
+        "seconds": round(seconds, 3),
+        "output_tokens_per_s": round(profile.num_prompts * profile.output_len / seconds, 2),
+        "step_ms": round(1000 * figures["step_seconds"], 3),
+        "mean_sequences": round(figures["mean_sequences"], 2),
+        "peak_sequences": figures["peak_sequences"],
+        "preemptions": figures["preemptions"],
+        "peak_pages": round(figures["peak_usage"] * (blocks - 1)) if blocks else None,
+    }
+
+
+def ratio_of(profile: Profile, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    """Above 1 where h2o is faster."""
+    if profile.figure == "step":
+        return float(theirs["step_ms"]) / float(ours["step_ms"])
+    return float(ours["output_tokens_per_s"]) / float(theirs["output_tokens_per_s"])

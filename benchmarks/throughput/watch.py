@@ -1,0 +1,105 @@
+"""``vllm bench throughput`` in this process, with the steps of its engine written down.
+
+Usage::
+
+    python -m benchmarks.throughput.watch OUT.json --model ... (any option of the bench)
+
+What is watched is what vLLM's own statistics say after each step, in the front-end process.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Watch:
+    """What the engine's steps were like.
+
+    Args:
+        times: when each step's output came, seconds.
+        running: sequences that were running, by step.
+        generated: tokens generated, by step.
+        peak_usage: largest share of the pool that was held.
+        preemptions: sequences thrown out, to be computed again.
+
+    """
+
+    times: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
+    peak_usage: float = 0.0
+    preemptions: int = 0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        """One step."""
+        if scheduler_stats is None or iteration_stats is None:
+            return
+        self.times.append(time.perf_counter())
+        self.running.append(scheduler_stats.num_running_reqs)
+        self.generated.append(iteration_stats.num_generation_tokens)
+        self.peak_usage = max(self.peak_usage, scheduler_stats.kv_cache_usage)
+        self.preemptions += iteration_stats.num_preempted_reqs
+
+    def step_seconds(self) -> float:
+        """Median time of the steps in which as many tokens came as in any: decoding at full width.
+
+        0 when there were fewer than two.
+        """
+        most = max(self.generated, default=0)
+        spans = [
+            self.times[i] - self.times[i - 1]
+            for i in range(1, len(self.times))
+            if self.generated[i] == self.generated[i - 1] == most
+        ]
+        return statistics.median(spans) if spans else 0.0
+
+    def summary(self) -> dict[str, float]:
+        """The figures."""
+        busy = [count for count in self.generated if count]
+        return {
+            "mean_sequences": statistics.mean(busy) if busy else 0.0,
+            "peak_sequences": max(self.running, default=0),
+            "peak_usage": self.peak_usage,
+            "preemptions": self.preemptions,
+            "step_seconds": self.step_seconds(),
+        }
+
+
+def install(watch: Watch) -> None:
+    """Have vLLM's statistics told to ``watch``, too."""
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    original = StatLoggerManager.record
+
+    def record(self: Any, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kw: Any) -> Any:
+        watch.record(scheduler_stats, iteration_stats)
+        return original(self, scheduler_stats, iteration_stats, *args, **kw)
+
+    StatLoggerManager.record = record
+
+
+def main() -> None:
+    """Run the bench and write its figures beside the watched ones."""
+    out, options = Path(sys.argv[1]), sys.argv[2:]
+    from vllm.benchmarks import throughput
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    throughput.add_cli_args(parser)
+    args = parser.parse_args([*options, "--output-json", str(out)])
+    watch = Watch()
+    install(watch)
+    throughput.main(args)
+    figures = json.loads(out.read_text())
+    out.write_text(json.dumps({**figures, **watch.summary(), "watch": asdict(watch)}))
+
+
+if __name__ == "__main__":
+    main()

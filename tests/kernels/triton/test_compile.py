@@ -1,0 +1,81 @@
+"""Every kernel compiles to machine code for GPUs from Turing to Hopper. Needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.house_rules import ROOT
+
+SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 90: 227 << 10}
+"""Bytes that a program may have, by compute capability."""
+
+SCRIPT = """
+import sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from vllm_h2o.kernels.triton import decode, pack, prompt
+from vllm_h2o.kernels.triton.kernels import STAGES, padded_group, precision, tile_of
+
+CAPABILITY, LIMIT = int(sys.argv[1]), int(sys.argv[2])
+NAMES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+CACHE = {"key_ptr", "value_ptr", "query_ptr", "out_ptr", "key_pages", "value_pages", "key_type"}
+FLOAT = {"first_ptr", "score_pages", "logits_ptr", "part_ptr", "peak_ptr", "lse_ptr"}
+INT = {"position_pages", "table_ptr", "victims_ptr", "survivors_ptr"}
+
+def build(kernel, dtype, orders, **constants):
+    warps, stages = constants.pop("num_warps", 4), constants.pop("num_stages", 3)
+    def kind(name):
+        if name in constants: return "constexpr"
+        if name in CACHE: return NAMES[dtype]
+        if name in FLOAT: return "*fp32"
+        if name in INT: return "*i32"
+        if name.endswith("_bases"): return "*i64"
+        if name == "orders_ptr": return orders
+        return "fp32" if name == "scale" else "i32"
+    signature = {name: kind(name) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    options = {"num_warps": warps, "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    assert made.asm["cubin"] and made.metadata.shared <= LIMIT, (
+        kernel, dtype, constants, made.metadata.shared)
+
+# On each device its own, the widest among them: all on all takes minutes.
+HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
+SHAPES = {
+    75: [(HALF, 64, 16, 3), (SINGLE, 256, 32, 8)],
+    80: [(HALF, 128, 128, 1), (SINGLE, 96, 32, 8)],
+    90: [(BRAIN, 80, 16, 1), (BRAIN, 128, 16, 4), (SINGLE, 256, 32, 8)],
+}
+for dtype, head, block, group in SHAPES[CAPABILITY]:
+    shape = dict(N=block, D=head, D_PAD=triton.next_power_of_2(head))
+    tile = tile_of(shape["D_PAD"], dtype.itemsize)
+    grouped = dict(G=group, G_PAD=padded_group(group), TILE=tile)
+    exact, stages = dict(PRECISION=precision(dtype)), dict(num_stages=STAGES[dtype.itemsize])
+    tiles = dict(TILE_Q=tile, TILE_K=tile, **stages)
+    paged = head == 64
+    build(decode.store_token, dtype, "*i64", **shape, HAS_FIRST=paged)
+    build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_HOLE=paged)
+    build(decode.reduce_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
+          PAGES=512 // block, POWER=2 if paged else 1, BY_PAGE=paged)
+    build(prompt.store_chunk, dtype, "*i32", **shape, TILE=32, HAS_FIRST=paged)
+    build(prompt.attend, dtype, "*i32", **shape, G=group, **tiles, **exact)
+    build(prompt.column_scores, dtype, "*i32", **shape, G=group, POWER=1, **tiles, **exact)
+    build(pack.select_survivors, dtype, "*i32", N=block, TILE=1024, BY_PAGE=paged, num_warps=8)
+    build(pack.pack_survivors, dtype, "*i32", **shape, TILE=32)
+print("compiled")
+"""
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_compiles(capability: int) -> None:
+    """All shapes and types, within the shared memory that a program may have."""
+    # Compiled kernels and interpreted ones do not go together in one process.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", SCRIPT, str(capability), str(SHARED_MEMORY[capability])]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "compiled" in done.stdout, done.stderr[-3000:]
