@@ -246,24 +246,29 @@ class Decode {
     group.set(memory, group_, size,
               tokens_.query + (token * tokens_.query_stride + part.head * group_ * size) *
                                   static_cast<int64_t>(sizeof(T)));
-    logits(part, held, seen, group, key);
+    logits(part, held, seen, group, key, value);
     for (int g = 0; g < group_; ++g) soften(part, g);
     weigh(part, held, seen, value);
   }
 
   void logits(Part& part, const Strip<T>& held, const Range& seen, const Group<T>& group,
-              const T* key) const {
+              const T* key, const T* value) const {
     Tile<T> tiles[2];
     tiles[0].fill(held, seen, part.from, 0, key);
     for (int64_t at = part.from, n = 0; at < part.to; at += kTile, ++n) {
-      const Tile<T>&now = tiles[n % 2], &next = tiles[(n + 1) % 2];
-      const bool more = at + kTile < part.to;
-      if (more) tiles[(n + 1) % 2].fill(held, seen, at + kTile, 0, key);
+      const Tile<T>& now = tiles[n % 2];
+      Tile<T>& next = tiles[(n + 1) % 2];
+      // Behind the last of K comes the first of V.
+      if (at + kTile < part.to) {
+        next.fill(held, seen, at + kTile, 0, key);
+      } else {
+        next.fill(held, seen, part.from, held.value_offset(), value);
+      }
       float* to = part.weights + (at - part.from);
       constexpr int kSlots = Group<T>::kSlots;
       const int count = static_cast<int>(round_up(std::min<int64_t>(kTile, part.to - at), kSlots));
       for (int i = 0; i < count; i += kSlots) {
-        if (more) next.prefetch(i, kSlots, page_.head_size);
+        next.prefetch(i, kSlots, page_.head_size);
         group.dot(now.rows, i, seen.all_visible(at + i, kSlots), to + i, stride_);
       }
       group.spread(count, to, stride_);
