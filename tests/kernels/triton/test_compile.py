@@ -65,8 +65,8 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     build(prompt.store_chunk, dtype, "*i32", **shape, TILE=32, HAS_FIRST=paged)
     build(prompt.attend, dtype, "*i32", **shape, G=group, **tiles, **exact)
     build(prompt.column_scores, dtype, "*i32", **shape, G=group, POWER=1, **tiles, **exact)
-    build(pack.select_survivors, dtype, "*i32", N=block, TILE=1024, BY_PAGE=paged,
-          BY_AGE=not paged, num_warps=8)
+    build(pack.select_survivors, dtype, "*i32", N=block, TILE=1024, BY_PAGE=paged, BY_AGE=not paged,
+          num_warps=8)
     build(pack.pack_survivors, dtype, "*i32", **shape, TILE=32)
 print("compiled")
 """

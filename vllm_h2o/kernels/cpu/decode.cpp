@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "decode.h"
+#include "group.h"
 #include "team.h"
 
 extern "C" {
@@ -177,6 +178,7 @@ class Decode {
   }
 
   void attend(Share& share, int index) {
+    [[maybe_unused]] typename Group<T>::Tiles tiles(group_);
     float* memory = floats_ + index * thread_floats_;
     const Cut &begin = share.begin, &end = share.end;
     for (int b = begin.request; b <= end.request && b < batch_.num_requests; ++b) {
@@ -244,29 +246,40 @@ class Decode {
     group.set(memory, group_, size,
               tokens_.query + (token * tokens_.query_stride + part.head * group_ * size) *
                                   static_cast<int64_t>(sizeof(T)));
-    logits(part, held, seen, group, key);
+    logits(part, held, seen, group, key, value);
     for (int g = 0; g < group_; ++g) soften(part, g);
     weigh(part, held, seen, value);
   }
 
   void logits(Part& part, const Strip<T>& held, const Range& seen, const Group<T>& group,
-              const T* key) const {
+              const T* key, const T* value) const {
     Tile<T> tiles[2];
     tiles[0].fill(held, seen, part.from, 0, key);
     for (int64_t at = part.from, n = 0; at < part.to; at += kTile, ++n) {
-      const Tile<T>&now = tiles[n % 2], &next = tiles[(n + 1) % 2];
-      const bool more = at + kTile < part.to;
-      if (more) tiles[(n + 1) % 2].fill(held, seen, at + kTile, 0, key);
-      for (int i = 0; i < kTile && at + i < part.to; i += kLanes) {
-        if (more) next.prefetch(i, kLanes, page_.head_size);
-        float* to = part.weights + (at - part.from) + i;
-        group.dot(now.rows + i, to, stride_);
-        if (seen.all_visible(at + i, kLanes)) continue;
-        for (int j = 0; j < kLanes; ++j) {
-          if (seen.visible(at + i + j)) continue;
-          for (int g = 0; g < group_; ++g) to[g * stride_ + j] = -kInfinity;
-        }
+      const Tile<T>& now = tiles[n % 2];
+      Tile<T>& next = tiles[(n + 1) % 2];
+      // Behind the last of K comes the first of V.
+      if (at + kTile < part.to) {
+        next.fill(held, seen, at + kTile, 0, key);
+      } else {
+        next.fill(held, seen, part.from, held.value_offset(), value);
       }
+      float* to = part.weights + (at - part.from);
+      constexpr int kSlots = Group<T>::kSlots;
+      const int count = static_cast<int>(round_up(std::min<int64_t>(kTile, part.to - at), kSlots));
+      for (int i = 0; i < count; i += kSlots) {
+        next.prefetch(i, kSlots, page_.head_size);
+        group.dot(now.rows, i, seen.all_visible(at + i, kSlots), to + i, stride_);
+      }
+      group.spread(count, to, stride_);
+      if (!seen.all_visible(at, count)) hide(seen, at, count, to);
+    }
+  }
+
+  void hide(const Range& seen, int64_t at, int count, float* logits) const {
+    for (int i = 0; i < count; ++i) {
+      if (seen.visible(at + i)) continue;
+      for (int g = 0; g < group_; ++g) logits[g * stride_ + i] = -kInfinity;
     }
   }
 
@@ -299,11 +312,8 @@ class Decode {
       const bool more = at + kTile < part.to;
       if (more) tiles[(n + 1) % 2].fill(held, seen, at + kTile, offset, value);
       const int count = static_cast<int>(std::min<int64_t>(kTile, part.to - at));
-      for (int i = 0; i < count; i += kLanes) {
-        if (more) next.prefetch(i, kLanes, page_.head_size);
-        add_values(now.rows + i, std::min(kLanes, count - i), part.weights + (at - part.from) + i,
-                   stride_, part.out, group_, page_.head_size);
-      }
+      add_values(now.rows, more ? next.rows : now.rows, count, part.weights + (at - part.from),
+                 stride_, part.out, group_, page_.head_size);
     }
   }
 
@@ -314,7 +324,7 @@ class Decode {
     if (!adds && !selects) return;
     const Strip<T> held = strip(part);
     const int64_t oldest = order(kPosition, part.request) - scoring_.skip_recent;
-    const int32_t end = static_cast<int32_t>(order(kPosition, part.request)) + 1;
+    const int64_t age_from = order(kPosition, part.request) + 1;
     const Candidates candidates{static_cast<int32_t>(order(kNumSinks, part.request)),
                                 static_cast<int32_t>(order(kRecentFrom, part.request))};
     for_each_run(range(part), page_.block_size, [&](int64_t page, int offset, int count) {
@@ -324,7 +334,7 @@ class Decode {
       if (adds) add_scores(part, scores, positions, count, first - part.from, oldest);
       if (!selects) return;
       if (scoring_.by_age) {
-        offer_means(part.lowest, candidates, scores, positions, count, first, end);
+        offer_aged(part.lowest, candidates, scores, positions, count, first, age_from);
       } else if (!scoring_.by_page) {
         offer_run(part.lowest, candidates, scores, positions, count, first);
       } else if (count == page_.block_size) {

@@ -1,7 +1,6 @@
 // After a prompt's last chunk: the survivors of each KV head move to the front of its slots.
 
 #include <algorithm>
-#include <numeric>
 
 #include "page.h"
 #include "team.h"
@@ -15,6 +14,7 @@ struct H2oPacked {
   int64_t keep;
   int64_t recent_from;
   int64_t num_sinks;
+  int64_t position_end;
 };
 }
 
@@ -33,21 +33,21 @@ inline uint64_t rank(bool safe, float score, int64_t slot) {
 template <class T>
 void choose(const Strip<T>& strip, const H2oPacked& request, const H2oScoring& scoring,
             uint64_t* ranks, int64_t* survivors) {
-  // The newest token is in the last slot.
-  const int64_t last = request.end - 1;
-  const int32_t end = strip.positions(last / strip.block_size)[last % strip.block_size] + 1;
   for (int64_t from = 0; from < request.end; from += strip.block_size) {
     const int64_t page = from / strip.block_size;
     const int64_t count = std::min<int64_t>(strip.block_size, request.end - from);
     const float* scores = strip.scores(page);
     const int32_t* positions = strip.positions(page);
-    const float sum = scoring.by_page ? std::accumulate(scores, scores + count, 0.0f) : 0.0f;
+    auto ranked = [&](int64_t i) {
+      if (!scoring.by_age) return scores[i];
+      return scores[i] / static_cast<float>(request.position_end - positions[i]);
+    };
+    float sum = 0.0f;
+    for (int64_t i = 0; scoring.by_page && i < count; ++i) sum += ranked(i);
     for (int64_t i = 0; i < count; ++i) {
       const bool safe = positions[i] >= request.recent_from || positions[i] < request.num_sinks;
-      float score = scoring.by_page ? sum : scores[i];
-      if (scoring.by_age) score /= static_cast<float>(end - positions[i]);
       // The sum makes one zero of both, which compare as equal.
-      ranks[from + i] = rank(safe, score + 0.0f, from + i);
+      ranks[from + i] = rank(safe, (scoring.by_page ? sum : ranked(i)) + 0.0f, from + i);
     }
   }
   std::nth_element(ranks, ranks + request.keep - 1, ranks + request.end);

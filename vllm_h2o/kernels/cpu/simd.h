@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -104,6 +105,45 @@ inline Floats load(const Half* from) {
 }
 
 inline void put(float* to, Floats from) { std::memcpy(to, &from, sizeof(from)); }
+
+// Two vectors' worth of elements, in an order that is cheap: see add_two.
+template <class T>
+inline void load_two(const T* from, Floats& a, Floats& b) {
+  a = load(from);
+  b = load(from + kLanes);
+}
+
+// Even and odd ones: a bfloat16 is the upper half of a float.
+inline void load_two(const Bf16* from, Floats& a, Floats& b) {
+  Words pairs;
+  std::memcpy(&pairs, from, sizeof(pairs));
+  a = bit_cast<Floats>(pairs << 16);
+  b = bit_cast<Floats>(pairs & 0xffff0000u);
+}
+
+// to[...] += a and b, which are in the order of load_two for elements T.
+template <class T>
+inline void add_two(float* to, Floats a, Floats b) {
+  if constexpr (std::is_same<T, Bf16>::value) {
+    Floats low, high;
+#if defined(__AVX512F__)
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    low = _mm512_permutex2var_ps(a, first, b);
+    high = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b);
+#else
+    for (int i = 0; i < kLanes / 2; ++i) {
+      low[2 * i] = a[i];
+      low[2 * i + 1] = b[i];
+      high[2 * i] = a[kLanes / 2 + i];
+      high[2 * i + 1] = b[kLanes / 2 + i];
+    }
+#endif
+    a = low;
+    b = high;
+  }
+  put(to, load(to) + a);
+  put(to + kLanes, load(to + kLanes) + b);
+}
 
 // Round to nearest, ties to even; a NaN stays one.
 inline uint16_t to_bf16(float x) {

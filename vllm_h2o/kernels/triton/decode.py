@@ -288,6 +288,8 @@ def reduce_and_score(
                 counts = live & (now - position >= youngest)
                 score += tl.where(counts, given, 0.0)
                 tl.store(score_pages + words, score, mask=counts)
+            if BY_AGE:
+                score = score / tl.maximum(now + 1 - position, 1)
             candidate = live & (position < recent_from) & (position >= num_sinks)
             if BY_AGE:
                 score = tl.div_rn(score, (now + 1 - position).to(tl.float32))

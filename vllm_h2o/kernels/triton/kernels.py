@@ -200,8 +200,8 @@ class TritonKernels:
         sizes = (sent.table.stride(0), len(sent), self.num_kv_heads, most)
         pack.select_survivors[grid](
             scores, positions, *table, page.score.stride(0), *sizes,
-            N=page.block_size, TILE=1024, BY_PAGE=scoring.by_page,
-            BY_AGE=scoring.by_age, num_warps=8,
+            N=page.block_size, TILE=1024, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
+            num_warps=8,
         )  # fmt: skip
         pack.pack_survivors[grid](
             keys, values, scores, positions, *table, page.key,
