@@ -291,8 +291,6 @@ def reduce_and_score(
             if BY_AGE:
                 score = score / tl.maximum(now + 1 - position, 1)
             candidate = live & (position < recent_from) & (position >= num_sinks)
-            if BY_AGE:
-                score = tl.div_rn(score, (now + 1 - position).to(tl.float32))
             if BY_PAGE:
                 whole = tl.sum((candidate | (offset >= N)[None, :]).to(tl.int32), axis=1) == N_PAD
                 ranked = tl.where(whole, tl.sum(score, axis=1), float("inf"))
