@@ -77,7 +77,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         self.scoring = Scoring(
             config.score_power, config.score_skip_recent, by_age=config.score_by_age
         )
-        self.kernels = choose_kernels(vllm_config, kv_cache_spec, device)
+        self.kernels = choose_kernels(vllm_config, kv_cache_spec, device, config.kernels)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
