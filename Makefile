@@ -7,10 +7,10 @@ KERNELS := vllm_h2o/kernels/cpu
 LIBRARIES := $(KERNELS)/h2o_portable.so
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native demo test lint clean
+.PHONY: help venv native demo test bench-quality lint clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## set up .venv: vLLM for CPUs, this plugin, the tools (Python 3.11)
 
@@ -21,6 +21,11 @@ demo: $(STAMP)  ## run the demonstration on a small real model
 
 test: lint $(LIBRARIES)  ## lint, then all tests
 	@$(BIN)/python -m pytest
+
+bench-quality: $(STAMP)  ## what a budget costs: table, CSV and chart (40 minutes on two cores)
+	@$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	@VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.quality \
+	    --csv benchmarks/results/quality.csv --chart benchmarks/results/quality.svg
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

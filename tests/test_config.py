@@ -62,8 +62,8 @@ def test_budget_too_small(options: dict[str, Any], least: int, num_sinks: int) -
     """Sinks, one recent token if any and the next token have room, or it is said what they need."""
     assert refusal(**options) == (
         f"kv-policy: asked: budget={options['budget']!r}; is: that many slots; "
-        f"why not: {num_sinks} sinks, the recent window and the next token need {least}; "
-        f"what to do: give a budget of at least {least}, or fewer num_sink_tokens."
+        f"why not: {num_sinks} first tokens, the recent window and the next token need {least}; "
+        f"what to do: give a budget of at least {least}, or fewer sinks."
     )
     assert KVPolicyConfig(**{**options, "budget": least}).budget == least
     assert KVPolicyConfig(**{**options, "min_budget": least}).min_budget == least
@@ -76,8 +76,8 @@ def test_share_too_small() -> None:
         config.resolve(max_model_len=128, block_size=16)
     assert str(caught.value) == (
         "kv-policy: asked: budget=0.01; is: that is 2 slots of max_model_len=128; "
-        "why not: 4 sinks, the recent window and the next token need 6; "
-        "what to do: give a budget of at least 6, or fewer num_sink_tokens."
+        "why not: 4 first tokens, the recent window and the next token need 6; "
+        "what to do: give a budget of at least 6, or fewer sinks."
     )
     assert config.resolve(1024, 16).capacity == 16
 
@@ -86,8 +86,8 @@ def test_share_too_small() -> None:
 def test_unknown_policy(policy: str, suggestion: str) -> None:
     """A misspelt policy is met with the list and the nearest name."""
     expected = (
-        f"kv-policy: asked: policy {policy!r}; is: the policies are h2o, streaming, local, random, "
-        "full; why not: there is no policy of that name; "
+        f"kv-policy: asked: policy {policy!r}; is: the policies are h2o, h2o_mean, streaming, "
+        "local, random, full; why not: there is no policy of that name; "
         f"what to do: did you mean {suggestion!r}?."
     )
     assert refusal(name=policy) == refusal(policy, None) == expected
@@ -112,11 +112,7 @@ def test_unknown_key() -> None:
 @pytest.mark.parametrize(
     ("field", "planned", "works"),
     [
-        ("budget_basis", "prompt", "max_model_len"),
-        ("budget_basis", "request", "max_model_len"),
         ("granularity", "block", "token"),
-        ("prefill", "chunked", "full"),
-        ("score", "sum_squares", "sum"),
     ],
 )
 def test_choices(field: str, planned: str, works: Any) -> None:
@@ -131,7 +127,10 @@ def test_choices(field: str, planned: str, works: Any) -> None:
     assert KVPolicyConfig(**{field: works}) == KVPolicyConfig()
 
 
-@pytest.mark.parametrize("field", ["min_budget", "num_sink_tokens", "seed"])
+@pytest.mark.parametrize(
+    "field",
+    ["min_budget", "num_sink_tokens", "protect_prompt_tokens", "score_skip_recent", "seed"],
+)
 @pytest.mark.parametrize("value", [-1, 1.0, True, "many", 2**63])
 def test_counts(field: str, value: Any) -> None:
     """Counts are whole numbers."""

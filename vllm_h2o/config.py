@@ -11,18 +11,28 @@ from fractions import Fraction
 from typing import Any
 
 from vllm_h2o.errors import ConfigError
-from vllm_h2o.policy import POLICIES, Budget, Policy, split_budget
+from vllm_h2o.policy import POLICIES, Budget, Policy, ScoreKind, split_budget
 from vllm_h2o.policy.budget import minimum_slots
 
 ADDITIONAL_CONFIG_KEY = "kv_policy"
 
 _CHOICES = {
-    "budget_basis": (("max_model_len",), ("prompt", "request")),
+    "budget_basis": (("max_model_len", "prompt", "request"), ()),
     "granularity": (("token",), ("block",)),
-    "prefill": (("full",), ("chunked",)),
-    "score": (("sum",), ("sum_squares",)),
+    "prefill": (("full", "window", "chunked"), ()),
+    "score": (("sum", "sum_squares", "mean", "mean_squares"), ()),
 }
 """Field -> (values that work, values that are known and not yet built)."""
+
+_COUNTS = (
+    "min_budget",
+    "num_sink_tokens",
+    "protect_prompt_tokens",
+    "observation_window",
+    "score_skip_recent",
+    "seed",
+)
+"""Fields that are whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +40,24 @@ class KVPolicyConfig:
     """What a user may set.
 
     Args:
-        name: policy: h2o, streaming, local, random or full.
+        name: policy: h2o, h2o_mean, streaming, local, random or full.
         budget: tokens a sequence may hold. An int is that many slots; a float in (0, 1] is that
             share of ``budget_basis``. Rounded up to whole pages.
-        budget_basis: what a share is a share of: ``max_model_len``.
+        budget_basis: what a share is a share of: ``max_model_len``, a request's ``prompt``, or the
+            ``request``, which is its prompt and its max_tokens.
         min_budget: fewest slots, whatever the share comes to.
         recent_ratio: share of the budget, beyond the sinks, that is the recent window, in [0, 1].
         num_sink_tokens: first tokens that are never evicted; None is the policy's own default.
+        protect_prompt_tokens: first tokens of a prompt that are never evicted; those of a shorter
+            prompt all.
         granularity: what is evicted at a time: ``token``.
-        prefill: when a prompt is evicted from: ``full``, once, at its end.
-        score: what accumulates: ``sum`` of probabilities.
+        prefill: when a prompt is evicted from: ``full``, once, at its end; ``window``, likewise,
+            scored by its last queries alone; ``chunked``, after each chunk of it.
+        observation_window: those last queries.
+        score: what ranks: the ``sum`` of probabilities or ``sum_squares``; ``mean`` and
+            ``mean_squares`` divide them by the queries since the token was stored; None is the
+            policy's own default.
+        score_skip_recent: a query scores tokens that are at least so many positions older.
         seed: of the ``random`` policy, for requests that bring no seed of their own.
 
     Raises:
@@ -53,15 +71,18 @@ class KVPolicyConfig:
     min_budget: int = 0
     recent_ratio: float = 0.5
     num_sink_tokens: int | None = None
+    protect_prompt_tokens: int = 0
     granularity: str = "token"
     prefill: str = "full"
-    score: str = "sum"
+    observation_window: int = 32
+    score: str | None = None
+    score_skip_recent: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
         self._check_name()
         self._check_budget()
-        for field in ("min_budget", "num_sink_tokens", "seed"):
+        for field in _COUNTS:
             self._check_count(field)
         if not _is_number(self.recent_ratio) or not 0 <= self.recent_ratio <= 1:
             raise ConfigError(
@@ -73,6 +94,7 @@ class KVPolicyConfig:
         for field, (works, planned) in _CHOICES.items():
             self._check_choice(field, works, planned)
         self._check_unread()
+        self._check_together()
         self._check_size()
 
     @property
@@ -82,10 +104,24 @@ class KVPolicyConfig:
 
     @property
     def num_sinks(self) -> int:
-        """Sinks, with the policy's default filled in."""
-        if self.num_sink_tokens is not None:
-            return self.num_sink_tokens
-        return self.policy.default_num_sink_tokens
+        """First tokens that are never evicted, of a prompt that is long enough."""
+        return max(self._own_sinks, self.protect_prompt_tokens)
+
+    @property
+    def score_power(self) -> int:
+        """Of the probabilities that are added to scores; 0 where attention adds nothing."""
+        if self.policy.score is not ScoreKind.SUM:
+            return 0
+        return 2 if self._own_score.endswith("_squares") else 1
+
+    @property
+    def score_by_age(self) -> bool:
+        """Whether scores are ranked as means over the queries since a token was stored."""
+        return self._own_score.startswith("mean")
+
+    @property
+    def _own_score(self) -> str:
+        return self.policy.default_score if self.score is None else self.score
 
     @property
     def effective_recent_ratio(self) -> float:
@@ -93,7 +129,7 @@ class KVPolicyConfig:
         return self.recent_ratio if self.policy.keeps_heavy else 1.0
 
     def resolve(self, max_model_len: int, block_size: int) -> Budget:
-        """The budget in slots.
+        """The budget in slots: of the longest sequence, where it depends on the request.
 
         Args:
             max_model_len: longest sequence, in tokens.
@@ -103,15 +139,46 @@ class KVPolicyConfig:
             ConfigError: when a share comes to fewer slots than sinks + recent + 1.
 
         """
-        slots = max_model_len
-        if self.policy.evicts:
-            # As it is written: in floating point, 0.07 of 1600 is a hair, and so a page, above 112.
-            written = Fraction(str(self.budget))
-            share = isinstance(self.budget, float)
-            slots = math.ceil(written * max_model_len if share else written)
-            slots = min(max(slots, self.min_budget), max_model_len)
+        slots = self._slots(max_model_len, max_model_len)
         self._check_slots(slots, f"that is {slots} slots of max_model_len={max_model_len}")
         return split_budget(slots, block_size, self.effective_recent_ratio, self.num_sinks)
+
+    def resolve_request(
+        self, max_model_len: int, block_size: int, prompt_len: int, max_tokens: int
+    ) -> Budget | None:
+        """The budget of one request; None where it is that of every request.
+
+        A share that comes to less than sinks, a recent token and the next one is lifted to that.
+
+        Args:
+            max_model_len: longest sequence, in tokens.
+            block_size: slots of a page.
+            prompt_len: tokens of the prompt.
+            max_tokens: most tokens that follow.
+
+        """
+        num_sinks = max(self._own_sinks, min(self.protect_prompt_tokens, prompt_len))
+        if self.budget_basis == "max_model_len" and num_sinks == self.num_sinks:
+            return None
+        whole = {"prompt": prompt_len, "request": prompt_len + max_tokens}
+        slots = self._slots(whole.get(self.budget_basis, max_model_len), max_model_len)
+        slots = max(slots, minimum_slots(self.effective_recent_ratio, num_sinks))
+        return split_budget(slots, block_size, self.effective_recent_ratio, num_sinks)
+
+    def _slots(self, whole: int, max_model_len: int) -> int:
+        """What the budget comes to, as a share of ``whole`` or as it stands."""
+        if not self.policy.evicts:
+            return max_model_len
+        # As it is written: in floating point, 0.07 of 1600 is a hair, and so a page, above 112.
+        written = Fraction(str(self.budget))
+        slots = math.ceil(written * whole if isinstance(self.budget, float) else written)
+        return min(max(slots, self.min_budget), max_model_len)
+
+    @property
+    def _own_sinks(self) -> int:
+        if self.num_sink_tokens is not None:
+            return self.num_sink_tokens
+        return self.policy.default_num_sink_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """The plain form that ``additional_config`` carries."""
@@ -208,7 +275,7 @@ class KVPolicyConfig:
 
     def _check_choice(self, field: str, works: tuple[str, ...], planned: tuple[str, ...]) -> None:
         value = getattr(self, field)
-        if value in works:
+        if value in works or (field == "score" and value is None):
             return
         known = value in planned
         raise ConfigError(
@@ -230,6 +297,39 @@ class KVPolicyConfig:
                 f"leave {field.name} out, or choose another policy",
             )
 
+    def _check_together(self) -> None:
+        fixed = isinstance(self.budget, int) and self.budget_basis != type(self).budget_basis
+        unseen = self.prefill == "window" and self.policy.score is not ScoreKind.SUM
+        window = self.observation_window
+        for refused, asked, found, remedy in (
+            (
+                fixed,
+                f"budget_basis={self.budget_basis!r}",
+                f"budget={self.budget!r} is a number of slots, a share of nothing",
+                "give a share, such as 0.2, or leave budget_basis out",
+            ),
+            (
+                unseen,
+                f"prefill='window' with policy {self.name!r}",
+                f"{self.name!r} does not rank tokens by attention",
+                "leave prefill out, or choose another policy",
+            ),
+            (
+                self.prefill != "window" and window != type(self).observation_window,
+                f"observation_window={window!r}",
+                f"prefill={self.prefill!r} lets every query of a prompt score",
+                "add prefill='window', or leave observation_window out",
+            ),
+            (
+                self.prefill == "window" and window == 0,
+                "observation_window=0",
+                "no query of a prompt would score",
+                "give at least 1",
+            ),
+        ):
+            if refused:
+                raise ConfigError(asked, found, "it would be a silent no-op", remedy)
+
     def _check_size(self) -> None:
         if not self.policy.evicts:
             if not isinstance(self.budget, float) or self.budget not in (1.0, type(self).budget):
@@ -249,8 +349,8 @@ class KVPolicyConfig:
             raise ConfigError(
                 f"budget={self.budget!r}",
                 meaning,
-                f"{self.num_sinks} sinks, the recent window and the next token need {least}",
-                f"give a budget of at least {least}, or fewer num_sink_tokens",
+                f"{self.num_sinks} first tokens, the recent window and the next token need {least}",
+                f"give a budget of at least {least}, or fewer sinks",
             )
 
 

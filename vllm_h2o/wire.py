@@ -18,13 +18,14 @@ class RequestPlan:
         logical_start: tokens computed before this step; the position of the first new token.
         num_new: tokens computed in this step; one past the prompt.
         in_prompt: whether the new tokens belong to the prompt (of a resumed request: to what is
-            computed again), which is kept whole until its last token is computed.
+            computed again), within which a token takes a slot of its own.
         resident_start: slots in use before this step; never above ``capacity`` outside the prompt.
         capacity: slots the request may hold after its prompt, C.
         keep_after: tokens that survive this step; 0 means that nothing is packed.
         num_recent: most recent positions that are never victims.
         num_sinks: first positions that are never victims.
         seed: of the ``random`` policy.
+        scores_from: position from which on queries add to scores.
 
     """
 
@@ -37,6 +38,7 @@ class RequestPlan:
     num_recent: int
     num_sinks: int
     seed: int
+    scores_from: int = 0
 
     @property
     def logical_end(self) -> int:
@@ -55,7 +57,7 @@ class RequestPlan:
 
     @property
     def held_end(self) -> int:
-        """Slots whose pages stay held after this step; once packed, no page is added."""
+        """Slots whose pages stay held after this step, be it the prompt's last or a later one."""
         return self.capacity if self.keep_after else self.attended
 
     @property

@@ -57,9 +57,9 @@ def check_kernels(device: torch.device, sizes: Sequence[kernels.Size]) -> Iterat
 def tokens_of(*options: str, **environment: str) -> list[list[int]]:
     """Of one engine, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.gpu.engine", *options]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
-    )
+    # An interpreter of Triton is for the kernels' check alone.
+    environment = {**os.environ, **environment, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command} failed:\n{done.stderr[-4000:]}")
     return list(json.loads(done.stdout.splitlines()[-1]))

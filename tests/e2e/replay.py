@@ -114,7 +114,15 @@ class Replay:
         if plan.logical_start == 0:
             strip = Strip.empty(impl.head_size, torch.float64)
             limits = (plan.capacity, plan.num_recent, plan.num_sinks, impl.scale)
-            self.heads[where] = Head(strip, *limits, accumulate=metadata.scoring.power > 0)
+            scoring = metadata.scoring
+            self.heads[where] = Head(
+                strip,
+                *limits,
+                power=scoring.power,
+                skip_recent=scoring.skip_recent,
+                packs_chunks=self.scheduler.ledger.packs_chunks,
+                by_age=scoring.by_age,
+            )
         scores = None
         if impl.draws:
             layer = extract_layer_index(layer_name)
@@ -124,7 +132,12 @@ class Replay:
         prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
         ends_prompt = plan.in_prompt and plan.logical_end == prompt_len
         return self.heads[where].step(
-            grouped[:, head], key[:, head].double(), value[:, head].double(), ends_prompt, scores
+            grouped[:, head],
+            key[:, head].double(),
+            value[:, head].double(),
+            ends_prompt,
+            scores,
+            plan.scores_from,
         )
 
     def _compare(
@@ -147,7 +160,8 @@ class Replay:
         if int(head.strip.position[head.victim]) == position:
             return
         chosen = head.strip.position.tolist().index(position)
-        lowest, other = float(head.strip.score[head.victim]), float(head.strip.score[chosen])
+        ranks = head.strip.ranks(head.logical_len, head.by_age)
+        lowest, other = float(ranks[head.victim]), float(ranks[chosen])
         assert abs(other - lowest) <= TIE * abs(lowest), (where, lowest, other)
         self.num_ties += 1
         head.victim = chosen

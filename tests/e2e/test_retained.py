@@ -81,6 +81,27 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
             assert retained == window
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": "sum_squares", "score_skip_recent": 3},
+        {"score": "mean", "num_sink_tokens": 2},
+        {"score": "mean_squares", "prefill": "window", "observation_window": 20},
+        {"prefill": "chunked", "protect_prompt_tokens": 7},
+        {"budget": 0.5, "budget_basis": "prompt"},
+        {"budget": 0.4, "budget_basis": "request", "min_budget": 32, "score": "mean"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_the_other_options(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other scores, other queries that score, prompts in chunks, budgets of requests."""
+    prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
+    model, options = tiny_llama(tmp_path, 6, 2), {"budget": 32, **options}
+    follow(monkeypatch, model, "h2o", options, prompts, block_size=16, max_num_batched_tokens=40)
+
+
 def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model: 30 layers, 3 KV heads, GQA 3."""
     model = smollm2()

@@ -60,6 +60,8 @@ class Life:
         num_decodes: tokens after the prompt.
         seed: of the ``random`` policy.
         sharpness: factor of the queries: how unequal probabilities are.
+        packs_chunks: whether survivors are packed after each chunk.
+        observation_window: queries of the prompt that score; 0: all of them.
 
     """
 
@@ -69,6 +71,8 @@ class Life:
     num_decodes: int
     seed: int = 0
     sharpness: float = 2.0
+    packs_chunks: bool = False
+    observation_window: int = 0
     num_computed: int = 0
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False, repr=False)
 
@@ -94,7 +98,12 @@ class Life:
         sizes = [(self.num_left, num, shape.head_size) for num in heads]
         query, key, value = (torch.randn(size, generator=draw).to(shape.dtype) for size in sizes)
         self.inputs = (query * self.sharpness, key, value)
-        self.ledger = Ledger(self.budget, shape.block_size)
+        self.ledger = Ledger(
+            self.budget,
+            shape.block_size,
+            packs_chunks=self.packs_chunks,
+            observation_window=self.observation_window,
+        )
 
     def tokens(self, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v of the plan's tokens."""
@@ -115,10 +124,10 @@ class Life:
 
 
 @lru_cache
-def vllm_config(policy: str) -> VllmConfig:
+def vllm_config(policy: str, options: tuple[tuple[str, object], ...] = ()) -> VllmConfig:
     """A config without a model, with the policy and the policy's worker."""
     return VllmConfig(
-        additional_config={"kv_policy": {"name": policy}},
+        additional_config={"kv_policy": {"name": policy, **dict(options)}},
         parallel_config=ParallelConfig(worker_cls=WORKER),
     )
 
@@ -139,7 +148,9 @@ def common_metadata(lengths: Sequence[int], table: torch.Tensor) -> CommonAttent
     )
 
 
-def builder(shape: Shape, policy: str) -> HeavyHitterMetadataBuilder:
+def builder(
+    shape: Shape, policy: str, options: tuple[tuple[str, object], ...] = ()
+) -> HeavyHitterMetadataBuilder:
     """The real one."""
     stock = FullAttentionSpec(
         block_size=shape.block_size,
@@ -148,7 +159,8 @@ def builder(shape: Shape, policy: str) -> HeavyHitterMetadataBuilder:
         dtype=shape.dtype,
     )
     spec = HeavyHitterSpec.of(stock)
-    return HeavyHitterMetadataBuilder(spec, ["layer"], vllm_config(policy), torch.device("cpu"))
+    config = vllm_config(policy, options)
+    return HeavyHitterMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
 
 
 def empty_cache(shape: Shape, num_blocks: int) -> torch.Tensor:
@@ -171,6 +183,7 @@ class Layer:
         seed: of page order, row order and poison.
         extra_pages: width by which block tables of decoding requests are widened.
         kernels: what computes; the builder's own choice when None.
+        options: of the policy.
 
     """
 
@@ -182,12 +195,13 @@ class Layer:
         seed: int = 0,
         extra_pages: int = 0,
         kernels: Kernels | None = None,
+        options: tuple[tuple[str, object], ...] = (),
     ) -> None:
         self.shape, self.extra_pages = shape, extra_pages
         self.random = random.Random(seed)
-        self.builder = builder(shape, policy)
+        self.builder = builder(shape, policy, options)
         self.builder.kernels = kernels or self.builder.kernels
-        self.config = vllm_config(policy)
+        self.config = vllm_config(policy, options)
         with set_current_vllm_config(self.config):
             num_heads = shape.num_kv_heads * shape.group
             self.impl = HeavyHitterImpl(num_heads, shape.head_size, shape.scale, shape.num_kv_heads)

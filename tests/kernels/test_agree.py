@@ -11,6 +11,7 @@ import torch
 
 from tests.kernels.harness import Shape, empty_cache
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.cpu import native
 from vllm_h2o.kernels.cpu.eager import TorchKernels
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.page import Page
@@ -25,7 +26,15 @@ def on_triton(shape: Shape) -> Kernels:
     return TritonKernels(torch.device("cpu"), 8, num_heads, shape.num_kv_heads, shape.head_size)
 
 
-KERNELS: dict[str, Callable[[Shape], Kernels]] = {"triton": on_triton}
+def native_variant(variant: str) -> Callable[[Shape], Kernels]:
+    """One of the builds for this processor."""
+    return lambda shape: native.load(variant)
+
+
+KERNELS: dict[str, Callable[[Shape], Kernels]] = {
+    "triton": on_triton,
+    **{variant: native_variant(variant) for variant in native.available()},
+}
 SCORINGS = [
     Scoring(),
     Scoring(power=0),

@@ -69,10 +69,10 @@ def run(head: Head, inputs: Inputs, chunks: Sequence[int]) -> tuple[torch.Tensor
     return torch.cat(outputs), held
 
 
-def head(capacity: int, num_recent: int, num_sinks: int = 0, accumulate: bool = True) -> Head:
+def head(capacity: int, num_recent: int, num_sinks: int = 0, power: int = 1) -> Head:
     """An empty float64 head."""
     strip = Strip.empty(HEAD_SIZE, torch.float64)
-    return Head(strip, capacity, num_recent, num_sinks, SCALE, accumulate)
+    return Head(strip, capacity, num_recent, num_sinks, SCALE, power)
 
 
 def causal(num_tokens: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_no_heavy_hitters_is_a_window(num_sinks: int, name: str) -> None:
     """With H = 0 a token sees the sinks, the R before it and itself, like torch under that mask."""
     capacity, prompt, num_tokens = 12, 15, 50
     num_recent = capacity - 1 - num_sinks
-    inputs, one = Inputs.draw(num_tokens), head(capacity, num_recent, num_sinks, accumulate=False)
+    inputs, one = Inputs.draw(num_tokens), head(capacity, num_recent, num_sinks, power=0)
     outputs, held = run(one, inputs, [prompt])
     query, key = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)
     window = (key >= query - num_recent) | (key < num_sinks) | (query < prompt)
@@ -278,7 +278,7 @@ def test_group_is_summed() -> None:
 def test_scores_can_be_left_alone() -> None:
     """Without accumulation attention is the same, and first scores stay."""
     inputs = Inputs.draw(6)
-    one, other = head(20, 4, accumulate=False), head(20, 4)
+    one, other = head(20, 4, power=0), head(20, 4)
     first = [0.5, 0.25, 0.125, 0.0, 1.0, 2.0]
     outputs = one.step(inputs.query, inputs.key, inputs.value, True, first)
     close(outputs, other.step(inputs.query, inputs.key, inputs.value, True))

@@ -67,7 +67,10 @@ class Truth:
                 num_recent=budget.num_recent,
                 num_sinks=budget.num_sinks,
                 scale=shape.scale,
-                accumulate=POLICIES[self.policy].score is ScoreKind.SUM,
+                power=self.layer.builder.scoring.power,
+                skip_recent=self.layer.builder.scoring.skip_recent,
+                packs_chunks=life.ledger.packs_chunks,
+                by_age=self.layer.builder.scoring.by_age,
             )
             for _ in range(shape.num_kv_heads)
         ]
@@ -83,9 +86,9 @@ class Truth:
         victims = self.layer.victims(name)
         for h, head in enumerate(self.heads[name]):
             of_group = slice(h * group, (h + 1) * group)
-            expected = head.step(
-                query[:, of_group], key[:, h], value[:, h], ends_prompt, self._scores(plan, h)
-            )
+            tokens = (query[:, of_group], key[:, h], value[:, h])
+            scores = self._scores(plan, h)
+            expected = head.step(*tokens, ends_prompt, scores, plan.scores_from)
             same(output[:, of_group], expected, self.output_atol, f"{name}, head {h}: outputs")
             strip = Strip(*(view[h].double() for view in held[:3]), held[3][h].long())
             if plan.keep_after:
@@ -107,7 +110,7 @@ class Truth:
         ours = ~torch.isin(strip.position, head.strip.position)
         theirs = ~torch.isin(head.strip.position, strip.position)
         if ours.any():
-            near(strip.score[ours], head.strip.score[theirs])
+            near(ranks(head, strip)[ours], ranks(head, head.strip)[theirs])
             self.ranking.num_near_ties += 1
             head.strip = strip
 
@@ -121,9 +124,15 @@ class Truth:
             low, high = (head.strip.position[s] for s in (ours, head.victim))
             recent_from = head.logical_len - head.num_recent
             assert head.num_sinks <= min(low, high) and max(low, high) < recent_from
-            near(head.strip.score[ours, None], head.strip.score[head.victim, None])
+            ranked = ranks(head, head.strip)
+            near(ranked[ours, None], ranked[head.victim, None])
             self.ranking.num_near_ties += 1
             head.victim = ours
+
+
+def ranks(head: Head, strip: Strip) -> torch.Tensor:
+    """[L]: what the head compares, of a strip of its tokens."""
+    return strip.ranks(head.logical_len, head.by_age)
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, atol: float, what: str) -> None:

@@ -38,7 +38,12 @@ _MODELS = tempfile.TemporaryDirectory(prefix="vllm-h2o-test-")  # gone when the 
 
 @lru_cache
 def vllm_config(
-    budget: int, max_batched: int, max_seqs: int, policy: str, async_scheduling: bool
+    budget: float,
+    max_batched: int,
+    max_seqs: int,
+    policy: str,
+    async_scheduling: bool,
+    options: tuple[tuple[str, object], ...] = (),
 ) -> VllmConfig:
     """A real config of a tiny model with the policy on."""
     config = engine_config(
@@ -47,7 +52,7 @@ def vllm_config(
         max_num_batched_tokens=max_batched,
         max_num_seqs=max_seqs,
         scheduling_policy=policy,
-        additional_config={"kv_policy": {"name": "h2o", "budget": budget}},
+        additional_config={"kv_policy": {"name": "h2o", "budget": budget, **dict(options)}},
     )
     config.scheduler_config.async_scheduling = async_scheduling  # the CPU platform forces it off
     return config
@@ -207,6 +212,7 @@ class Simulation:
         self.count["chunk"] += sum(p.in_prompt and p.logical_start > 0 for p in plans)
         self.count["decode"] += sum(not p.in_prompt for p in plans)
         self.count["pack"] += sum(p.keep_after > 0 for p in plans)
+        self.count["pack within a prompt"] += self._num_packed_within_a_prompt(output)
         self.peak_held = max(self.peak_held, self.num_total - self.num_free)
         self.pool.execute(output)
         self.in_flight.append((output, self._sample(output)))
@@ -234,6 +240,11 @@ class Simulation:
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=[[self._token()] if samples else [] for samples in done],
         )
+
+    def _num_packed_within_a_prompt(self, output: SchedulerOutput) -> int:
+        ends = self.scheduler.ledger.residencies
+        plans = output.residency_plan.requests.items()
+        return sum(p.keep_after > 0 and p.logical_end < ends[i].prompt_end for i, p in plans)
 
     def _token(self) -> int:
         return STOP if self.random.random() < self.stop_rate else 7

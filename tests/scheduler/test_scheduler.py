@@ -11,6 +11,15 @@ from hypothesis import strategies as st
 from tests.scheduler.harness import BLOCK_SIZE, MAX_MODEL_LEN, Simulation, vllm_config
 
 BUDGET = 12
+OPTIONS = (
+    (),
+    (("prefill", "chunked"),),
+    (("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 9)),
+    (("prefill", "chunked"), ("protect_prompt_tokens", 6)),
+)
+"""Beside a budget in slots."""
+SHARES = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))
+"""Budgets that depend on the request."""
 PAGES_AT_CAPACITY = BUDGET // BLOCK_SIZE
 
 operations = st.lists(
@@ -35,6 +44,8 @@ totals: Counter[str] = Counter()
 @given(
     ops=operations,
     budget=st.sampled_from([BUDGET, 32, 64]),
+    options=st.sampled_from(OPTIONS),
+    share=st.sampled_from([None, None, *SHARES]),
     max_batched=st.sampled_from([8, 20, 64]),
     num_pages=st.integers(16, 26),
     block_size=st.sampled_from([1, 4, 8]),
@@ -46,6 +57,8 @@ totals: Counter[str] = Counter()
 def test_no_page_is_lost_shared_or_freed_twice(
     ops: list[tuple],
     budget: int,
+    options: tuple[tuple[str, object], ...],
+    share: tuple[str, float] | None,
     max_batched: int,
     num_pages: int,
     block_size: int,
@@ -55,7 +68,9 @@ def test_no_page_is_lost_shared_or_freed_twice(
     seed: int,
 ) -> None:
     """Admit, chunk, decode, preempt, resume, abort, finish in any order, async or not."""
-    config = vllm_config(budget, max_batched, 8, policy, async_scheduling=depth == 2)
+    if share is not None:
+        options = (*options, ("budget_basis", share[0]))
+    config = vllm_config(share[1] if share else budget, max_batched, 8, policy, depth == 2, options)
     simulation = Simulation(config, 1 + num_pages * 4 // block_size, depth, seed, block_size)
     simulation.stop_rate = stop_rate
     for op in ops:
@@ -82,7 +97,7 @@ def test_the_schedules_covered_every_transition() -> None:
     if not totals:
         pytest.skip("runs after the random schedules")
     events = "add chunk decode preempt resume abort finish pack evict reset"
-    for event in events.split():
+    for event in (*events.split(), "pack within a prompt"):
         assert totals[event] >= 100, (event, totals)
 
 
@@ -172,3 +187,62 @@ def test_lengths_outlive_nothing() -> None:
         simulation.step()
     simulation.abort([full])
     assert simulation.num_free == simulation.num_total
+
+
+def test_a_prompt_of_three_times_the_pool() -> None:
+    """Packed after each chunk, a request holds C - 1 tokens and a chunk at the most."""
+    config = vllm_config(BUDGET, 8, 8, "fcfs", False, (("prefill", "chunked"),))
+    num_pages = -(-(BUDGET - 1 + 8) // BLOCK_SIZE)
+    simulation = Simulation(config, 1 + num_pages, depth=1)
+    request = simulation.add(prompt_len=60, max_tokens=4)
+    assert 3 * num_pages * BLOCK_SIZE == 60
+    held = []
+    while not simulation.count["finish"]:
+        simulation.step()
+        held.append(simulation.pages_of(request))
+    assert held[:8] == [2, 4] + [num_pages] * 6
+    assert held[8:-1] == [PAGES_AT_CAPACITY] * len(held[8:-1])
+    assert simulation.count["preempt"] == 0
+    assert simulation.num_free == simulation.num_total
+
+
+@pytest.mark.parametrize(("options", "most"), [((), 64), ((("prefill", "chunked"),), 19)])
+def test_the_memory_that_one_longest_request_needs(options: tuple, most: int) -> None:
+    """vLLM refuses to start with less: a whole prompt, or what is left of it and one chunk."""
+    config = vllm_config(BUDGET, 8, 8, "fcfs", False, options)
+    spec = Simulation(config, 40, depth=1).scheduler.manager.kv_cache_spec
+    pages = -(-most // BLOCK_SIZE)
+    assert spec.max_memory_usage_bytes(config) == pages * spec.page_size_bytes
+
+
+@pytest.mark.parametrize(
+    ("basis", "prompt_len", "max_tokens", "capacity"),
+    [("prompt", 40, 20, 20), ("request", 20, 20, 20), ("prompt", 3, 20, 4), ("prompt", 4, 50, 4)],
+)
+def test_a_budget_of_the_request_itself(
+    basis: str, prompt_len: int, max_tokens: int, capacity: int
+) -> None:
+    """Half of its prompt, or of its prompt and what may follow; a resumed request keeps it."""
+    config = vllm_config(0.5, 64, 8, "fcfs", False, (("budget_basis", basis),))
+    simulation = Simulation(config, 40, depth=1)
+    request = simulation.add(prompt_len, max_tokens)
+    for _ in range(12):
+        simulation.step()
+    residencies = simulation.scheduler.ledger.residencies
+    assert residencies[request].budget.capacity == capacity
+    assert simulation.pages_of(request) <= capacity // BLOCK_SIZE
+    simulation.reset()
+    for _ in range(3):
+        simulation.step()
+    assert residencies[request].budget.capacity == capacity
+    assert residencies[request].prompt_end > prompt_len
+
+
+@pytest.mark.parametrize(("prompt_len", "num_sinks"), [(40, 8), (5, 5), (2, 2)])
+def test_protected_prompt_tokens(prompt_len: int, num_sinks: int) -> None:
+    """Those of a shorter prompt all, and none of what follows it."""
+    config = vllm_config(BUDGET, 64, 8, "fcfs", False, (("protect_prompt_tokens", 8),))
+    simulation = Simulation(config, 40, depth=1)
+    request = simulation.add(prompt_len, 20)
+    plan = simulation.step().residency_plan.requests[request]
+    assert (plan.num_sinks, plan.capacity) == (num_sinks, BUDGET)

@@ -12,6 +12,7 @@ from tests.kernels.harness import Shape, builder, common_metadata, empty_cache
 from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch
+from vllm_h2o.kernels.cpu.eager import TorchKernels
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.metadata import (
     MAX_BATCH_ELEMENTS,
@@ -50,7 +51,14 @@ def build(
     lengths = [PLANS[name].num_new for name in names] + [0] * num_padding
     with publish(Step(ResidencyPlan(plans), lambda _: names)):
         common = common_metadata(lengths, TABLE[rows])
-        return (made or builder(SHAPE, "h2o")).build(0, common)
+        return (made or gathered()).build(0, common)
+
+
+def gathered() -> HeavyHitterMetadataBuilder:
+    """A builder for kernels that copy K of a whole batch."""
+    made = builder(SHAPE, "h2o")
+    made.kernels = TorchKernels()
+    return made
 
 
 def in_place() -> HeavyHitterMetadataBuilder:
@@ -90,8 +98,8 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("make", [in_place, lambda: None], ids=["in place", "gathered"])
-def test_decodes_together(make: Callable[[], HeavyHitterMetadataBuilder | None]) -> None:
+@pytest.mark.parametrize("make", [in_place, gathered], ids=["in place", "gathered"])
+def test_decodes_together(make: Callable[[], HeavyHitterMetadataBuilder]) -> None:
     """Requests with one new token share one batch, in order of rows."""
     (batch,) = build(list(PLANS), made=make()).decodes
     assert batch.table[:, :2].tolist() == [[9, 3], [8, 2], [11, 10]]
@@ -104,7 +112,7 @@ def test_one_token_of_a_prompt() -> None:
     """It is a decode that neither overwrites nor selects, so that a graph may hold it."""
     plan = RequestPlan(40, 1, True, 40, 32, 31, 10, 2, 9)
     with publish(step := Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
-        metadata = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[2:3]))
+        metadata = gathered().build(0, common_metadata([1], TABLE[2:3]))
     orders = orders_of(metadata.decodes[0])
     assert (orders["attended"], orders["overwrites"], orders["selects"]) == ([41], [0], [0])
     assert metadata.prompts == [] and len(step.afterwards) == 1
@@ -185,7 +193,7 @@ def test_a_page_more_at_its_first_slot() -> None:
     for resident, pages in ((15, [5]), (16, [5, 6]), (31, [5, 6]), (32, [5, 6, 91])):
         plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
         with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
-            (batch,) = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[:1])).decodes
+            (batch,) = gathered().build(0, common_metadata([1], TABLE[:1])).decodes
         assert batch.table.tolist() == [pages]
 
 
@@ -194,7 +202,7 @@ def test_selection_starts_when_full(resident: int, selects: bool) -> None:
     """A victim is chosen from the step on that takes the last slot; before it, none is."""
     plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
     with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
-        (batch,) = builder(SHAPE, "h2o").build(0, common_metadata([1], TABLE[:1])).decodes
+        (batch,) = gathered().build(0, common_metadata([1], TABLE[:1])).decodes
     assert batch.order("selects").tolist() == [selects]
     assert batch.order("overwrites").tolist() == [resident == 48]
 
@@ -202,14 +210,14 @@ def test_selection_starts_when_full(resident: int, selects: bool) -> None:
 def test_no_step_is_empty() -> None:
     """Warm-up, profiling and capture get metadata with which nothing is read or written."""
     with publish(WarmUp()):
-        metadata = builder(SHAPE, "h2o").build(0, common_metadata([3, 1], TABLE[:2]))
+        metadata = gathered().build(0, common_metadata([3, 1], TABLE[:2]))
     assert metadata.decodes == [] and metadata.prompts == []
 
 
 def test_neither_step_nor_warm_up_is_refused() -> None:
     """A real step whose plan got lost on the way must not pass for a warm-up."""
     with pytest.raises(IntegrityError, match="outside a step"):
-        builder(SHAPE, "h2o").build(0, common_metadata([3, 1], TABLE[:2]))
+        gathered().build(0, common_metadata([3, 1], TABLE[:2]))
 
 
 def test_a_long_request_pads_no_short_one() -> None:
@@ -221,9 +229,9 @@ def test_a_long_request_pads_no_short_one() -> None:
     }
     table = torch.arange(6 * 80, dtype=torch.int32).view(6, 80)
     step = Step(ResidencyPlan(plans), lambda _: list(plans))
-    few = builder(SHAPE, "h2o")
+    few = gathered()
     few.page_elements = MAX_BATCH_ELEMENTS // 8
-    for made, tokens in ((builder(SHAPE, "h2o"), [[0, 2], [1], [3, 5], [4]]), (few, None)):
+    for made, tokens in ((gathered(), [[0, 2], [1], [3, 5], [4]]), (few, None)):
         with publish(step):
             batches = made.build(0, common_metadata([1] * 6, table)).decodes
         found = [batch.order("token").tolist() for batch in batches]
@@ -237,7 +245,7 @@ def test_another_batch_is_refused() -> None:
     """A batch that was not planned becomes no tensors."""
     step = Step(ResidencyPlan({"full": PLANS["full"]}), lambda _: ["full"])
     with publish(step), pytest.raises(IntegrityError, match="the plan is for"):
-        builder(SHAPE, "h2o").build(0, common_metadata([2], TABLE[1:2]))
+        gathered().build(0, common_metadata([2], TABLE[1:2]))
 
 
 def test_another_worker_is_refused() -> None:

@@ -17,12 +17,15 @@ class Scoring:
         skip_recent: a query adds to tokens that are at least so many positions older than it; 0
             lets each token's own query count.
         by_page: whether pages are ranked, by the sum of their tokens' scores, and not tokens.
+        by_age: whether a score is ranked as a mean: divided by the number of queries since the
+            token was stored, its own among them.
 
     """
 
     power: int = 1
     skip_recent: int = 0
     by_page: bool = False
+    by_age: bool = False
 
 
 DECODE_ORDERS = (

@@ -32,6 +32,10 @@ class Strip:
     score: torch.Tensor
     position: torch.Tensor
 
+    def ranks(self, logical_len: int, by_age: bool) -> torch.Tensor:
+        """[L]: what is compared: scores, or their means over the queries since a token came."""
+        return self.score / (logical_len - self.position) if by_age else self.score
+
     @classmethod
     def empty(cls, head_size: int, dtype: torch.dtype) -> Strip:
         """A strip without slots."""
@@ -60,16 +64,23 @@ class Strip:
 
 
 def attend_and_score(
-    query: torch.Tensor, strip: Strip, scale: float, accumulate: bool = True
+    query: torch.Tensor,
+    strip: Strip,
+    scale: float,
+    power: int = 1,
+    skip_recent: int = 0,
+    scores_from: int = 0,
 ) -> torch.Tensor:
     """``P = softmax(q K^T * scale + causal); out = P V; score[j] += sum_{queries, group} P[., j]``.
 
     Args:
         query: [T, G, D], of the T newest tokens, whose K and V are in the last T slots (T > 1) or
             in any one slot (T = 1).
-        strip: written: scores, unless ``accumulate`` is False.
+        strip: written: scores, unless ``power`` is 0.
         scale: of the logits.
-        accumulate: whether probabilities are added to the scores.
+        power: of the probabilities that are added; 0 adds nothing.
+        skip_recent: queries add to tokens that are at least so many positions older.
+        scores_from: queries from here on, in [0, T], add to scores.
 
     Returns:
         [T, G, D].
@@ -80,12 +91,17 @@ def attend_and_score(
     last_visible = torch.arange(length - num_queries, length)
     hidden = torch.arange(length)[None, :] > last_visible[:, None]
     probs = torch.softmax(logits.masked_fill(hidden[:, None, :], float("-inf")), dim=-1)
-    if accumulate:
-        strip.score = strip.score + probs.sum(dim=(0, 1)).to(strip.score.dtype)
+    if power:
+        asking = int(strip.position.max()) - torch.arange(num_queries - 1, -1, -1)
+        old = asking[:, None] - strip.position >= skip_recent
+        given = (probs.pow(power) * old[:, None, :])[scores_from:]
+        strip.score = strip.score + given.sum(dim=(0, 1)).to(strip.score.dtype)
     return torch.einsum("tgj,jd->tgd", probs, strip.value)
 
 
-def select_victims(strip: Strip, logical_len: int, num_recent: int, num_sinks: int) -> int:
+def select_victims(
+    strip: Strip, logical_len: int, num_recent: int, num_sinks: int, by_age: bool = False
+) -> int:
     """The slot that the next token takes: the lowest score; of equals, the newest.
 
     Args:
@@ -93,6 +109,7 @@ def select_victims(strip: Strip, logical_len: int, num_recent: int, num_sinks: i
         logical_len: tokens computed so far.
         num_recent: most recent positions that are no candidates.
         num_sinks: first positions that are no candidates.
+        by_age: compare means over the queries since a token was stored.
 
     """
     slots = [
@@ -100,22 +117,29 @@ def select_victims(strip: Strip, logical_len: int, num_recent: int, num_sinks: i
         for slot, position in enumerate(strip.position.tolist())
         if num_sinks <= position < logical_len - num_recent
     ]
-    return min(slots, key=lambda slot: (float(strip.score[slot]), -int(strip.position[slot])))
+    ranks = strip.ranks(logical_len, by_age)
+    return min(slots, key=lambda slot: (float(ranks[slot]), -int(strip.position[slot])))
 
 
 def pack_survivors(
-    strip: Strip, logical_len: int, keep: int, num_recent: int, num_sinks: int
+    strip: Strip,
+    logical_len: int,
+    keep: int,
+    num_recent: int,
+    num_sinks: int,
+    by_age: bool = False,
 ) -> Strip:
     """The ``keep`` tokens that survive the prompt, in order of position.
 
     The recent window and the sinks survive; then the best scores; of equals, the older ones.
     """
     order = sorted(range(len(strip)), key=lambda slot: int(strip.position[slot]))
+    ranks = strip.ranks(logical_len, by_age)
 
     def rank(slot: int) -> tuple[bool, float]:
         position = int(strip.position[slot])
         candidate = num_sinks <= position < logical_len - num_recent
-        return candidate, -float(strip.score[slot]) if candidate else 0.0
+        return candidate, -float(ranks[slot]) if candidate else 0.0
 
     survivors = sorted(sorted(order, key=rank)[:keep], key=lambda slot: int(strip.position[slot]))
     return Strip(
@@ -148,7 +172,10 @@ class Head:
         num_recent: most recent positions kept.
         num_sinks: first positions kept.
         scale: of the logits.
-        accumulate: whether attention adds to scores.
+        power: of the probabilities that are added to scores; 0 adds nothing.
+        skip_recent: queries add to tokens that are at least so many positions older.
+        packs_chunks: whether survivors are packed after every chunk of the prompt, not at its end.
+        by_age: whether scores are compared as means over the queries since a token was stored.
         logical_len: tokens computed so far.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full.
@@ -160,7 +187,10 @@ class Head:
     num_recent: int
     num_sinks: int
     scale: float
-    accumulate: bool = True
+    power: int = 1
+    skip_recent: int = 0
+    packs_chunks: bool = False
+    by_age: bool = False
     logical_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
@@ -172,6 +202,7 @@ class Head:
         value: torch.Tensor,
         ends_prompt: bool = False,
         scores: Sequence[float] | None = None,
+        scores_from: int = 0,
     ) -> torch.Tensor:
         """Compute T tokens: a chunk of the prompt, or one token after it.
 
@@ -181,6 +212,7 @@ class Head:
             value: [T, D].
             ends_prompt: whether the last of them is the last of the prompt.
             scores: [T] first scores; zeros unless given.
+            scores_from: position from which on queries add to scores.
 
         Returns:
             [T, G, D].
@@ -191,11 +223,12 @@ class Head:
             first = 0.0 if scores is None else scores[i]
             self.strip.store(slot, key[i], value[i], self.logical_len, first)
             self.logical_len += 1
-        out = attend_and_score(query, self.strip, self.scale, self.accumulate)
-        limits = (self.num_recent, self.num_sinks)
+        silent = min(max(scores_from - self.logical_len + key.shape[0], 0), key.shape[0])
+        out = attend_and_score(query, self.strip, self.scale, self.power, self.skip_recent, silent)
+        limits = (self.num_recent, self.num_sinks, self.by_age)
         full = len(self.strip) >= self.capacity
         if self.in_prompt:
-            if ends_prompt and full:
+            if full and (ends_prompt or self.packs_chunks):
                 keep = self.capacity - 1
                 self.strip = pack_survivors(self.strip, self.logical_len, keep, *limits)
             self.in_prompt = not ends_prompt

@@ -17,7 +17,16 @@ class ScoreKind(str, Enum):
     """No score: position alone decides."""
 
 
-BUDGET_OPTIONS = frozenset({"budget", "budget_basis", "min_budget", "num_sink_tokens"})
+BUDGET_OPTIONS = frozenset(
+    {
+        "budget",
+        "budget_basis",
+        "min_budget",
+        "num_sink_tokens",
+        "protect_prompt_tokens",
+        "prefill",
+    }
+)
 """What every policy reads that evicts."""
 
 
@@ -32,6 +41,7 @@ class Policy:
         keeps_heavy: whether a share of the budget goes to the best-scored tokens;
             otherwise everything but the sinks is the recent window.
         default_num_sink_tokens: sinks when the user names none.
+        default_score: what accumulates and ranks when the user does not say.
         evicts: False for the policy that keeps every token.
         options: fields of the configuration that it reads; any other would be a silent no-op.
 
@@ -42,5 +52,6 @@ class Policy:
     score: ScoreKind
     keeps_heavy: bool
     default_num_sink_tokens: int = 0
+    default_score: str = "sum"
     evicts: bool = True
     options: frozenset[str] = BUDGET_OPTIONS

@@ -7,5 +7,6 @@ H2O = Policy(
     summary="heavy hitters by accumulated attention + recent tokens (the paper)",
     score=ScoreKind.SUM,
     keeps_heavy=True,
-    options=BUDGET_OPTIONS | {"recent_ratio", "granularity", "prefill", "score"},
+    options=BUDGET_OPTIONS
+    | {"recent_ratio", "granularity", "observation_window", "score", "score_skip_recent"},
 )

@@ -10,7 +10,7 @@ Integers only: no torch, no vLLM. One request in one step::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
@@ -25,8 +25,9 @@ class Residency:
         logical_len: tokens computed.
         resident_len: slots in use.
         held_len: slots whose pages are held.
-        prompt_end: tokens to be computed before the first eviction. For a resumed request this
-            counts what it had generated, too: all of it is computed again.
+        prompt_end: tokens of the prompt. For a resumed request this counts what it had generated,
+            too: all of it is computed again.
+        budget: slots of this request.
 
     """
 
@@ -34,22 +35,34 @@ class Residency:
     resident_len: int
     held_len: int
     prompt_end: int
+    budget: Budget
 
 
 class Ledger:
     """Lengths of all requests that hold pages, and the plan of the step that is being scheduled.
 
     Args:
-        budget: slots of a sequence.
+        budget: slots of a sequence that brings no budget of its own.
         block_size: slots of a page.
         seed: of the ``random`` policy, for requests without one of their own.
+        packs_chunks: whether a prompt is evicted from after each of its chunks, not at its end.
+        observation_window: queries of the prompt that score, the last ones; 0: all of them.
 
     """
 
-    def __init__(self, budget: Budget, block_size: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        block_size: int,
+        seed: int = 0,
+        packs_chunks: bool = False,
+        observation_window: int = 0,
+    ) -> None:
         self.budget = budget
         self.block_size = block_size
         self.seed = seed
+        self.packs_chunks = packs_chunks
+        self.observation_window = observation_window
         self._residencies: dict[str, Residency] = {}
         self._step: dict[str, RequestPlan] = {}
 
@@ -63,7 +76,13 @@ class Ledger:
         return -(-num_slots // self.block_size)
 
     def preview(
-        self, request_id: str, num_computed: int, num_tokens: int, prompt_len: int, seed: int | None
+        self,
+        request_id: str,
+        num_computed: int,
+        num_tokens: int,
+        prompt_len: int,
+        seed: int | None,
+        budget: Budget | None = None,
     ) -> RequestPlan:
         """The plan for computing tokens [num_computed, num_tokens). Changes nothing.
 
@@ -71,15 +90,15 @@ class Ledger:
             request_id: the request.
             num_computed: tokens computed already; must be what the ledger says.
             num_tokens: tokens computed after this step.
-            prompt_len: tokens to be computed before the first eviction; read when the request holds
-                nothing yet.
+            prompt_len: tokens of the prompt; read when the request holds nothing yet.
             seed: the request's own, if it has one.
+            budget: the request's own, if it has one; read when the request holds nothing yet.
 
         Raises:
             IntegrityError: when the lengths contradict each other.
 
         """
-        held = self._residencies.get(request_id) or Residency(0, 0, 0, prompt_len)
+        held = self._residencies.get(request_id) or self._nothing(prompt_len, budget)
         num_new = num_tokens - num_computed
         in_prompt = num_computed < held.prompt_end
         if num_computed != held.logical_len or num_new < 1:
@@ -92,21 +111,26 @@ class Ledger:
                 f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
                 f"prompt at {held.prompt_end}, or are more than one past it"
             )
-        packs = num_tokens == held.prompt_end and held.resident_len + num_new > self.budget.kept
+        budget, window = held.budget, self.observation_window
+        due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
+        packs = due and held.resident_len + num_new > budget.kept
         return RequestPlan(
             logical_start=num_computed,
             num_new=num_new,
             in_prompt=in_prompt,
             resident_start=held.resident_len,
-            capacity=self.budget.capacity,
-            keep_after=self.budget.kept if packs else 0,
-            num_recent=self.budget.num_recent,
-            num_sinks=self.budget.num_sinks,
+            capacity=budget.capacity,
+            keep_after=budget.kept if packs else 0,
+            num_recent=budget.num_recent,
+            num_sinks=budget.num_sinks,
             seed=_int64(self.seed if seed is None else seed),
+            scores_from=max(held.prompt_end - window, 0) if window else 0,
         )
 
-    def commit(self, request_id: str, plan: RequestPlan, prompt_len: int) -> None:
-        """Enter a previewed plan whose pages were granted.
+    def commit(
+        self, request_id: str, plan: RequestPlan, prompt_len: int, budget: Budget | None = None
+    ) -> None:
+        """Enter a plan, previewed with the same lengths and budget, whose pages were granted.
 
         Raises:
             IntegrityError: when the request has been committed in this step already.
@@ -114,11 +138,16 @@ class Ledger:
         """
         if request_id in self._step:
             raise IntegrityError(f"request {request_id} is scheduled twice in one step")
-        held = self._residencies.get(request_id)
-        prompt_end = held.prompt_end if held else prompt_len
+        held = self._residencies.get(request_id) or self._nothing(prompt_len, budget)
+        # Before the prompt's end nothing is freed: a worker's block table only grows meanwhile.
+        ends_prompt = plan.logical_end >= held.prompt_end
+        held_len = plan.held_end if ends_prompt else max(held.held_len, plan.attended)
         self._step[request_id] = plan
-        self._residencies[request_id] = Residency(
-            plan.logical_end, plan.resident_end, plan.held_end, prompt_end
+        self._residencies[request_id] = replace(
+            held,
+            logical_len=plan.logical_end,
+            resident_len=plan.resident_end,
+            held_len=held_len,
         )
 
     def close(self, request_id: str) -> None:
@@ -143,6 +172,9 @@ class Ledger:
             )
         step, self._step = self._step, {}
         return ResidencyPlan(step)
+
+    def _nothing(self, prompt_len: int, budget: Budget | None) -> Residency:
+        return Residency(0, 0, 0, prompt_len, budget or self.budget)
 
 
 def _int64(value: int) -> int:

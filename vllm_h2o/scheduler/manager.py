@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -12,9 +12,17 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import RequestPlan
+
+BudgetOf = Callable[[Request], Budget | None]
+"""A request's own budget."""
+
+
+def _no_budget_of_its_own(request: Request) -> None:
+    return None
 
 
 class HeavyHitterManager(FullAttentionManager):
@@ -27,17 +35,36 @@ class HeavyHitterManager(FullAttentionManager):
 
     The step that computes the last prompt token packs the survivors into the first pages; the pages
     behind them are freed when the next step starts, because steps run in the order of scheduling.
+    Where every chunk packs, the next chunk takes the pages behind the survivors again.
     """
 
     def __init__(self, kv_cache_spec: HeavyHitterSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self._ledger: Ledger | None = None
         self._requests: Mapping[str, Request] = {}
+        self._budget_of: BudgetOf = _no_budget_of_its_own
+        self._largest_chunk = 0
         self._packed: list[str] = []
 
-    def bind(self, ledger: Ledger, requests: Mapping[str, Request]) -> None:
-        """Give the manager its ledger and vLLM's live requests, by id."""
+    def bind(
+        self,
+        ledger: Ledger,
+        requests: Mapping[str, Request],
+        budget_of: BudgetOf | None = None,
+        largest_chunk: int = 0,
+    ) -> None:
+        """Give the manager what it counts with.
+
+        Args:
+            ledger: the lengths.
+            requests: vLLM's live requests, by id.
+            budget_of: a request's own budget; None where all have the ledger's.
+            largest_chunk: most tokens of one step; read where chunks are packed.
+
+        """
         self._ledger, self._requests = ledger, requests
+        self._budget_of = budget_of or _no_budget_of_its_own
+        self._largest_chunk = largest_chunk
 
     @property
     def ledger(self) -> Ledger:
@@ -60,7 +87,13 @@ class HeavyHitterManager(FullAttentionManager):
             num_tokens,
             prompt_len=request.num_tokens,
             seed=params.seed if params else None,
+            budget=self._own_budget(request),
         )
+
+    def _own_budget(self, request: Request) -> Budget | None:
+        """Worked out when the request holds nothing; afterwards the ledger knows."""
+        held = request.request_id in self.ledger.residencies
+        return None if held else self._budget_of(request)
 
     def get_num_blocks_to_allocate(
         self,
@@ -76,7 +109,11 @@ class HeavyHitterManager(FullAttentionManager):
         """Pages that computing tokens [total_computed_tokens, num_tokens) takes from the pool."""
         plan = self._preview(request_id, total_computed_tokens, num_tokens)
         held = len(self.req_to_blocks.get(request_id, ()))
-        return max(self.ledger.num_pages(plan.attended) - held, 0)
+        most = plan.attended
+        if apply_admission_cap and self.ledger.packs_chunks and plan.in_prompt:
+            # The whole prompt at once, which never comes: each chunk leaves C - 1 tokens behind.
+            most = min(most, plan.capacity - 1 + self._largest_chunk)
+        return max(self.ledger.num_pages(most) - held, 0)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -85,8 +122,9 @@ class HeavyHitterManager(FullAttentionManager):
         held = self.ledger.residencies.get(request_id)
         plan = self._preview(request_id, held.logical_len if held else 0, num_tokens)
         new_blocks = super().allocate_new_blocks(request_id, plan.attended, plan.attended)
-        self.ledger.commit(request_id, plan, self._requests[request_id].num_tokens)
-        if plan.keep_after:
+        request = self._requests[request_id]
+        self.ledger.commit(request_id, plan, request.num_tokens, self._own_budget(request))
+        if plan.keep_after and plan.logical_end == self.ledger.residencies[request_id].prompt_end:
             self._packed.append(request_id)
         return new_blocks
 

@@ -13,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
+from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
@@ -30,9 +31,16 @@ class HeavyHitterScheduler(AsyncScheduler):
             raise IntegrityError("HeavyHitterScheduler runs without a kv_policy")
         self.manager = self._sole_manager(self.kv_cache_config)
         block_size = self.manager.block_size
-        budget = config.resolve(self.max_model_len, block_size)
-        self.ledger = Ledger(budget, block_size, config.seed)
-        self.manager.bind(self.ledger, self.requests)
+        self.policy_config = config
+        self.ledger = Ledger(
+            config.resolve(self.max_model_len, block_size),
+            block_size,
+            config.seed,
+            packs_chunks=config.prefill == "chunked",
+            observation_window=config.observation_window if config.prefill == "window" else 0,
+        )
+        largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
+        self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk)
         self._log_meaning(config)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -68,6 +76,15 @@ class HeavyHitterScheduler(AsyncScheduler):
         self._free_request_blocks(session)
         session.num_computed_tokens = 0
 
+    def _budget_of(self, request: Request) -> Budget | None:
+        """A request's own budget, from its original prompt: the same when it is resumed."""
+        return self.policy_config.resolve_request(
+            self.max_model_len,
+            self.manager.block_size,
+            request.num_prompt_tokens,
+            request.max_tokens,
+        )
+
     def _sole_manager(self, kv_cache_config: KVCacheConfig) -> HeavyHitterManager:
         managers = self.kv_cache_manager.coordinator.single_type_managers
         specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
@@ -89,10 +106,11 @@ class HeavyHitterScheduler(AsyncScheduler):
         stock_pages = pages * spec.state_content_size_bytes // kv_bytes
         stock_per_sequence = self.ledger.num_pages(self.max_model_len)
         logger.info(
-            "%s: past its prompt a sequence holds %d tokens (%d heavy, %d recent, %d sinks, "
+            "%s: past its prompt a sequence holds %s%d tokens (%d heavy, %d recent, %d sinks, "
             "1 in turn) = %d pages of %d; the pool of %d pages holds %d sequences of "
             "max_model_len=%d at once, stock vLLM in the same memory %d.",
             config.name,
+            "" if config.budget_basis == "max_model_len" else "at most ",
             budget.capacity,
             budget.num_heavy,
             budget.num_recent,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from vllm.config import VllmConfig
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+
+from vllm_h2o.config import KVPolicyConfig
 
 SCORE_AND_POSITION_BYTES = 8
 """float32 score and int32 position of one slot of one KV head."""
@@ -16,9 +19,19 @@ class HeavyHitterSpec(FullAttentionSpec):
     """A full-attention page with the score and the position of each slot beside K and V.
 
     Its blocks are rewritten in place, so they never enter the prefix cache. A prompt is kept whole
-    until its end, so the memory of one longest request is that of full attention: vLLM's start-up
-    check, that such a request fits, stays as it is.
+    until its end, so the memory of one longest request is that of full attention, unless survivors
+    are packed after each chunk.
     """
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        """Bytes of one longest request, which vLLM asks for at the start."""
+        most = vllm_config.model_config.max_model_len
+        config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+        if config is not None and config.prefill == "chunked":
+            budget = config.resolve(most, self.block_size)
+            chunk = vllm_config.scheduler_config.max_num_batched_tokens
+            most = min(most, budget.kept + chunk)
+        return -(-most // self.block_size) * self.page_size_bytes
 
     @property
     def prefix_cacheable(self) -> bool:

@@ -16,9 +16,22 @@ def choose_kernels(vllm_config: VllmConfig, spec: AttentionSpec, device: torch.d
     """The fastest that run on ``device``."""
     if device.type == "cuda":
         return _triton(vllm_config, spec, device)
+    return _cpu(spec)
+
+
+def _cpu(spec: AttentionSpec) -> Kernels:
+    from vllm_h2o.kernels.cpu import native
     from vllm_h2o.kernels.cpu.eager import TorchKernels
 
-    return TorchKernels()
+    if spec.head_size % native.HEAD_MULTIPLE:
+        return TorchKernels()
+    try:
+        kernels = native.load()
+    except native.NativeUnavailableError as error:
+        logger.warning_once("h2o: the torch kernels compute, several times slower: %s", error)
+        return TorchKernels()
+    logger.info_once("h2o: C++ kernels, built for %s", kernels.variant)
+    return kernels
 
 
 def _triton(vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device) -> Kernels:

@@ -18,11 +18,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import WORKER
-from vllm_h2o.errors import IntegrityError
+from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.page import Page
-from vllm_h2o.policy import ScoreKind
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.choice import choose_kernels
 from vllm_h2o.worker.step import Step, current_step
@@ -75,7 +74,16 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
         if config is None:
             raise IntegrityError("the policy's attention backend runs without a kv_policy")
-        self.scoring = Scoring(power=1 if config.policy.score is ScoreKind.SUM else 0)
+        self.scoring = Scoring(
+            config.score_power, config.score_skip_recent, by_age=config.score_by_age
+        )
+        if self.scoring.by_age and device.type != "cpu":
+            raise UnsupportedError(
+                f"policy {config.name!r} on {device.type}",
+                "its scores are ranked as means",
+                "the kernels for this device rank sums alone",
+                "use score='sum' or 'sum_squares', or policy 'h2o'",
+            )
         self.kernels = choose_kernels(vllm_config, kv_cache_spec, device)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size
@@ -121,6 +129,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             recent_from=plan.logical_end - plan.num_recent,
             num_sinks=plan.num_sinks,
             seed=plan.seed,
+            scores_from=min(max(plan.scores_from - plan.logical_start, 0), plan.num_new),
         )
 
     def _order_packing(
@@ -207,5 +216,5 @@ def _orders(plan: RequestPlan, token: int) -> tuple[int, ...]:
         plan.seed,
         0,
         0,
-        1,
+        plan.logical_start >= plan.scores_from,
     )

@@ -11,6 +11,8 @@ import torch
 from vllm_h2o.kernels.batch import DecodeBatch, Scoring, page_rows
 from vllm_h2o.kernels.page import Page
 
+PLAIN = Scoring()
+
 
 def new_slots(batch: DecodeBatch, victims: torch.Tensor) -> torch.Tensor:
     """[B, H], int64: the slot that each head's new token takes."""
@@ -99,7 +101,7 @@ def attend_and_score(
 
 
 def select_victims(
-    page: Page, batch: DecodeBatch, victims: torch.Tensor, by_page: bool = False
+    page: Page, batch: DecodeBatch, victims: torch.Tensor, scoring: Scoring = PLAIN
 ) -> None:
     """For every full request and KV head, the slot that the next token takes.
 
@@ -109,7 +111,7 @@ def select_victims(
         page: read.
         batch: the requests.
         victims: [num_blocks, H], int32: written for the full ones, by owner.
-        by_page: rank whole pages, by the sum of their scores; the victim is a page's first slot.
+        scoring: what is ranked; where pages are, the victim is a page's first slot.
 
     """
     chosen = batch.order("selects").bool()
@@ -128,12 +130,14 @@ def select_victims(
         & (position < recent_from[:, :, None])
         & (position >= num_sinks[:, :, None])
     )
-    if by_page:
+    if scoring.by_age:
+        score = score / (batch.order("position")[chosen, None, None] + 1 - position)
+    if scoring.by_page:
         candidate = candidate.unflatten(2, (-1, page.block_size)).all(dim=3)
         score = score.unflatten(2, (-1, page.block_size)).sum(dim=3)
         position = position[:, :, :: page.block_size]
     ranked = score.masked_fill(~candidate, float("inf"))
     lowest = candidate & (ranked == ranked.amin(dim=-1, keepdim=True))
     newest = torch.where(lowest, position, -1).argmax(dim=-1)
-    unit = page.block_size if by_page else 1
+    unit = page.block_size if scoring.by_page else 1
     victims[batch.owner[chosen]] = (newest * unit).to(torch.int32)

@@ -36,7 +36,7 @@ class TorchKernels:
         decode.store(page, batch, slot, key[token], value[token], score)
         attended = decode.attend_and_score(page, batch, slot, query[token], scale, scoring)
         out[token] = attended.to(out.dtype)
-        decode.select_victims(page, batch, victims, scoring.by_page)
+        decode.select_victims(page, batch, victims, scoring)
 
     def prefill(
         self,
@@ -64,4 +64,4 @@ class TorchKernels:
         """Layer by layer."""
         for page in pages:
             for chunk in chunks:
-                prompt.pack_survivors(page, chunk, scoring.by_page)
+                prompt.pack_survivors(page, chunk, scoring)

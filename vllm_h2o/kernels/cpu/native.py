@@ -29,6 +29,8 @@ VARIANTS: dict[str, frozenset[str]] = {
 }
 """Best first: what a processor must have for each, beyond what those after it ask for."""
 
+HEAD_MULTIPLE = 16
+"""What head sizes are whole multiples of."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PAGE = struct.Struct("@qq4i")
 _BATCH = struct.Struct("@5qi4x")
@@ -190,7 +192,7 @@ def _page_bytes(page: Page) -> bytes:
         raise ValueError(
             f"the views are not of pages of {block_size} slots: strides {key.stride()}"
         )
-    if head_size % 16:
+    if head_size % HEAD_MULTIPLE:
         raise ValueError(f"a head size of {head_size} is not a multiple of 16")
     if key.dtype not in _TYPES:
         raise ValueError(f"the cache holds {key.dtype}, not one of {list(_TYPES)}")

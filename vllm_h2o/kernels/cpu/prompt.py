@@ -10,6 +10,8 @@ import torch
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, page_rows
 from vllm_h2o.kernels.page import Page
 
+PLAIN = Scoring()
+
 QUERY_TILE = 128
 """Queries whose probabilities are held at once: num_heads * QUERY_TILE * length floats."""
 
@@ -102,7 +104,7 @@ def attend_and_score(
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
 
 
-def pack_survivors(page: Page, chunk: PromptChunk, by_page: bool = False) -> None:
+def pack_survivors(page: Page, chunk: PromptChunk, scoring: Scoring = PLAIN) -> None:
     """Move the ``keep`` survivors of each KV head into slots [0, keep), in order of position.
 
     Sinks and the recent window survive, then the best scores; of equals, the older ones.
@@ -110,13 +112,15 @@ def pack_survivors(page: Page, chunk: PromptChunk, by_page: bool = False) -> Non
     Args:
         page: rewritten in place.
         chunk: the last chunk of a prompt.
-        by_page: rank tokens by the sum of their page's scores.
+        scoring: what is ranked; where pages are, tokens by the sum of their page's scores.
 
     """
     rows = own_rows(page, chunk)
     score = page.score[rows].flatten(1)[:, : chunk.end]
     position = page.position[rows].flatten(1)[:, : chunk.end].to(torch.int64)
-    if by_page:
+    if scoring.by_age:
+        score = score / (chunk.position + chunk.num_tokens - position)
+    if scoring.by_page:
         whole = torch.nn.functional.pad(score, (0, -chunk.end % page.block_size))
         sums = whole.unflatten(1, (-1, page.block_size)).sum(dim=2)
         score = sums.repeat_interleave(page.block_size, dim=1)[:, : chunk.end]

@@ -1,0 +1,124 @@
+"""Tokens that the engine is made to say, each judged after what was evicted before it.
+
+A whole text in one forward pass would be judged before anything is evicted from it. So its start
+is the prompt, and the rest is generated under force: a logits processor (vLLM's own seam) leaves
+one token possible, and ``logprobs_mode="raw_logprobs"`` reports what the model thought of it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+BLOCK_SIZE = 16
+STOCK_BLOCK_SIZE = 32  # the least that vLLM's own attention takes on CPUs
+
+
+class ForcedTokens(AdapterLogitsProcessor):
+    """Lets a request say nothing but the tokens of its ``extra_args["forced"]``."""
+
+    def is_argmax_invariant(self) -> bool:
+        """False: the argmax is what it changes."""
+        return False
+
+    def new_req_logits_processor(
+        self, params: SamplingParams
+    ) -> Callable[[list[int], torch.Tensor], torch.Tensor] | None:
+        """The processor of one request, if it is forced."""
+        forced = (params.extra_args or {}).get("forced")
+        if forced is None:
+            return None
+
+        def process(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            token = forced[len(output_ids)]
+            kept = logits[token].clone()
+            logits.fill_(float("-inf"))
+            logits[token] = kept
+            return logits
+
+        return process
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a model thought of forced tokens.
+
+    Args:
+        nll: nats, one for each.
+        first: whether it was the model's own choice.
+
+    """
+
+    nll: list[float]
+    first: list[bool]
+
+
+def judge(
+    model: str,
+    policy: str | None,
+    options: dict[str, Any] | None,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    max_model_len: int,
+    progress: bool = True,
+) -> list[Judged]:
+    """Run an engine over prompts, each with the tokens that it is made to say.
+
+    Args:
+        model: folder.
+        policy: name; None: stock vLLM.
+        options: of the policy.
+        texts: (prompt, forced tokens) of each request.
+        max_model_len: of the engine.
+        progress: show a bar.
+
+    """
+    settings: dict[str, Any] = {} if policy is None else {"kv_policy": policy}
+    if options:
+        settings["kv_policy_config"] = options
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=max_model_len,
+        block_size=BLOCK_SIZE if policy else STOCK_BLOCK_SIZE,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        logits_processors=[ForcedTokens],
+        logprobs_mode="raw_logprobs",
+        **settings,
+    )
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=len(forced),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            extra_args={"forced": list(forced)},
+        )
+        for _, forced in texts
+    ]
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt, _ in texts]
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=progress)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+    return [_judged(out, forced) for out, (_, forced) in zip(outputs, texts, strict=True)]
+
+
+def _judged(output: Any, forced: Sequence[int]) -> Judged:
+    said = output.outputs[0]
+    if list(said.token_ids) != list(forced):
+        raise RuntimeError(f"request {output.request_id} said other tokens than it was made to")
+    entries = [at[token] for at, token in zip(said.logprobs, forced, strict=True)]
+    return Judged([-entry.logprob for entry in entries], [entry.rank == 1 for entry in entries])

@@ -1,0 +1,108 @@
+"""Retrieval tasks of our own, seeded: a context, and questions about it that come afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks.quality.texts import documents
+
+NOUNS = """
+    lion river house table garden window mountain teacher bridge train doctor island captain kitchen
+    forest letter market school church tower camera engine piano king queen horse wolf eagle
+"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """W instances of one length.
+
+    Args:
+        context: [W, n] token ids: what is to be remembered, in prose.
+        tail: [W, S] token ids: the question and its answer, or several of them.
+        answer: [S], bool: which tokens of the tail are answers.
+        answers: [S], int64: which answer, from 0, a token belongs to; -1 elsewhere.
+
+    """
+
+    context: torch.Tensor
+    tail: torch.Tensor
+    answers: torch.Tensor
+
+
+def passkey(tokenizer: Tokenizer, count: int, length: int, seed: int = 0) -> Task:
+    """A five-digit pass key, said once in prose, at depths spread over [0, 1]."""
+
+    def instance(
+        index: int, rng: random.Random
+    ) -> tuple[list[tuple[float, str]], list[tuple[str, str]]]:
+        key = f"{rng.randrange(10000, 100000)}"
+        depth = index / max(count - 1, 1)
+        fact = f" The pass key is {key}. Remember it. The pass key is {key}."
+        question = "\n\nQuestion: What is the pass key?\nAnswer: The pass key is "
+        return [(depth, fact)], [(question, key)]
+
+    return _build(tokenizer, count, length, seed, instance)
+
+
+def pairs(tokenizer: Tokenizer, count: int, length: int, seed: int = 0) -> Task:
+    """Eight nouns, each with a four-digit code, spread over prose; all are asked for."""
+    single = [noun for noun in NOUNS.split() if len(_ids(tokenizer, f" {noun}")) == 1]
+
+    def instance(
+        index: int, rng: random.Random
+    ) -> tuple[list[tuple[float, str]], list[tuple[str, str]]]:
+        nouns = rng.sample(single, 8)
+        codes = [f"{rng.randrange(1000, 10000)}" for _ in nouns]
+        said = [
+            (i / 8, f" {noun}: {code}.")
+            for i, (noun, code) in enumerate(zip(nouns, codes, strict=True))
+        ]
+        order = rng.sample(range(8), 8)
+        asked = [(f" {nouns[i]}: ", codes[i]) for i in order]
+        asked = [(f"{'.' if j else ''}{q}", a) for j, (q, a) in enumerate(asked)]
+        return said, asked
+
+    return _build(tokenizer, count, length, seed, instance)
+
+
+Instance = Callable[[int, random.Random], tuple[list[tuple[float, str]], list[tuple[str, str]]]]
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _build(tokenizer: Tokenizer, count: int, length: int, seed: int, instance: Instance) -> Task:
+    prose = _ids(tokenizer, "\n\n".join(documents("union_1920s")))
+    contexts, tails, answers = [], [], []
+    for index in range(count):
+        rng = random.Random(f"{seed} {index}")
+        said, asked = instance(index, rng)
+        facts = [(depth, _ids(tokenizer, text)) for depth, text in said]
+        room = length - sum(len(fact) for _, fact in facts)
+        start = rng.randrange(len(prose) - room)
+        hay = prose[start : start + room]
+        context: list[int] = []
+        used = 0
+        for depth, fact in facts:
+            upto = int(depth * room)
+            context += hay[used:upto] + fact
+            used = upto
+        contexts.append(context + hay[used:])
+        tail: list[int] = []
+        which: list[int] = []
+        for number, (question, answer) in enumerate(asked):
+            whole = _ids(tokenizer, question + answer)
+            cut = len(_ids(tokenizer, question))
+            tail += whole
+            which += [-1] * cut + [number] * (len(whole) - cut)
+        tails.append(tail)
+        answers.append(which)
+    if any(which != answers[0] for which in answers):
+        raise ValueError("the questions differ in length")
+    return Task(torch.tensor(contexts), torch.tensor(tails), torch.tensor(answers[0]))
