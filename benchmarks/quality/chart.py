@@ -58,7 +58,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         fontsize=9,
     )
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.savefig(path, metadata={"Creator": None, "Date": None})
 
 
 if __name__ == "__main__":
