@@ -2,12 +2,13 @@
 # brought up to date. Everything else is ordinary commands inside it.
 
 BIN := .venv/bin
+PYTHON ?= python3
 STAMP := .venv/.setup-complete
 KERNELS := vllm_h2o/kernels/cpu
 LIBRARIES := $(KERNELS)/h2o_portable.so
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native demo test bench-quality lint clean
+.PHONY: help venv native demo test bench bench-quality gpu-check lint clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,8 +23,13 @@ demo: $(STAMP)  ## run the demonstration on a small real model
 test: lint $(LIBRARIES)  ## lint, then all tests
 	@$(BIN)/python -m pytest
 
+bench: $(STAMP) $(LIBRARIES)  ## stock vLLM against h2o: table, CSV and chart (1 to 2 hours on two cores)
+	@$(BIN)/python -m benchmarks.throughput
+
+gpu-check:  ## on a machine with a GPU and vLLM: correctness, then speed; `PYTHON=` names its Python
+	@$(PYTHON) -m benchmarks.gpu
+
 bench-quality: $(STAMP)  ## what a budget costs: table, CSV and chart (40 minutes on two cores)
-	@$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	@VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.quality \
 	    --csv benchmarks/results/quality.csv --chart benchmarks/results/quality.svg
 

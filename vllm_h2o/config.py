@@ -20,6 +20,7 @@ _CHOICES = {
     "budget_basis": (("max_model_len", "prompt", "request"), ()),
     "granularity": (("token",), ("block",)),
     "prefill": (("full", "window", "chunked"), ()),
+    "kernels": (("auto", "native", "torch"), ()),
     "score": (("sum", "sum_squares", "mean", "mean_squares"), ()),
 }
 """Field -> (values that work, values that are known and not yet built)."""
@@ -59,6 +60,7 @@ class KVPolicyConfig:
             policy's own default.
         score_skip_recent: a query scores tokens that are at least so many positions older.
         seed: of the ``random`` policy, for requests that bring no seed of their own.
+        kernels: on a CPU ``native`` (C++) or ``torch``; ``auto`` takes the fastest that are there.
 
     Raises:
         ConfigError: for any value that cannot be used.
@@ -78,6 +80,7 @@ class KVPolicyConfig:
     score: str | None = None
     score_skip_recent: int = 0
     seed: int = 0
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         self._check_name()
@@ -288,7 +291,10 @@ class KVPolicyConfig:
     def _check_unread(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in {"name", "budget", *self.policy.options} or value == field.default:
+            if (
+                field.name in {"name", "budget", "kernels", *self.policy.options}
+                or value == field.default
+            ):
                 continue
             raise ConfigError(
                 f"{field.name}={value!r} with policy {self.name!r}",

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,15 +55,20 @@ def check_kernels(device: torch.device, sizes: Sequence[kernels.Size]) -> Iterat
             yield f"{label}: {what}", error, allowed
 
 
-def tokens_of(*options: str, **environment: str) -> list[list[int]]:
+def tokens_of(shape: str, *options: str, **environment: str) -> list[list[int]]:
     """Of one engine, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.gpu.engine", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        return _tokens_of(Path(folder) / "tokens.json", shape, *options, **environment)
+
+
+def _tokens_of(out: Path, shape: str, *options: str, **environment: str) -> list[list[int]]:
+    command = [sys.executable, "-m", "benchmarks.gpu.engine", shape, str(out), *options]
     # An interpreter of Triton is for the kernels' check alone.
     environment = {**os.environ, **environment, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command} failed:\n{done.stderr[-4000:]}")
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    return list(json.loads(out.read_text()))
 
 
 def check_engines(small: bool) -> Iterator[Check]:

@@ -1,8 +1,8 @@
-"""Greedy tokens of one engine with weights of chance, as JSON: what two engines are compared by.
+"""Greedy tokens of one engine with weights of chance, in a file: two engines are compared by them.
 
 Usage::
 
-    python -m benchmarks.gpu.engine opt|llama [--policy-budget 1.0] [--eager] [--requests 24]
+    python -m benchmarks.gpu.engine opt|llama OUT.json [--policy-budget 1.0] [--eager]
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Generate, and print the tokens as the last line."""
+    """Generate, and write the tokens."""
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("out", type=Path)
     parser.add_argument("--policy-budget", type=float, default=None)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--requests", type=int, default=24)
@@ -91,7 +92,7 @@ def main() -> None:
             temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
         )
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
-    print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+    args.out.write_text(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 
 
 LENGTHS = (1, 7, 33, 100, 257, 500)

@@ -106,8 +106,9 @@ def tight(budget: float | int, pool: int, free_pool: int | None = None) -> tuple
     return Side("h2o", budget, pool), stock
 
 
-def free(budget: float | int, pool: int, num_seqs: int) -> tuple[Side, Side]:
-    """Both in a pool that holds every sequence whole."""
+def free(budget: float | int, num_seqs: int, length: int) -> tuple[Side, Side]:
+    """Both in a pool that holds so many sequences of that length whole, at once."""
+    pool = num_seqs * (length + 2 * MARGIN) * 11 // 10
     return Side("h2o", budget, pool, num_seqs), Side("stock vLLM", None, pool, num_seqs)
 
 
@@ -122,23 +123,23 @@ CPU = (
     ),
     Profile(
         "P3-4k", "batch of 8 at 4,096 tokens", "smollm2", 4096, 64, 8,
-        free(0.2, 8 * 4224, 8), 1.6, "step",
+        free(0.2, 8, 4160), 1.6, "step",
     ),
     Profile(
         "P3-8k", "batch of 8 at 8,000 tokens", "smollm2", 8000, 64, 8,
-        free(0.2, 8 * 8128, 8), 2.2, "step",
+        free(0.2, 8, 8064), 2.2, "step",
     ),
     Profile(
         "P4", "free pool, budget 100 %", "smollm2", 512, 512, 16,
-        free(1.0, 16 * 1088, 16), 0.97,
+        free(1.0, 16, 1024), 0.97,
     ),
-    Profile("P5", "prompts alone", "smollm2", 2048, 1, 8, free(0.2, 8 * 2112, 1), 0.85),
-    Profile("P6-100", "one sequence, 100 %", "smollm2", 512, 512, 1, free(1.0, 1088, 1), 0.97),
-    Profile("P6-20", "one sequence, 20 %", "smollm2", 512, 512, 1, free(0.2, 1088, 1), 0.97),
+    Profile("P5", "prompts alone", "smollm2", 2048, 1, 8, free(0.2, 1, 2049), 0.85),
+    Profile("P6-100", "one sequence, 100 %", "smollm2", 512, 512, 1, free(1.0, 1, 1024), 0.97),
+    Profile("P6-20", "one sequence, 20 %", "smollm2", 512, 512, 1, free(0.2, 1, 1024), 0.97),
 )  # fmt: skip
 """With SmolLM2-135M in bfloat16."""
 
-_T4, _A100, _L4 = 2048, 112_000, 42_000
+_T4, _A100, _L4 = 2304, 112_000, 42_000
 """Tokens of KV cache beside the weights on cards of 16 and 80 GB (OPT-6.7B) and 24 GB (8B)."""
 GPU = (
     *(
@@ -163,11 +164,11 @@ GPU = (
     ),
     Profile(
         "batch-32", "batch of 32 at 8k, budget 2048", "llama-8b", 8000, 128, 32,
-        free(2048, 32 * 8192, 32), 1.6, "step", block_size=16,
+        free(2048, 32, 8128), 1.6, "step", block_size=16,
     ),
     Profile(
         "free-100", "free pool, budget 100 %", "llama-8b", 1024, 512, 128,
-        free(1.0, 128 * 1600, 128), 0.97, block_size=16,
+        free(1.0, 128, 1536), 0.97, block_size=16,
     ),
 )  # fmt: skip
 """Shapes of real models with weights of chance: for speed alone, never for quality."""

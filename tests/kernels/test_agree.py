@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -42,6 +41,7 @@ SCORINGS = [
     Scoring(skip_recent=5),
     Scoring(power=2, skip_recent=1),
     Scoring(by_page=True),
+    Scoring(by_age=True),
 ]
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 
@@ -175,9 +175,9 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("by_page", [False, True])
+@pytest.mark.parametrize("ranked", ["tokens", "by_page", "by_age"])
 @pytest.mark.parametrize("negative", [False, True])
-def test_pack(make: Callable[[Shape], Kernels], by_page: bool, negative: bool) -> None:
+def test_pack(make: Callable[[Shape], Kernels], ranked: str, negative: bool) -> None:
     """Survivors of two layers, with many equal scores, of both signs too."""
     chunks, owned = prompt_chunks(SHAPE, keeps=True)
     their_layers = [filled(SHAPE, owned + 1, seed) for seed in (6, 7)]
@@ -186,7 +186,7 @@ def test_pack(make: Callable[[Shape], Kernels], by_page: bool, negative: bool) -
             page.score.sub_(0.5)
         number(page, chunks)
     our_layers = [copied(page, SHAPE) for page in their_layers]
-    scoring = replace(Scoring(), by_page=by_page)
+    scoring = Scoring(by_page=ranked == "by_page", by_age=ranked == "by_age")
     TorchKernels().pack_survivors(their_layers, chunks, scoring)
     make(SHAPE).pack_survivors(our_layers, chunks, scoring)
     for ours, theirs in zip(our_layers, their_layers, strict=True):

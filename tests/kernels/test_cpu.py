@@ -1,4 +1,4 @@
-"""The CPU kernels, driven as the engine drives them, against the reference after every step."""
+"""The torch kernels, driven as the engine drives them, against the reference after every step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tests.kernels.harness import Layer, Life, Shape
 from tests.kernels.truth import Ranking, live
 from vllm_h2o.kernels.cpu import prompt
+from vllm_h2o.kernels.cpu.eager import TorchKernels
 from vllm_h2o.policy import POLICIES, Budget
 
+TORCH = TorchKernels()
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 TABLE = {
     # name: (policy, shape, [(capacity, recent, sinks, chunks, decodes), ...])
@@ -98,7 +100,7 @@ def test_lives(name: str, ranking: Ranking) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
-    layer = Layer(shape, policy, pool_size(lives, shape.block_size, share=0.7))
+    layer = Layer(shape, policy, pool_size(lives, shape.block_size, share=0.7), kernels=TORCH)
     before = ranking.num_selections
     live(layer, policy, lives, ranking)
     assert (ranking.num_selections > before) is POLICIES[policy].evicts
@@ -145,5 +147,5 @@ def cases(draw: st.DrawFn) -> tuple[str, Shape, list[Life], float, int]:
 def test_any_lives(case: tuple[str, Shape, list[Life], float, int], ranking: Ranking) -> None:
     """The same for drawn shapes, policies, budgets, prompts, chunks and schedules."""
     policy, shape, lives, share, seed = case
-    layer = Layer(shape, policy, pool_size(lives, shape.block_size, share), seed)
+    layer = Layer(shape, policy, pool_size(lives, shape.block_size, share), seed, kernels=TORCH)
     live(layer, policy, lives, ranking)

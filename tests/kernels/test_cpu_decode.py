@@ -12,6 +12,7 @@ from tests.kernels.harness import Layer, Life, Shape, empty_cache
 from tests.kernels.truth import Ranking, bits, live
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, Scoring, page_rows
 from vllm_h2o.kernels.cpu import decode
+from vllm_h2o.kernels.cpu.eager import TorchKernels
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.reference import Strip, select_victims
 from vllm_h2o.policy import Budget
@@ -159,7 +160,7 @@ def by_request(
 ) -> dict[str, list[tuple[torch.Tensor, torch.Tensor | None]]]:
     """Each request's outputs and victims, step by step, of a run with room for all."""
     pages = sum(-(-life.most_slots // SHAPE.block_size) for life in lives)
-    layer = Layer(SHAPE, "h2o", pages + 1, seed, extra_pages)
+    layer = Layer(SHAPE, "h2o", pages + 1, seed, extra_pages, TorchKernels())
     ranking = Ranking()
     trace = live(layer, "h2o", lives, ranking, pause)
     assert ranking.num_selections > 0 and ranking.num_near_ties == 0

@@ -197,3 +197,25 @@ def test_publish_is_undone_after_an_error() -> None:
     with pytest.raises(RuntimeError), publish(Step(plans(a=1), lambda _: ["a"])):
         raise RuntimeError
     nothing_is_published()
+
+
+def test_what_is_left_is_done_after_the_forward_pass() -> None:
+    """What a step leaves for its end runs once, in order, when vLLM's worker is through."""
+    done: list[str] = []
+
+    class Runs(Stock):
+        def execute_model(self, scheduler_output: Any) -> Any:
+            step = current_step()
+            assert step is not None
+            step.afterwards.append(lambda: done.append("first"))
+            step.afterwards.append(lambda: done.append("second"))
+            assert done == []
+            return "answer"
+
+    class Leaving(PublishesSteps, Runs):
+        use_v2_model_runner = False
+        model_runner = Worker(False).model_runner
+
+    worker = Leaving()
+    assert worker.execute_model(SimpleNamespace(residency_plan=plans(a=1))) == "answer"
+    assert done == ["first", "second"]

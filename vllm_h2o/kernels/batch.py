@@ -116,6 +116,11 @@ class PromptChunk:
         return self.tokens.stop - self.tokens.start
 
     @property
+    def position_end(self) -> int:
+        """One past the position of the last token."""
+        return self.position + self.num_tokens
+
+    @property
     def end(self) -> int:
         """Slots in use after the chunk, before anything is packed."""
         return self.start + self.num_tokens

@@ -7,27 +7,52 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.kernels.interface import Kernels
 
 logger = init_logger("vllm.kv_policy")
 
 
-def choose_kernels(vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device) -> Kernels:
-    """The fastest that run on ``device``."""
+def choose_kernels(
+    vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device, asked: str = "auto"
+) -> Kernels:
+    """The fastest that run on ``device``, or those that are asked for.
+
+    Raises:
+        UnsupportedError: when those are not there.
+
+    """
     if device.type == "cuda":
+        if asked != "auto":
+            raise UnsupportedError(
+                f"kernels={asked!r}",
+                f"the model runs on {device.type}",
+                "they compute on a CPU",
+                "leave kernels out",
+            )
         return _triton(vllm_config, spec, device)
-    return _cpu(spec)
+    return _cpu(spec, asked)
 
 
-def _cpu(spec: AttentionSpec) -> Kernels:
+def _cpu(spec: AttentionSpec, asked: str) -> Kernels:
     from vllm_h2o.kernels.cpu import native
     from vllm_h2o.kernels.cpu.eager import TorchKernels
 
-    if spec.head_size % native.HEAD_MULTIPLE:
+    fits = spec.head_size % native.HEAD_MULTIPLE == 0
+    if asked == "torch" or (asked == "auto" and not fits):
         return TorchKernels()
+    if not fits:
+        raise UnsupportedError(
+            "kernels='native'",
+            f"heads of {spec.head_size}",
+            f"they compute multiples of {native.HEAD_MULTIPLE}",
+            "leave kernels out",
+        )
     try:
         kernels = native.load()
     except native.NativeUnavailableError as error:
+        if asked == "native":
+            raise UnsupportedError(error.asked, error.found, error.why, error.remedy) from error
         logger.warning_once("h2o: the torch kernels compute, several times slower: %s", error)
         return TorchKernels()
     logger.info_once("h2o: C++ kernels, built for %s", kernels.variant)

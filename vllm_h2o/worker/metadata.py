@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import WORKER
-from vllm_h2o.errors import IntegrityError, UnsupportedError
+from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.page import Page
@@ -77,14 +77,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         self.scoring = Scoring(
             config.score_power, config.score_skip_recent, by_age=config.score_by_age
         )
-        if self.scoring.by_age and device.type != "cpu":
-            raise UnsupportedError(
-                f"policy {config.name!r} on {device.type}",
-                "its scores are ranked as means",
-                "the kernels for this device rank sums alone",
-                "use score='sum' or 'sum_squares', or policy 'h2o'",
-            )
-        self.kernels = choose_kernels(vllm_config, kv_cache_spec, device)
+        self.kernels = choose_kernels(vllm_config, kv_cache_spec, device, config.kernels)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size

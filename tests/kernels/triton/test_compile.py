@@ -61,11 +61,12 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     build(decode.store_token, dtype, "*i64", **shape, HAS_FIRST=paged)
     build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_HOLE=paged)
     build(decode.reduce_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
-          PAGES=512 // block, POWER=2 if paged else 1, BY_PAGE=paged)
+          PAGES=512 // block, POWER=2 if paged else 1, BY_PAGE=paged, BY_AGE=not paged)
     build(prompt.store_chunk, dtype, "*i32", **shape, TILE=32, HAS_FIRST=paged)
     build(prompt.attend, dtype, "*i32", **shape, G=group, **tiles, **exact)
     build(prompt.column_scores, dtype, "*i32", **shape, G=group, POWER=1, **tiles, **exact)
-    build(pack.select_survivors, dtype, "*i32", N=block, TILE=1024, BY_PAGE=paged, num_warps=8)
+    build(pack.select_survivors, dtype, "*i32", N=block, TILE=1024, BY_PAGE=paged, BY_AGE=not paged,
+          num_warps=8)
     build(pack.pack_survivors, dtype, "*i32", **shape, TILE=32)
 print("compiled")
 """

@@ -324,6 +324,7 @@ class Decode {
     if (!adds && !selects) return;
     const Strip<T> held = strip(part);
     const int64_t oldest = order(kPosition, part.request) - scoring_.skip_recent;
+    const int64_t age_from = order(kPosition, part.request) + 1;
     const Candidates candidates{static_cast<int32_t>(order(kNumSinks, part.request)),
                                 static_cast<int32_t>(order(kRecentFrom, part.request))};
     for_each_run(range(part), page_.block_size, [&](int64_t page, int offset, int count) {
@@ -332,7 +333,9 @@ class Decode {
       const int64_t first = page * page_.block_size + offset;
       if (adds) add_scores(part, scores, positions, count, first - part.from, oldest);
       if (!selects) return;
-      if (!scoring_.by_page) {
+      if (scoring_.by_age) {
+        offer_aged(part.lowest, candidates, scores, positions, count, first, age_from);
+      } else if (!scoring_.by_page) {
         offer_run(part.lowest, candidates, scores, positions, count, first);
       } else if (count == page_.block_size) {
         offer_page(part.lowest, candidates, scores, positions, count, first);

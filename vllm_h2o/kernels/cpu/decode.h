@@ -122,6 +122,20 @@ inline void offer_run(Lowest& lowest, Candidates candidates, const float* score,
   }
 }
 
+// Tokens ranked by the mean: the score divided by the queries since the token was stored.
+inline void offer_aged(Lowest& lowest, Candidates candidates, const float* score,
+                       const int32_t* position, int count, int64_t first, int64_t end) {
+  constexpr int kPiece = 64;
+  float mean[kPiece];
+  for (int from = 0; from < count; from += kPiece) {
+    const int size = std::min(kPiece, count - from);
+    for (int i = 0; i < size; ++i) {
+      mean[i] = score[from + i] / static_cast<float>(end - position[from + i]);
+    }
+    offer_run(lowest, candidates, mean, position + from, size, first + from);
+  }
+}
+
 // A whole page, ranked by the sum of its tokens' scores; its first slot stands for it.
 inline void offer_page(Lowest& lowest, Candidates candidates, const float* score,
                        const int32_t* position, int block_size, int64_t first) {

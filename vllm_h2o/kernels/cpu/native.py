@@ -36,9 +36,9 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PAGE = struct.Struct("@qq4i")
 _BATCH = struct.Struct("@5qi4x")
 _TOKENS = struct.Struct("@9qiif4x")
-_SCORING = struct.Struct("@3i")
+_SCORING = struct.Struct("@4i")
 _CHUNK = struct.Struct("@6q")
-_PACKED = struct.Struct("@5q")
+_PACKED = struct.Struct("@6q")
 _RUNTIME = ("GOMP_parallel", "GOMP_barrier")
 _RUNTIME_QUERIES = ("omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
 
@@ -254,7 +254,8 @@ def _tokens_bytes(
 def _scoring_bytes(scoring: Scoring) -> bytes:
     if scoring.power not in (0, 1, 2):
         raise ValueError(f"scores are sums of powers 0, 1 or 2, not {scoring.power}")
-    return _SCORING.pack(scoring.power, scoring.skip_recent, scoring.by_page)
+    ranked = (scoring.by_page, scoring.by_age)
+    return _SCORING.pack(scoring.power, scoring.skip_recent, *ranked)
 
 
 def _table(table: torch.Tensor) -> torch.Tensor:
@@ -364,6 +365,7 @@ class NativeKernels:
                 chunk.keep,
                 chunk.recent_from,
                 chunk.num_sinks,
+                chunk.position_end,
             )
             for chunk in chunks
         )

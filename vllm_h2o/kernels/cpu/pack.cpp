@@ -1,7 +1,6 @@
 // After a prompt's last chunk: the survivors of each KV head move to the front of its slots.
 
 #include <algorithm>
-#include <numeric>
 
 #include "page.h"
 #include "team.h"
@@ -15,6 +14,7 @@ struct H2oPacked {
   int64_t keep;
   int64_t recent_from;
   int64_t num_sinks;
+  int64_t position_end;
 };
 }
 
@@ -31,18 +31,23 @@ inline uint64_t rank(bool safe, float score, int64_t slot) {
 
 // Writes the survivors' slots, in order; `ranks` has room for all.
 template <class T>
-void choose(const Strip<T>& strip, const H2oPacked& request, bool by_page, uint64_t* ranks,
-            int64_t* survivors) {
+void choose(const Strip<T>& strip, const H2oPacked& request, const H2oScoring& scoring,
+            uint64_t* ranks, int64_t* survivors) {
   for (int64_t from = 0; from < request.end; from += strip.block_size) {
     const int64_t page = from / strip.block_size;
     const int64_t count = std::min<int64_t>(strip.block_size, request.end - from);
     const float* scores = strip.scores(page);
     const int32_t* positions = strip.positions(page);
-    const float sum = by_page ? std::accumulate(scores, scores + count, 0.0f) : 0.0f;
+    auto ranked = [&](int64_t i) {
+      if (!scoring.by_age) return scores[i];
+      return scores[i] / static_cast<float>(request.position_end - positions[i]);
+    };
+    float sum = 0.0f;
+    for (int64_t i = 0; scoring.by_page && i < count; ++i) sum += ranked(i);
     for (int64_t i = 0; i < count; ++i) {
       const bool safe = positions[i] >= request.recent_from || positions[i] < request.num_sinks;
       // The sum makes one zero of both, which compare as equal.
-      ranks[from + i] = rank(safe, (by_page ? sum : scores[i]) + 0.0f, from + i);
+      ranks[from + i] = rank(safe, (scoring.by_page ? sum : ranked(i)) + 0.0f, from + i);
     }
   }
   std::nth_element(ranks, ranks + request.keep - 1, ranks + request.end);
@@ -53,12 +58,12 @@ void choose(const Strip<T>& strip, const H2oPacked& request, bool by_page, uint6
 }
 
 template <class T>
-void pack(const H2oPage& page, const H2oPacked& request, int head, bool by_page) {
+void pack(const H2oPage& page, const H2oPacked& request, int head, const H2oScoring& scoring) {
   if (request.keep <= 0 || request.keep >= request.end) return;
   static thread_local Scratch ranks_memory, survivors_memory;
   const Strip<T> strip(page, request.table, head);
   int64_t* survivors = survivors_memory.get<int64_t>(request.keep);
-  choose(strip, request, by_page, ranks_memory.get<uint64_t>(request.end), survivors);
+  choose(strip, request, scoring, ranks_memory.get<uint64_t>(request.end), survivors);
   // Slots of a prompt are in order of position, so no survivor moves back over a later one.
   for (int64_t to = 0; to < request.keep; ++to) {
     const int64_t from = survivors[to], n = strip.block_size;
@@ -81,9 +86,9 @@ extern "C" void h2o_pack_survivors(const H2oPage* pages, int num_pages, const H2
       const H2oPage& page = pages[i / num_heads / num_requests];
       const H2oPacked& request = requests[i / num_heads % num_requests];
       const int head = static_cast<int>(i % num_heads);
-      if (page.type == kFloat) pack<float>(page, request, head, scoring->by_page);
-      if (page.type == kBf16) pack<Bf16>(page, request, head, scoring->by_page);
-      if (page.type == kHalf) pack<Half>(page, request, head, scoring->by_page);
+      if (page.type == kFloat) pack<float>(page, request, head, *scoring);
+      if (page.type == kBf16) pack<Bf16>(page, request, head, *scoring);
+      if (page.type == kHalf) pack<Half>(page, request, head, *scoring);
     }
   };
   parallel(static_cast<int>(std::min<int64_t>(max_threads(), num_strips)), body);

@@ -41,6 +41,7 @@ struct H2oScoring {
   int32_t power;
   int32_t skip_recent;
   int32_t by_page;
+  int32_t by_age;
 };
 }
 

@@ -237,6 +237,7 @@ def reduce_and_score(
     PAGES: tl.constexpr,
     POWER: tl.constexpr,
     BY_PAGE: tl.constexpr,
+    BY_AGE: tl.constexpr,
 ):
     """Join the shares of (request, KV head), add to scores, and find the next victim."""
     b, h = tl.program_id(0), tl.program_id(1)
@@ -287,6 +288,8 @@ def reduce_and_score(
                 counts = live & (now - position >= youngest)
                 score += tl.where(counts, given, 0.0)
                 tl.store(score_pages + words, score, mask=counts)
+            if BY_AGE:
+                score = score / tl.maximum(now + 1 - position, 1)
             candidate = live & (position < recent_from) & (position >= num_sinks)
             if BY_PAGE:
                 whole = tl.sum((candidate | (offset >= N)[None, :]).to(tl.int32), axis=1) == N_PAD

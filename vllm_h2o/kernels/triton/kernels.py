@@ -140,7 +140,7 @@ class TritonKernels:
             self._logits, self._part, self._peak,
             out.stride(0), page.score.stride(0), *strides, shares, scoring.skip_recent,
             **shape, **group, N_PAD=padded_block, PAGES=max(1, 512 // padded_block),
-            POWER=scoring.power, BY_PAGE=scoring.by_page,
+            POWER=scoring.power, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
         )  # fmt: skip
 
     def prefill(
@@ -200,7 +200,8 @@ class TritonKernels:
         sizes = (sent.table.stride(0), len(sent), self.num_kv_heads, most)
         pack.select_survivors[grid](
             scores, positions, *table, page.score.stride(0), *sizes,
-            N=page.block_size, TILE=1024, BY_PAGE=scoring.by_page, num_warps=8,
+            N=page.block_size, TILE=1024, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
+            num_warps=8,
         )  # fmt: skip
         pack.pack_survivors[grid](
             keys, values, scores, positions, *table, page.key,

@@ -11,12 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PACK_ORDERS = ("end", "keep", "recent_from", "num_sinks")
+PACK_ORDERS = ("end", "keep", "recent_from", "num_sinks", "position_end")
 """Rows of the packing chunks' orders, [len(PACK_ORDERS), R] int32."""
 END = tl.constexpr(0)
 KEEP = tl.constexpr(1)
 RECENT_FROM = tl.constexpr(2)
 NUM_SINKS = tl.constexpr(3)
+POSITION_END = tl.constexpr(4)
 
 
 @triton.jit
@@ -28,12 +29,14 @@ def ranked_tile(
     end,
     recent_from,
     num_sinks,
+    position_end,
     word_stride,
     num_kv_heads,
     h,
     N: tl.constexpr,
     TILE: tl.constexpr,
     BY_PAGE: tl.constexpr,
+    BY_AGE: tl.constexpr,
 ):
     """Of TILE slots: which are resident, which survive anyway, and an int64 that orders scores."""
     slot = first + tl.arange(0, TILE)
@@ -42,6 +45,8 @@ def ranked_tile(
     words = (block * num_kv_heads + h) * word_stride + slot % N
     score = tl.load(scores + words, mask=live, other=0.0)
     position = tl.load(positions + words, mask=live, other=0)
+    if BY_AGE:
+        score = score / tl.maximum(position_end - position, 1)
     if BY_PAGE:
         sums = tl.sum(tl.reshape(score, [TILE // N, N]), axis=1)
         score = tl.reshape(tl.broadcast_to(sums[:, None], [TILE // N, N]), [TILE])
@@ -67,6 +72,7 @@ def select_survivors(
     N: tl.constexpr,
     TILE: tl.constexpr,
     BY_PAGE: tl.constexpr,
+    BY_AGE: tl.constexpr,
 ):
     """The slots that survive in (layer, chunk, KV head), in order."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -76,12 +82,13 @@ def select_survivors(
     keep = tl.load(orders_ptr + KEEP * num_chunks + r)
     recent_from = tl.load(orders_ptr + RECENT_FROM * num_chunks + r)
     num_sinks = tl.load(orders_ptr + NUM_SINKS * num_chunks + r)
+    position_end = tl.load(orders_ptr + POSITION_END * num_chunks + r)
     table = table_ptr + r.to(tl.int64) * table_stride
     num_safe = 0
     for first in range(0, end, TILE):
         live, safe, order = ranked_tile(
-            scores, positions, table, first, end, recent_from, num_sinks, word_stride,
-            num_kv_heads, h, N, TILE, BY_PAGE,
+            scores, positions, table, first, end, recent_from, num_sinks, position_end,
+            word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
         )  # fmt: skip
         num_safe += tl.sum(safe.to(tl.int32), axis=0)
     wanted = keep - num_safe
@@ -92,16 +99,16 @@ def select_survivors(
         reached = 0
         for first in range(0, end, TILE):
             live, safe, order = ranked_tile(
-                scores, positions, table, first, end, recent_from, num_sinks, word_stride,
-                num_kv_heads, h, N, TILE, BY_PAGE,
+                scores, positions, table, first, end, recent_from, num_sinks, position_end,
+                word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
             )  # fmt: skip
             reached += tl.sum((live & (safe == 0) & (order >= trial)).to(tl.int32), axis=0)
         threshold = tl.where(reached >= wanted, trial, threshold)
     above = 0
     for first in range(0, end, TILE):
         live, safe, order = ranked_tile(
-            scores, positions, table, first, end, recent_from, num_sinks, word_stride,
-            num_kv_heads, h, N, TILE, BY_PAGE,
+            scores, positions, table, first, end, recent_from, num_sinks, position_end,
+            word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
         )  # fmt: skip
         above += tl.sum((live & (safe == 0) & (order > threshold)).to(tl.int32), axis=0)
     # Of those at the threshold, the older ones: slots of a prompt are in order of position.
@@ -110,8 +117,8 @@ def select_survivors(
     survivors = survivors_ptr + ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * most
     for first in range(0, end, TILE):
         live, safe, order = ranked_tile(
-            scores, positions, table, first, end, recent_from, num_sinks, word_stride,
-            num_kv_heads, h, N, TILE, BY_PAGE,
+            scores, positions, table, first, end, recent_from, num_sinks, position_end,
+            word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
         )  # fmt: skip
         level = (live & (safe == 0) & (order == threshold)).to(tl.int32)
         rank = tl.cumsum(level, axis=0)

@@ -1,0 +1,94 @@
+"""The throughput bench runs through vLLM's own, stock and policy in turn. Nothing is timed here."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.throughput import chart
+from benchmarks.throughput.models import MODELS
+from benchmarks.throughput.profiles import CPU, GPU, QUICK, Profile, Side
+from benchmarks.throughput.runs import ratio_of
+from benchmarks.throughput.watch import Watch
+from tests.house_rules import ROOT
+
+FREE = {"P3-4k", "P3-8k", "P4", "P5", "P6-100", "P6-20", "batch-32", "free-100"}
+PROFILE = Profile("P", "", "smollm2", 64, 32, 4, (Side("h2o", 0.2), Side("stock vLLM")), 1.0)
+
+
+def test_quick(tmp_path: Path) -> None:
+    """One pair of real runs: both sides, the same work, the smaller pool of pages for h2o's."""
+    command = [sys.executable, "-m", "benchmarks.throughput", "--quick", "--pairs", "1"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    log = tmp_path / "throughput-quick.log"
+    assert done.returncode == 0, done.stderr[-2000:] + (log.read_text() if log.exists() else "")
+    with (tmp_path / "throughput-quick.csv").open() as file:
+        ours, theirs = csv.DictReader(file)
+    assert (ours["side"], theirs["side"]) == ("h2o", "stock vLLM")
+    assert int(ours["pool_pages"]) <= int(theirs["pool_pages"]) == 320 // 32 + 1
+    assert int(ours["preemptions"]) == 0 < int(theirs["preemptions"])
+    assert float(ours["mean_sequences"]) > float(theirs["mean_sequences"])
+    assert f"| {QUICK[0].id}: {QUICK[0].what} |" in done.stdout
+
+
+def test_the_same_memory() -> None:
+    """h2o's pages are larger by scores and positions, so it is given fewer of them."""
+    side = Side("h2o", 0.2, pool_tokens=3200)
+    assert PROFILE.num_blocks(side, 256) == int(100 * 256 / 264) + 1
+    assert PROFILE.num_blocks(replace(side, budget=None), 256) == 101
+    assert PROFILE.num_blocks(replace(side, pool_tokens=None), 256) is None
+
+
+@pytest.mark.parametrize("profile", [*CPU, *GPU], ids=lambda profile: profile.id)
+def test_a_sequence_fits(profile: Profile) -> None:
+    """Each side's pool holds the longest sequence, or vLLM would not start."""
+    for side in profile.sides:
+        blocks = profile.num_blocks(side, MODELS[profile.model].bytes_per_slot)
+        assert blocks is not None
+        longest = profile.max_model_len * (side.max_num_seqs or 1 if profile.id in FREE else 1)
+        assert (blocks - 1) * profile.block_size >= longest
+
+
+def test_watch() -> None:
+    """Steps at full width are timed; means are over steps that gave tokens."""
+    watch = Watch()
+    stats = SimpleNamespace(num_running_reqs=3, kv_cache_usage=0.5)
+    for generated, preempted in ((0, 0), (1, 0), (2, 1), (2, 0), (2, 0), (1, 0)):
+        watch.record(
+            stats,
+            SimpleNamespace(num_generation_tokens=generated, num_preempted_reqs=preempted),
+        )
+    watch.record(None, None)
+    watch.times = [0.0, 1.0, 3.0, 3.5, 4.25, 9.0]
+    summary = watch.summary()
+    assert summary["step_seconds"] == (0.5 + 0.75) / 2
+    assert summary["mean_sequences"] == 8 / 5 and summary["preemptions"] == 1
+    assert summary["peak_usage"] == 0.5 and summary["peak_sequences"] == 3
+
+
+def test_ratio() -> None:
+    """Above 1 where h2o is faster, whichever the figure."""
+    fast, slow = ({"step_ms": s, "output_tokens_per_s": t} for s, t in ((2, 30), (4, 20)))
+    assert ratio_of(PROFILE, fast, slow) == 1.5
+    assert ratio_of(replace(PROFILE, figure="step"), fast, slow) == 2.0
+
+
+def test_chart(tmp_path: Path) -> None:
+    """A bar for each profile that has been run."""
+    rows = tmp_path / "rows.csv"
+    with rows.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["profile", "side", "machine", "step_ms", "output_tokens_per_s"])
+        for side, speed in (("h2o", 30), ("stock vLLM", 20), ("h2o", 28), ("stock vLLM", 20)):
+            writer.writerow(["P1", side, "here", 1, speed])
+    chart.draw(rows, tmp_path / "chart")
+    assert (tmp_path / "chart.png").stat().st_size > 5000
+    assert "<svg" in (tmp_path / "chart.svg").read_text()
