@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,24 @@ def test_library_that_does_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         native.load("broken")
 
 
+@NEEDS_LIBRARY
+def test_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system refuses the best variant, the next one is taken."""
+    opened = native._open
+
+    def refusing(variant: str) -> ctypes.CDLL:
+        if variant == VARIANTS[0]:
+            raise NativeUnavailableError("it", "this", "no", "Go")
+        return opened(variant)
+
+    monkeypatch.setattr(native, "_open", refusing)
+    if len(VARIANTS) > 1:
+        assert native.load().variant == VARIANTS[1]
+    monkeypatch.setattr(native, "available", lambda: VARIANTS[:1])
+    with pytest.raises(NativeUnavailableError, match="asked for it; found this: no. Go."):
+        native.load()
+
+
 def test_variant_of_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that would fault is refused."""
     monkeypatch.setattr(native, "processor_flags", lambda: frozenset({"sse2"}))
@@ -172,6 +191,8 @@ def test_pages_are_checked() -> None:
         decode_once(pool)
     with pytest.raises(ValueError, match="a head size of 40 is not a multiple of 16"):
         decode_once(Pool(dataclasses.replace(SHAPE, head_size=40), [20]))
+    with pytest.raises(ValueError, match="a head size of 1040 is more"):
+        decode_once(Pool(dataclasses.replace(SHAPE, head_size=1040), [20]))
     table = torch.zeros(2, dtype=torch.int64)
     chunk = prompt_chunk(table, slice(0, 1), 0)
     with pytest.raises(ValueError, match="a block table of torch.int64"):

@@ -31,6 +31,7 @@ VARIANTS: dict[str, frozenset[str]] = {
 
 HEAD_MULTIPLE = 16
 """What head sizes are whole multiples of."""
+LARGEST_HEAD = 1024
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PAGE = struct.Struct("@qq4i")
 _BATCH = struct.Struct("@5qi4x")
@@ -96,23 +97,15 @@ def load(variant: str | None = None) -> NativeKernels:
     """The kernels of one variant, or the best that there is.
 
     Args:
-        variant: one of ``VARIANTS``; None takes the first of :func:`available`.
+        variant: one of ``VARIANTS``; None takes the first of :func:`available` that opens.
 
     Raises:
         NativeUnavailableError: when nothing fits.
 
     """
     if variant is None:
-        variant = next(iter(available()), None)
-        if variant is None:
-            raise NativeUnavailableError(
-                "the native CPU kernels",
-                f"no library in {FOLDER}",
-                "there was no C++ compiler when vllm-h2o was installed, or it failed",
-                "Install g++ (GCC 12 or later) or clang++ and reinstall vllm-h2o from its source, "
-                "or choose the torch kernels",
-            )
-    elif variant not in available():
+        return _first()
+    if variant not in available():
         raise NativeUnavailableError(
             f"the native CPU kernels, variant {variant!r}",
             f"{', '.join(available()) or 'none'} in {FOLDER}",
@@ -122,6 +115,23 @@ def load(variant: str | None = None) -> NativeKernels:
             "Choose one that is there, or reinstall vllm-h2o from its source",
         )
     return NativeKernels(variant, _open(variant))
+
+
+def _first() -> NativeKernels:
+    """The first variant that opens: a system may forbid what its processor could do."""
+    refused: NativeUnavailableError | None = None
+    for variant in available():
+        try:
+            return NativeKernels(variant, _open(variant))
+        except NativeUnavailableError as error:
+            refused = refused or error
+    raise refused or NativeUnavailableError(
+        "the native CPU kernels",
+        f"no library in {FOLDER}",
+        "there was no C++ compiler when vllm-h2o was installed, or it failed",
+        "Install g++ (GCC 12 or later) or clang++ and reinstall vllm-h2o from its source, "
+        "or choose the torch kernels",
+    )
 
 
 @cache
@@ -194,6 +204,8 @@ def _page_bytes(page: Page) -> bytes:
         )
     if head_size % HEAD_MULTIPLE:
         raise ValueError(f"a head size of {head_size} is not a multiple of 16")
+    if head_size > LARGEST_HEAD:
+        raise ValueError(f"a head size of {head_size} is more than {LARGEST_HEAD}")
     if key.dtype not in _TYPES:
         raise ValueError(f"the cache holds {key.dtype}, not one of {list(_TYPES)}")
     heads = page.num_kv_heads

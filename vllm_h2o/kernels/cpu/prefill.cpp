@@ -150,7 +150,7 @@ class Prefill {
     const Strip<T> held = strip(c, h);
     const int size = page_.head_size;
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end(chunk) - from));
-    alignas(64) static const T nothing[512] = {};
+    alignas(64) static const T nothing[1024] = {};  // native.py: LARGEST_HEAD
     const T *keys[kBlock], *values[kBlock];
     for (int i = 0; i < count; ++i) {
       const int64_t slot = from + i;
