@@ -52,6 +52,11 @@ def test_choices_that_all_work(field: str, works: str) -> None:
             "no query scores",
         ),
         (
+            {"prefill": "window", "score": "mean"},
+            "prefill='window' with score='mean'",
+            "a mean counts every query of the prompt, and the last alone score",
+        ),
+        (
             {"granularity": "block", "score": "mean"},
             "granularity='block' with score='mean'",
             "means are ranked token by token",

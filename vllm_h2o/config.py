@@ -271,12 +271,13 @@ class KVPolicyConfig:
         value = getattr(self, field)
         if field == "num_sink_tokens" and value is None:
             return
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        bits = 63 if field == "seed" else 31
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**bits:
             raise ConfigError(
                 f"{field}={value!r}",
-                f"{field} is a whole number of at most 63 bits",
+                f"{field} is a whole number of at most {bits} bits",
                 "it counts things, or seeds them",
-                "give an int in [0, 2**63)",
+                f"give an int in [0, 2**{bits})",
             )
 
     def _check_choice(self, field: str, works: tuple[str, ...]) -> None:
@@ -307,8 +308,8 @@ class KVPolicyConfig:
 
     def _check_together(self) -> None:
         window, seen = self.prefill == "window", self.policy.score is ScoreKind.SUM
-        share, paged = isinstance(self.budget, float), self.granularity == "block"
-        basis = self.budget_basis != type(self).budget_basis
+        paged = self.granularity == "block"
+        share, basis = isinstance(self.budget, float), self.budget_basis != type(self).budget_basis
         no_op, not_built = "it would be a silent no-op", "the two are not built together"
         asked_basis = f"budget_basis={self.budget_basis!r}"
         slots = f"budget={self.budget!r} is a number of slots, a share of nothing"
@@ -316,13 +317,16 @@ class KVPolicyConfig:
         asked_window = f"observation_window={self.observation_window!r}"
         all_score = f"prefill={self.prefill!r} lets every query of a prompt score"
         other_window = self.observation_window != type(self).observation_window
-        means = f"granularity='block' with score={self._own_score!r}"
+        by_age, means = self.score_by_age, f"with score={self._own_score!r}"
+        all_count = "a mean counts every query of the prompt, and the last alone score"
+        by_token = "means are ranked token by token"
         for refused, asked, found, why in (
             (basis and not share, asked_basis, slots, no_op),
             (window and not seen, f"prefill='window' with policy {self.name!r}", unranked, no_op),
             (other_window and not window, asked_window, all_score, no_op),
             (window and not self.observation_window, asked_window, "no query scores", no_op),
-            (paged and self.score_by_age, means, "means are ranked token by token", not_built),
+            (window and by_age, f"prefill='window' {means}", all_count, not_built),
+            (paged and by_age, f"granularity='block' {means}", by_token, not_built),
             (
                 paged and basis,
                 f"granularity='block' with {asked_basis}",

@@ -41,12 +41,20 @@ def add_flags(parser: Any) -> Any:
         default=None,
         metavar="JSON",
         help="Options of the policy as JSON, or one by one: --kv-policy-config.budget 0.2\n"
-        "- budget: slots a sequence may hold (int), or a share of max_model_len (float in (0, 1]); "
+        "- budget: slots a sequence may hold (int), or a share of budget_basis (float up to 1) "
         "rounded up to whole pages; 0.2 by default\n"
+        "- budget_basis: max_model_len (default), prompt, or request (prompt and max_tokens)\n"
         "- min_budget: fewest slots, whatever the share comes to\n"
         "- recent_ratio: share of the budget that is the recent window; 0.5 by default\n"
         "- num_sink_tokens: first tokens never evicted; 0, for streaming 4\n"
-        "- seed: of the random policy",
+        "- protect_prompt_tokens: first tokens of a prompt that are never evicted; 0\n"
+        "- prefill: evict from a prompt at its end (full, default), likewise but scored by its last "
+        "observation_window queries (window; 32), or after each chunk (chunked)\n"
+        "- score: sum (default), sum_squares, mean or mean_squares of attention\n"
+        "- score_skip_recent: a query scores tokens at least so many positions older; 0\n"
+        "- granularity: evict a token (default) or a block at a time\n"
+        "- seed: of the random policy\n"
+        "- kernels: on a CPU native (C++) or torch; auto takes the fastest that are there",
     )
     return parser
 

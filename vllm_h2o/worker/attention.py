@@ -62,7 +62,6 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.kv_cache_dtype = kv_cache_dtype
         self.draws = config.policy.score is ScoreKind.RANDOM
         self.victims: torch.Tensor | None = None
 

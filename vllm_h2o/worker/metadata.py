@@ -80,7 +80,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             by_page=config.granularity == "block",
             by_age=config.score_by_age,
         )
-        self.kernels = choose_kernels(vllm_config, kv_cache_spec, device, config.kernels)
+        self.kernels = choose_kernels(vllm_config, kv_cache_spec, device, config)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size

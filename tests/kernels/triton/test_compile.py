@@ -31,6 +31,7 @@ def build(kernel, dtype, orders, **constants):
     warps, stages = constants.pop("num_warps", 4), constants.pop("num_stages", 3)
     def kind(name):
         if name in constants: return "constexpr"
+        if name == "order_stride": return "constexpr"
         if name in CACHE: return NAMES[dtype]
         if name in FLOAT: return "*fp32"
         if name in INT: return "*i32"
@@ -38,7 +39,9 @@ def build(kernel, dtype, orders, **constants):
         if name == "orders_ptr": return orders
         return "fp32" if name == "scale" else "i32"
     signature = {name: kind(name) for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constants)
+    # Orders lie request by request: their stride is the constant 1 in every real launch.
+    strides = {"order_stride": 1} if "order_stride" in kernel.arg_names else {}
+    source = ASTSource(kernel, signature, constants | strides)
     options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     assert made.asm["cubin"] and made.metadata.shared <= LIMIT, (

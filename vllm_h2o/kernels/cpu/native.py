@@ -32,6 +32,8 @@ VARIANTS: dict[str, frozenset[str]] = {
 HEAD_MULTIPLE = 16
 """What head sizes are whole multiples of."""
 LARGEST_HEAD = 1024
+LAYOUT = 2
+"""Counts the changes of the structs below; the libraries say which they were built with."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PAGE = struct.Struct("@qq4i")
 _BATCH = struct.Struct("@5qi4x")
@@ -147,6 +149,13 @@ def _open(variant: str) -> ctypes.CDLL:
             str(error),
             "Reinstall vllm-h2o from its source on this machine, or choose the torch kernels",
         ) from error
+    if not hasattr(library, "h2o_layout") or library.h2o_layout() != LAYOUT:
+        raise NativeUnavailableError(
+            f"the native CPU kernels, variant {variant!r}",
+            f"{path}, built from other sources than this module",
+            "it would read what it is handed wrongly",
+            "Run `make native`, or reinstall vllm-h2o from its source",
+        )
     for name in ("h2o_decode", "h2o_prefill", "h2o_pack_survivors"):
         library[name].restype = None
     library.h2o_prepare.restype = ctypes.c_int

@@ -16,6 +16,9 @@ Runtime& runtime() {
 
 extern "C" {
 
+// Which structs this was built with: LAYOUT in native.py.
+int h2o_layout() { return 2; }
+
 void h2o_use_runtime(const h2o::Runtime* functions) { h2o::runtime() = *functions; }
 
 // Asks the system for what the kernels need of it; 0 when that is refused.

@@ -190,7 +190,10 @@ class TritonKernels:
         rows = [[getattr(chunk, name) for chunk in chunks] for name in pack.PACK_ORDERS]
         sent = Chunks.of(chunks, rows, self.device)
         views = ("key", "value", "score", "position")
-        addresses = [[getattr(p, view).data_ptr() for p in pages] for view in views]
+        # An even number, so that every row begins where 16 bytes do, however many the layers.
+        addresses = [
+            [getattr(p, view).data_ptr() for p in pages] + [0] * (len(pages) % 2) for view in views
+        ]
         host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
         keys, values, scores, positions = host.to(self.device, non_blocking=True)
         most = max(chunk.keep for chunk in chunks)

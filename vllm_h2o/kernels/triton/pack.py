@@ -57,7 +57,7 @@ def ranked_tile(
     return live, safe, order
 
 
-@triton.jit(do_not_specialize=["num_chunks", "most"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "most"])
 def select_survivors(
     score_bases,  # [L], int64: address of each layer's scores
     position_bases,  # [L], int64
@@ -130,7 +130,7 @@ def select_survivors(
         written += tl.sum(count, axis=0)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "most"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "most"])
 def pack_survivors(
     key_bases,  # [L], int64
     value_bases,

@@ -23,7 +23,7 @@ POSITION = tl.constexpr(3)
 SCORES_FROM = tl.constexpr(4)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride"])
 def store_chunk(
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
@@ -76,7 +76,7 @@ def store_chunk(
     tl.store(score_pages + words, score, mask=live)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "lse_stride"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "lse_stride"])
 def attend(
     query_ptr,  # [T, Hq, D]
     key_pages,
@@ -142,7 +142,7 @@ def attend(
     tl.store(lse_ptr + head * lse_stride + token, peak + tl.log(total), mask=i < num_tokens)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "skip_recent", "lse_stride"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "skip_recent", "lse_stride"])
 def column_scores(
     query_ptr,
     key_pages,
