@@ -102,6 +102,35 @@ def test_compiled_equals_eager(tmp_path: Path) -> None:
     assert assert_same_tokens(eager, compiled) <= 1
 
 
+def test_torch_kernels_equal_native_ones(tmp_path: Path) -> None:
+    """Past the budget, whichever of the CPU's kernels are asked for by name."""
+    model = tiny_llama(tmp_path, 4, 4)
+    prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 8, longest=60)
+    settings = {"block_size": 16, "max_model_len": 128}
+    native, torch = (
+        run(model, prompts, "h2o", options={"budget": 32, "kernels": kernels}, **settings)
+        for kernels in ("native", "torch")
+    )
+    assert assert_same_tokens(native, torch) <= 1
+
+
+def test_a_prompt_of_three_times_the_pool(tmp_path: Path) -> None:
+    """Packed after each chunk, it runs where stock vLLM would not start, and frees its pages."""
+    model = tiny_llama(tmp_path, 4, 4)
+    prompts = [[ord(c) % 256 for c in TEXT * 2][:384]]
+    outputs = run(
+        model,
+        prompts,
+        "h2o",
+        options={"budget": 64, "prefill": "chunked"},
+        block_size=16,
+        num_gpu_blocks_override=9,
+        max_num_batched_tokens=32,
+        max_model_len=448,
+    )
+    assert len(outputs[0].outputs[0].token_ids) == 24
+
+
 def test_every_policy_equals_stock(tmp_path: Path) -> None:
     """Each policy where its budget does not bind."""
     model = tiny_opt(tmp_path)
