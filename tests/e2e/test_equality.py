@@ -21,6 +21,7 @@ from tests.e2e.harness import (
     tiny_opt,
     token_ids,
 )
+from vllm_h2o.kernels.cpu import native
 from vllm_h2o.policy import POLICIES
 
 NEAR_TIE = 1e-4
@@ -102,6 +103,7 @@ def test_compiled_equals_eager(tmp_path: Path) -> None:
     assert assert_same_tokens(eager, compiled) <= 1
 
 
+@pytest.mark.skipif(not native.available(), reason="no native library has been built")
 def test_torch_kernels_equal_native_ones(tmp_path: Path) -> None:
     """Past the budget, whichever of the CPU's kernels are asked for by name."""
     model = tiny_llama(tmp_path, 4, 4)

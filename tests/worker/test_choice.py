@@ -18,6 +18,7 @@ from vllm_h2o.kernels.cpu.eager import TorchKernels
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.worker.choice import choose_kernels
 
+BUILT = pytest.mark.skipif(not native.available(), reason="no native library has been built")
 SHAPE, ODD = Shape(), Shape(head_size=24)
 
 
@@ -30,6 +31,7 @@ def choose(
     return choose_kernels(vllm_config("h2o"), spec, torch.device(device), config)
 
 
+@BUILT
 @pytest.mark.parametrize("asked", ["auto", "native"])
 def test_cpu(asked: str) -> None:
     """The C++ kernels compute on a CPU, in the best build that it runs."""
@@ -66,6 +68,7 @@ def test_a_cache_of_another_dtype() -> None:
             choose_kernels(config, spec, torch.device(device), asked)
 
 
+@BUILT
 def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that was built before its structs changed is not called."""
     native._open.cache_clear()
