@@ -128,8 +128,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             drawn = random_scores(seed, index, self.num_kv_heads, position)
             first.index_copy_(0, batch.order("token"), drawn)
         for chunk in metadata.prompts:
-            end = chunk.position + chunk.num_tokens
-            position = torch.arange(chunk.position, end, device=query.device)
+            span = (chunk.position, chunk.position_end)
+            position = torch.arange(*span, device=query.device)
             seed = torch.full_like(position, chunk.seed)
             first[chunk.tokens] = random_scores(seed, index, self.num_kv_heads, position)
         return first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +23,7 @@ from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.choice import choose_kernels
-from vllm_h2o.worker.step import Step, current_step
+from vllm_h2o.worker.step import current_step
 
 MAX_BATCH_ELEMENTS = 1 << 24
 """Elements of K that one decode call may gather: 64 MiB in float32."""
@@ -99,11 +98,13 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         plans = step.rows(common_attn_metadata) if step else []
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
         table = common_attn_metadata.block_table_tensor
-        prompts = [
+        # A last token by itself is attended to as a decode, and packed as a chunk.
+        chunks = [
             self._prompt_chunk(plan, table[row], starts[row])
             for row, plan in enumerate(plans)
-            if plan.num_new > 1
+            if plan.num_new > 1 or plan.keep_after
         ]
+        prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
         decoding = [row for row, plan in enumerate(plans) if plan.num_new == 1]
         if self.kernels.gathers:
             groups = self._alike([(row, self._num_pages(plans[row])) for row in decoding])
@@ -111,8 +112,10 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         else:
             num_rows = common_attn_metadata.num_reqs if not prompts else len(decoding)
             decodes = self._in_place(plans, table, starts, decoding, num_rows)
-        if step:
-            self._order_packing(step, plans, table, starts)
+        ending = [chunk for chunk in chunks if chunk.keep]
+        if step and ending:
+            # When the forward pass is through, a replayed graph or not.
+            step.afterwards.append(partial(self._pack, ending))
         return HeavyHitterMetadata(self.kernels, self.scoring, decodes, prompts)
 
     def _prompt_chunk(self, plan: RequestPlan, table_row: torch.Tensor, start: int) -> PromptChunk:
@@ -127,18 +130,6 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             seed=plan.seed,
             scores_from=min(max(plan.scores_from - plan.logical_start, 0), plan.num_new),
         )
-
-    def _order_packing(
-        self, step: Step, plans: Sequence[RequestPlan], table: torch.Tensor, starts: list[int]
-    ) -> None:
-        """Have survivors packed when the forward pass is through, a replayed graph or not."""
-        chunks = [
-            self._prompt_chunk(plan, table[row], starts[row])
-            for row, plan in enumerate(plans)
-            if plan.keep_after
-        ]
-        if chunks:
-            step.afterwards.append(partial(self._pack, chunks))
 
     def _pack(self, chunks: list[PromptChunk]) -> None:
         layers = self.vllm_config.compilation_config.static_forward_context

@@ -119,7 +119,7 @@ def pack_survivors(page: Page, chunk: PromptChunk, scoring: Scoring = PLAIN) -> 
     score = page.score[rows].flatten(1)[:, : chunk.end]
     position = page.position[rows].flatten(1)[:, : chunk.end].to(torch.int64)
     if scoring.by_age:
-        score = score / (chunk.position + chunk.num_tokens - position)
+        score = score / (chunk.position_end - position)
     if scoring.by_page:
         whole = torch.nn.functional.pad(score, (0, -chunk.end % page.block_size))
         sums = whole.unflatten(1, (-1, page.block_size)).sum(dim=2)
