@@ -7,6 +7,7 @@ from vllm_h2o.patches import (
     engine_args__create_engine_config,
     engine_args__from_cli_args,
     engine_args__init,
+    input_processor__process_inputs,
 )
 from vllm_h2o.patches._patch import Patch
 from vllm_h2o.patches._relied_upon import RELIED_UPON
@@ -17,8 +18,9 @@ ALWAYS: tuple[Patch, ...] = (
     engine_args__add_cli_args.PATCH,
     engine_args__from_cli_args.PATCH,
     engine_args__create_engine_config.PATCH,
+    input_processor__process_inputs.PATCH,
 )
-"""The flags, and the place where they take effect: pass-throughs when no policy is asked for."""
+"""The flags, the place where they take effect, and requests: pass-throughs without a policy."""
 
 WITH_POLICY: tuple[Patch, ...] = (cpu_platform__get_attn_backend_cls.PATCH,)
 """Applied where a worker with a policy starts, which may be the user's own process."""

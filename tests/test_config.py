@@ -18,7 +18,7 @@ from vllm_h2o.policy import POLICIES, Budget
 
 EVICTING = [name for name, policy in POLICIES.items() if policy.evicts]
 BUDGET_RULE = (
-    "is: a budget is an int > 0 (slots) or a float in (0, 1] (a share); "
+    "is: a budget is an int > 0 (slots), a float in (0, 1] (a share), or 'full'; "
     "why not: no number of slots follows from it; what to do: give e.g. 512 or 0.2."
 )
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeGuard
 
 from vllm_h2o.errors import ConfigError
+from vllm_h2o.parsing import carried_options, named_options
 from vllm_h2o.policy import POLICIES, Budget, Policy, ScoreKind, split_budget
 from vllm_h2o.policy.budget import minimum_slots
-
-ADDITIONAL_CONFIG_KEY = "kv_policy"
 
 _CHOICES = {
     "budget_basis": ("max_model_len", "prompt", "request"),
@@ -43,10 +40,12 @@ class KVPolicyConfig:
     Args:
         name: policy: h2o, h2o_mean, streaming, local, random or full.
         budget: tokens a sequence may hold. An int is that many slots; a float in (0, 1] is that
-            share of ``budget_basis``. Rounded up to whole pages.
+            share of ``budget_basis``; ``full`` is every token. Rounded up to whole pages. A request
+            may bring its own, as ``kv_budget``.
         budget_basis: what a share is a share of: ``max_model_len``, a request's ``prompt``, or the
             ``request``, which is its prompt and its max_tokens.
         min_budget: fewest slots, whatever the share comes to.
+        max_budget: most that a request may ask for, given like ``budget``; None: anything.
         recent_ratio: share of the budget, beyond the sinks, that is the recent window, in [0, 1].
         num_sink_tokens: first tokens that are never evicted; None is the policy's own default.
         protect_prompt_tokens: first tokens of a prompt that are never evicted; those of a shorter
@@ -68,9 +67,10 @@ class KVPolicyConfig:
     """
 
     name: str = "h2o"
-    budget: int | float = 0.2
+    budget: int | float | str = 0.2
     budget_basis: str = "max_model_len"
     min_budget: int = 0
+    max_budget: int | float | str | None = None
     recent_ratio: float = 0.5
     num_sink_tokens: int | None = None
     protect_prompt_tokens: int = 0
@@ -84,7 +84,9 @@ class KVPolicyConfig:
 
     def __post_init__(self) -> None:
         self._check_name()
-        self._check_budget()
+        self._check_budget("budget", self.budget)
+        if self.max_budget is not None:
+            self._check_budget("max_budget", self.max_budget)
         for field in _COUNTS:
             self._check_count(field)
         if not _is_number(self.recent_ratio) or not 0 <= self.recent_ratio <= 1:
@@ -142,42 +144,67 @@ class KVPolicyConfig:
             ConfigError: when a share comes to fewer slots than sinks + recent + 1.
 
         """
-        slots = self._slots(max_model_len, max_model_len)
-        self._check_slots(slots, f"that is {slots} slots of max_model_len={max_model_len}")
+        slots = self._slots(self.budget, max_model_len, max_model_len)
+        meaning = f"that is {slots} slots of max_model_len={max_model_len}"
+        self._check_slots(slots, meaning, self.num_sinks)
         budget = split_budget(slots, block_size, self.effective_recent_ratio, self.num_sinks)
         if self.granularity == "block":
             self._check_pages(budget, block_size, max_model_len)
         return budget
 
     def resolve_request(
-        self, max_model_len: int, block_size: int, prompt_len: int, max_tokens: int
+        self,
+        max_model_len: int,
+        block_size: int,
+        prompt_len: int,
+        max_tokens: int,
+        asked: int | float | str | None = None,
     ) -> Budget | None:
         """The budget of one request; None where it is that of every request.
 
-        A share that comes to less than sinks, a recent token and the next one is lifted to that.
+        A share of this configuration that comes to less than sinks, a recent token and the next one
+        is lifted to that.
 
         Args:
             max_model_len: longest sequence, in tokens.
             block_size: slots of a page.
             prompt_len: tokens of the prompt.
             max_tokens: most tokens that follow.
+            asked: the request's own budget; a share is one of ``budget_basis``.
+
+        Raises:
+            ConfigError: when the budget that is asked for cannot be used.
 
         """
         num_sinks = max(self._own_sinks, min(self.protect_prompt_tokens, prompt_len))
-        if self.budget_basis == "max_model_len" and num_sinks == self.num_sinks:
+        if asked is None and self.budget_basis == "max_model_len" and num_sinks == self.num_sinks:
             return None
+        own = self if asked is None else self._with(asked)
         whole = {"prompt": prompt_len, "request": prompt_len + max_tokens}
-        slots = self._slots(whole.get(self.budget_basis, max_model_len), max_model_len)
-        slots = max(slots, minimum_slots(self.effective_recent_ratio, num_sinks))
-        return split_budget(slots, block_size, self.effective_recent_ratio, num_sinks)
+        basis = whole.get(self.budget_basis, max_model_len)
+        slots = self._slots(own.budget, basis, max_model_len)
+        if asked is None:
+            slots = max(slots, minimum_slots(self.effective_recent_ratio, num_sinks))
+        else:
+            own._check_slots(slots, f"that is {slots} slots", num_sinks)
+            own._check_cap(slots, basis, max_model_len)
+        budget = split_budget(slots, block_size, self.effective_recent_ratio, num_sinks)
+        if self.granularity == "block" and asked is not None:
+            own._check_pages(budget, block_size, max_model_len)
+        return budget
 
-    def _slots(self, whole: int, max_model_len: int) -> int:
-        """What the budget comes to, as a share of ``whole`` or as it stands."""
-        if not self.policy.evicts:
+    def _with(self, asked: int | float | str) -> KVPolicyConfig:
+        """This with the budget of a request, checked like its own."""
+        basis = self.budget_basis if isinstance(asked, float) else type(self).budget_basis
+        return replace(self, budget=asked, budget_basis=basis)
+
+    def _slots(self, budget: int | float | str, whole: int, max_model_len: int) -> int:
+        """What a budget comes to, as a share of ``whole`` or as it stands."""
+        if not self.policy.evicts or isinstance(budget, str):
             return max_model_len
         # As it is written: in floating point, 0.07 of 1600 is a hair, and so a page, above 112.
-        written = Fraction(str(self.budget))
-        slots = math.ceil(written * whole if isinstance(self.budget, float) else written)
+        written = Fraction(str(budget))
+        slots = math.ceil(written * whole if isinstance(budget, float) else written)
         return min(max(slots, self.min_budget), max_model_len)
 
     @property
@@ -193,53 +220,12 @@ class KVPolicyConfig:
     @classmethod
     def from_options(cls, name: str | None, options: object) -> KVPolicyConfig:
         """From ``--kv-policy NAME`` and ``--kv-policy-config '{...}'``, either of them optional."""
-        if options is None:
-            options = {}
-        if isinstance(options, str):
-            options = _parse_json(options)
-        if not isinstance(options, Mapping):
-            raise ConfigError(
-                f"kv_policy_config={options!r}",
-                f"a {type(options).__name__}",
-                "options are a mapping of field names to values",
-                "give a JSON object such as '{\"budget\": 0.2}'",
-            )
-        merged = dict(options)
-        if name is not None and merged.setdefault("name", name) != name:
-            raise ConfigError(
-                f"kv_policy={name!r} and name={merged['name']!r}",
-                "two different policies",
-                "an engine runs one policy",
-                "name the policy once",
-            )
-        known = [f.name for f in fields(cls)]
-        for key in merged:
-            if key not in known:
-                close = get_close_matches(str(key), known, n=1)
-                raise ConfigError(
-                    f"key {key!r} in the policy's configuration",
-                    f"the keys are {', '.join(known)}",
-                    "a key that nothing reads would be a silent no-op",
-                    f"did you mean {close[0]!r}?" if close else "remove it",
-                )
-        values: dict[str, Any] = {str(key): _number(value) for key, value in merged.items()}
-        return cls(**values)
+        return cls(**named_options(name, options, [f.name for f in fields(cls)]))
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> KVPolicyConfig | None:
         """From vLLM's ``additional_config``; None when no policy is asked for."""
-        if not isinstance(additional_config, Mapping):
-            return None
-        for key in additional_config:
-            near = str(key).lower().replace("-", "_")
-            if near.startswith(ADDITIONAL_CONFIG_KEY) and key != ADDITIONAL_CONFIG_KEY:
-                raise ConfigError(
-                    f"key {key!r} in additional_config",
-                    f"the policy and its options are read from {ADDITIONAL_CONFIG_KEY!r} alone",
-                    "a key that nothing reads would be a silent no-op",
-                    f'give {{"{ADDITIONAL_CONFIG_KEY}": {{"name": "h2o", "budget": 0.2}}}}',
-                )
-        options = additional_config.get(ADDITIONAL_CONFIG_KEY)
+        options = carried_options(additional_config)
         if options is None:
             return None
         if isinstance(options, str):
@@ -256,15 +242,26 @@ class KVPolicyConfig:
                 f"did you mean {close[0]!r}?" if close else "choose one of them",
             )
 
-    def _check_budget(self) -> None:
-        budget = self.budget
+    def _check_budget(self, field: str, budget: object) -> None:
         good = _is_number(budget) and (0 < budget <= 1 or (isinstance(budget, int) and budget > 0))
-        if not good:
+        if not good and budget != "full":
             raise ConfigError(
-                f"budget={budget!r}",
-                "a budget is an int > 0 (slots) or a float in (0, 1] (a share)",
+                f"{field}={budget!r}",
+                "a budget is an int > 0 (slots), a float in (0, 1] (a share), or 'full'",
                 "no number of slots follows from it",
                 "give e.g. 512 or 0.2",
+            )
+
+    def _check_cap(self, slots: int, whole: int, max_model_len: int) -> None:
+        if self.max_budget is None:
+            return
+        most = self._slots(self.max_budget, whole, max_model_len)
+        if slots > most:
+            raise ConfigError(
+                f"budget={self.budget!r}",
+                f"that is {slots} slots, and max_budget={self.max_budget!r} is {most}",
+                "this server gives a request no more",
+                f"ask for at most {self.max_budget!r}",
             )
 
     def _check_count(self, field: str) -> None:
@@ -309,7 +306,10 @@ class KVPolicyConfig:
     def _check_together(self) -> None:
         window, seen = self.prefill == "window", self.policy.score is ScoreKind.SUM
         paged = self.granularity == "block"
-        share, basis = isinstance(self.budget, float), self.budget_basis != type(self).budget_basis
+        share, basis = (
+            not isinstance(self.budget, int),
+            self.budget_basis != type(self).budget_basis,
+        )
         no_op, not_built = "it would be a silent no-op", "the two are not built together"
         asked_basis = f"budget_basis={self.budget_basis!r}"
         slots = f"budget={self.budget!r} is a number of slots, a share of nothing"
@@ -339,7 +339,7 @@ class KVPolicyConfig:
 
     def _check_size(self) -> None:
         if not self.policy.evicts:
-            if not isinstance(self.budget, float) or self.budget not in (1.0, type(self).budget):
+            if isinstance(self.budget, int) or self.budget not in (1.0, "full", type(self).budget):
                 raise ConfigError(
                     f"budget={self.budget!r} with policy {self.name!r}",
                     f"{self.name!r} keeps every token",
@@ -348,7 +348,7 @@ class KVPolicyConfig:
                 )
         elif isinstance(self.budget, int):
             slots = max(self.budget, self.min_budget)
-            self._check_slots(slots, "that many slots")
+            self._check_slots(slots, "that many slots", self.num_sinks)
 
     def _check_pages(self, budget: Budget, block_size: int, max_model_len: int) -> None:
         # Recent tokens lie in pages of the prompt and in refilled ones, both cut at either end.
@@ -362,39 +362,16 @@ class KVPolicyConfig:
                 "give a larger budget, smaller pages (--block-size) or a smaller recent_ratio",
             )
 
-    def _check_slots(self, slots: int, meaning: str) -> None:
-        least = minimum_slots(self.effective_recent_ratio, self.num_sinks)
+    def _check_slots(self, slots: int, meaning: str, num_sinks: int) -> None:
+        least = minimum_slots(self.effective_recent_ratio, num_sinks)
         if slots < least:
             raise ConfigError(
                 f"budget={self.budget!r}",
                 meaning,
-                f"{self.num_sinks} first tokens, the recent window and the next token need {least}",
+                f"{num_sinks} first tokens, the recent window and the next token need {least}",
                 f"give a budget of at least {least}, or fewer sinks",
             )
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _number(value: object) -> object:
-    """A numeral that a command line left as text, as the number it spells."""
-    if isinstance(value, str):
-        for parse in (int, float):
-            try:
-                return parse(value)
-            except ValueError:
-                continue
-    return value
-
-
-def _parse_json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"kv_policy_config={text!r}",
-            f"not JSON ({error})",
-            "options are a JSON object",
-            "give e.g. '{\"budget\": 0.2}'",
-        ) from error

@@ -12,8 +12,9 @@ import argparse
 import json
 from typing import Any
 
-from vllm_h2o.config import ADDITIONAL_CONFIG_KEY, KVPolicyConfig
+from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError, UnsupportedError
+from vllm_h2o.parsing import ADDITIONAL_CONFIG_KEY
 from vllm_h2o.policy import POLICIES
 from vllm_h2o.refusals import REFUSALS
 
@@ -42,9 +43,10 @@ def add_flags(parser: Any) -> Any:
         metavar="JSON",
         help="Options of the policy as JSON, or one by one: --kv-policy-config.budget 0.2\n"
         "- budget: slots a sequence may hold (int), or a share of budget_basis (float up to 1) "
-        "rounded up to whole pages; 0.2 by default\n"
+        "rounded up to whole pages, or full; 0.2 by default\n"
         "- budget_basis: max_model_len (default), prompt, or request (prompt and max_tokens)\n"
         "- min_budget: fewest slots, whatever the share comes to\n"
+        "- max_budget: most that a request may ask for as kv_budget\n"
         "- recent_ratio: share of the budget that is the recent window; 0.5 by default\n"
         "- num_sink_tokens: first tokens never evicted; 0, for streaming 4\n"
         "- protect_prompt_tokens: first tokens of a prompt that are never evicted; 0\n"

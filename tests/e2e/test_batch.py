@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
+from vllm import SamplingParams
 
 from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, token_ids
 from tests.e2e.replay import Replay
+from vllm_h2o.errors import ConfigError
 
 CHARACTERS = [ord(c) % 256 for c in TEXT]
 
@@ -31,6 +33,33 @@ def test_alone_and_among_fifteen_others(monkeypatch: pytest.MonkeyPatch) -> None
     assert among == alone
     assert len(kept_alone) == 90
     assert kept_among == kept_alone
+
+
+def test_budgets_of_their_own_in_one_batch(tmp_path: Path) -> None:
+    """Each request gets the tokens, and holds the pages, that an engine of its budget gives it."""
+    model = tiny_llama(tmp_path, 4, 2)
+    prompt = CHARACTERS[:90]
+    budgets: list[int | float | str] = [48, 0.25, "full", 0.5, "64"]
+    expected, pages = [], [3, 4, 9, 8, 4]
+    for budget in (48, 64, 256, 128, 64):
+        with engine(model, "h2o", {"budget": budget}, max_model_len=256, block_size=16) as llm:
+            expected += token_ids(generate(llm, [prompt], max_tokens=50))
+    assert len({tuple(tokens) for tokens in expected}) == 4
+    with engine(model, "h2o", {"budget": 32}, max_model_len=256, block_size=16) as llm:
+        probe = Probe(llm)
+        params = [
+            SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, detokenize=False,
+                           extra_args={"kv_budget": budget})
+            for budget in budgets
+        ]  # fmt: skip
+        prompts = [{"prompt_token_ids": prompt}] * len(params)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert token_ids(outputs) == expected
+        assert list(probe.held[-1].values()) == pages
+        with pytest.raises(ConfigError, match="kv_budget=0.0; is: a budget is an int"):
+            generate(llm, [prompt], max_tokens=5, extra_args={"kv_budget": 0.0})
+        assert len(token_ids(generate(llm, [prompt], max_tokens=5))[0]) == 5
+        assert probe.num_free == probe.num_total
 
 
 def test_full_in_a_small_pool_gives_the_tokens_of_a_large_one(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +132,38 @@ def test_it_completes(server: Server) -> None:
         {"prompt": "x", "max_tokens": 100000},
         {"prompt": [10**9], "max_tokens": 5},
         {"prompt": "x", "max_tokens": 5, "temperature": -2},
+        {"prompt": "x", "max_tokens": 5, "vllm_xargs": {"kv_budget": 0}},
     ],
-    ids=["long prompt", "negative", "too many tokens", "no such token", "temperature"],
+    ids=["long prompt", "negative", "too many tokens", "no such token", "temperature", "budget"],
 )
 def test_bad_requests_are_refused_and_harm_nobody(server: Server, body: dict[str, Any]) -> None:
     """The client gets a 400; the server answers the next request."""
     status, answer = server.complete(**body)
     assert status == 400, answer
     assert server.complete(prompt="Hello", max_tokens=3)[0] == 200
+
+
+def test_a_request_with_a_budget_of_its_own(server: Server) -> None:
+    """``full`` is taken; what cannot be used is refused in four parts while others run."""
+    prompt = "The old sailor told us about the storm. " * 12
+    bodies: list[dict[str, Any]] = [{"vllm_xargs": {"kv_budget": "full"}}, {}]
+    asked = ({"kv_budget": 1.5}, {"kv_budget": "half"}, {"kv-budget": 64}, {"kv_budget": 1})
+    with ThreadPoolExecutor() as pool:
+        running = [
+            pool.submit(server.complete, prompt=prompt, max_tokens=60, ignore_eos=True, **body)
+            for body in bodies
+        ]
+        for xargs in asked:
+            status, answer = server.complete(prompt=prompt, max_tokens=5, vllm_xargs=xargs)
+            assert status == 400, answer
+            said = answer["error"]["message"]
+            assert re.fullmatch(
+                r"kv-policy: asked: .*; is: .*; why not: .*; what to do: .*\.", said
+            )
+            assert str(next(iter(xargs.values()))) in said or "kv-budget" in said
+        whole, evicted = (future.result() for future in running)
+    assert whole[0] == evicted[0] == 200
+    assert whole[1]["choices"][0]["text"] != evicted[1]["choices"][0]["text"]
 
 
 def test_every_sampling_feature_runs_past_the_budget(server: Server) -> None:

@@ -22,6 +22,7 @@ BUDGET_OPTIONS = frozenset(
         "budget",
         "budget_basis",
         "min_budget",
+        "max_budget",
         "num_sink_tokens",
         "protect_prompt_tokens",
         "prefill",

@@ -14,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.policy import Budget
+from vllm_h2o.request import asked_budget, budget_of
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
@@ -79,11 +80,14 @@ class HeavyHitterScheduler(AsyncScheduler):
 
     def _budget_of(self, request: Request) -> Budget | None:
         """A request's own budget, from its original prompt: the same when it is resumed."""
-        return self.policy_config.resolve_request(
+        params = request.sampling_params
+        return budget_of(
+            self.policy_config,
             self.max_model_len,
             self.manager.block_size,
             request.num_prompt_tokens,
             request.max_tokens,
+            asked_budget(params.extra_args) if params else None,
         )
 
     def _sole_manager(self, kv_cache_config: KVCacheConfig) -> HeavyHitterManager:
