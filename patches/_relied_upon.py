@@ -22,6 +22,13 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(f"{_MANAGER}.allocate_new_blocks", "660850b46199"),
     Symbol(f"{_MANAGER}.pop_blocks_for_free", "74ba80779a77"),
     Symbol(f"{_MANAGER}.free", "06218d237019"),
+    # What is found in the prefix cache is asked for here, once, and held before new pages are; what
+    # is computed is published after them. A chunk is cut where the scheduler says.
+    Symbol(f"{_SCHEDULER}._get_local_prefix_cache_hit", "b7126708b364"),
+    Symbol(f"{_SCHEDULER}._mamba_block_aligned_split", "472a7651c559"),
+    Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks", "c7ce5341a1a0"),
+    Symbol(f"{_MANAGER}.add_local_computed_blocks", "327a7998ba35"),
+    Symbol(f"{_MANAGER}.cache_blocks", "9b9881457015"),
     # Both model runners build attention metadata inside Worker.execute_model. V1's rows are those
     # of input_batch.req_ids; V2 orders its own and names them in CommonAttentionMetadata.req_idx.
     Symbol("vllm.v1.worker.gpu_worker:Worker.execute_model", "d23383066806"),

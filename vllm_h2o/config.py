@@ -125,6 +125,15 @@ class KVPolicyConfig:
         return self._own_score.startswith("mean")
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether what survives of a prompt follows from what each request computes itself.
+
+        A prefix that is found in the cache is not computed again: its queries cannot score.
+        """
+        scored_late = self.prefill == "window" and self.observation_window > 1
+        return scored_late or (self.policy.score is not ScoreKind.SUM and self.prefill == "full")
+
+    @property
     def _own_score(self) -> str:
         return self.policy.default_score if self.score is None else self.score
 

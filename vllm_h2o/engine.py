@@ -148,7 +148,6 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
         ("scheduler_cls", engine_args.scheduler_cls, (None, SCHEDULER), SCHEDULER),
         ("worker_cls", engine_args.worker_cls, ("auto", WORKER), WORKER),
         ("attention_backend", backend, (None, custom), custom),
-        ("enable_prefix_caching", engine_args.enable_prefix_caching, (None, False), False),
     )
     for option, asked, compatible, value in settings:
         if asked not in compatible:
@@ -160,6 +159,8 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
             )
         setattr(engine_args, option, value)
     engine_args.attention_config.backend = None  # given once, as attention_backend
+    # On where it is asked for: a prompt's peak is then its own pages and those of its survivors.
+    engine_args.enable_prefix_caching = bool(engine_args.enable_prefix_caching)
     return config
 
 
@@ -167,7 +168,6 @@ _WHY_OPTION = {
     "scheduler_cls": "only its scheduler says which tokens stay",
     "worker_cls": "only its worker brings the scheduler's plan to the kernels",
     "attention_backend": "only its kernels keep scores and evict",
-    "enable_prefix_caching": "survivors are packed into a sequence's own pages: none is shared",
 }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_h2o.config import KVPolicyConfig
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -42,6 +44,21 @@ def _windowed(vllm_config: Any) -> bool:
     return vllm_config.model_config.get_sliding_window() is not None or bool(
         kinds - {"full_attention"}
     )
+
+
+def _config(vllm_config: Any) -> KVPolicyConfig:
+    config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+    return config or KVPolicyConfig()
+
+
+def _cuts_windows(vllm_config: Any) -> bool:
+    config, limits = _config(vllm_config), vllm_config.scheduler_config
+    if not vllm_config.cache_config.enable_prefix_caching or not config.score_power:
+        return False
+    # In the worst case every other sequence takes a token of the step.
+    room = limits.max_num_batched_tokens - limits.max_num_seqs + 1
+    longest = limits.long_prefill_token_threshold or room
+    return min(room, longest) < config.observation_window
 
 
 def _foreign_platform(_: Any) -> bool:
@@ -117,6 +134,20 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.kv_events_config is not None and c.kv_events_config.enable_kv_cache_events,
         "events describe prefix-cached pages, and there are none",
         "leave --kv-events-config out",
+    ),
+    Refusal(
+        "prefix caching, and a prefill of which cached queries would score or evict",
+        lambda c: c.cache_config.enable_prefix_caching and not _config(c).shares_prefixes,
+        "a prefix that is found in the cache is not computed again: its scores would be missing",
+        "use --kv-policy-config.prefill window (of at least 2 queries), a policy without scores, "
+        "or leave --enable-prefix-caching out",
+    ),
+    Refusal(
+        "prefix caching, and chunks of prompts that may be smaller than the observation window",
+        _cuts_windows,
+        "the queries that score are computed together, beside the pages that are shared",
+        "give a larger --max-num-batched-tokens, fewer --max-num-seqs, a larger or no "
+        "--long-prefill-token-threshold, or a smaller observation_window",
     ),
     Refusal(
         "speculative decoding",

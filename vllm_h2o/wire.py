@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+NEVER = 1 << 62
+"""A position that no query has."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
@@ -28,6 +31,9 @@ class RequestPlan:
         scores_from: position from which on queries add to scores.
         refill: slots of the victim's page that are taken already, where pages are evicted.
         hole: slots of that page that are still empty after this step.
+        first_page: page of the block table's row in which the request's slots begin.
+        pack_page: page of the row in which they begin once survivors are packed: behind those of
+            the prompt, which others share. 0: in place.
 
     """
 
@@ -43,6 +49,8 @@ class RequestPlan:
     scores_from: int = 0
     refill: int = 0
     hole: int = 0
+    first_page: int = 0
+    pack_page: int = 0
 
     @property
     def logical_end(self) -> int:
@@ -67,7 +75,9 @@ class RequestPlan:
     @property
     def held_end(self) -> int:
         """Slots whose pages stay held after this step, be it the prompt's last or a later one."""
-        return self.capacity if self.keep_after else self.attended
+        if self.keep_after == self.capacity - 1:
+            return self.capacity
+        return self.keep_after or self.attended
 
     @property
     def resident_end(self) -> int:

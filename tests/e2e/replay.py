@@ -90,20 +90,56 @@ class Replay:
             victims = None if impl.victims is None else impl.victims[tables[tokens.start][0]]
             for head in range(impl.num_kv_heads):
                 where = (layer_name, head, request_id)
-                out = self._step(
-                    impl, metadata, where, plan, query[tokens], key[tokens], value[tokens]
-                )
+                new = (query[tokens], key[tokens], value[tokens])
+                if where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
+                    self.heads[where] = self._head(impl, metadata, plan, page, rows[head])
+                out = self._step(impl, where, plan, *new)
                 group = slice(head * out.shape[1], (head + 1) * out.shape[1])
                 error = (out - output[tokens].view(*query[tokens].shape)[:, group].double()).abs()
                 self.max_error = max(self.max_error, float(error.max()))
                 self._compare(
-                    where, plan, page, rows[head], None if victims is None else victims[head]
+                    where,
+                    plan,
+                    page,
+                    rows[head][plan.pack_page :],
+                    None if victims is None else victims[head],
                 )
+
+    def _head(
+        self,
+        impl: HeavyHitterImpl,
+        metadata: Any,
+        plan: RequestPlan,
+        page: Page,
+        rows: torch.Tensor,
+    ) -> Head:
+        """A new reference, with the keys and values that the request found in the prefix cache."""
+        slots = torch.arange(plan.logical_start)
+        at = (rows[slots // page.block_size], slots % page.block_size)
+        assert page.position[at].tolist() == slots.tolist()
+        scoring = metadata.scoring
+        return Head(
+            Strip(
+                page.key[at].double(),
+                page.value[at].double(),
+                torch.zeros(len(slots), dtype=torch.float64),
+                slots,
+            ),
+            plan.capacity,
+            plan.num_recent,
+            plan.num_sinks,
+            impl.scale,
+            power=scoring.power,
+            skip_recent=scoring.skip_recent,
+            packs_chunks=self.scheduler.ledger.packs_chunks,
+            by_age=scoring.by_age,
+            page_size=self.scheduler.ledger.victim_size,
+            logical_len=plan.logical_start,
+        )
 
     def _step(
         self,
         impl: HeavyHitterImpl,
-        metadata: Any,
         where: Where,
         plan: RequestPlan,
         query: torch.Tensor,
@@ -111,24 +147,15 @@ class Replay:
         value: torch.Tensor,
     ) -> torch.Tensor:
         layer_name, head, request_id = where
-        if plan.logical_start == 0:
-            strip = Strip.empty(impl.head_size, torch.float64)
-            limits = (plan.capacity, plan.num_recent, plan.num_sinks, impl.scale)
-            scoring = metadata.scoring
-            self.heads[where] = Head(
-                strip,
-                *limits,
-                power=scoring.power,
-                skip_recent=scoring.skip_recent,
-                packs_chunks=self.scheduler.ledger.packs_chunks,
-                by_age=scoring.by_age,
-                page_size=self.scheduler.ledger.victim_size,
-            )
         scores = None
         if impl.draws:
             layer = extract_layer_index(layer_name)
             positions = range(plan.logical_start, plan.logical_end)
             scores = [random_score(plan.seed, layer, head, position) for position in positions]
+            found = self.heads[where].strip
+            if not plan.first_page and found.position.tolist() == list(range(plan.logical_start)):
+                drawn = [random_score(plan.seed, layer, head, p) for p in range(plan.logical_start)]
+                found.score = torch.tensor(drawn, dtype=torch.float64)
         grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
         prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
         ends_prompt = plan.in_prompt and plan.logical_end == prompt_len

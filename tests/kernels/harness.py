@@ -21,7 +21,7 @@ from vllm_h2o.engine import WORKER
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.ledger import Claim, Ledger
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
@@ -118,10 +118,9 @@ class Life:
         bounds = [sum(self.chunks[:i]) for i in range(len(self.chunks) + 1)]
         later = [bound for bound in bounds if bound > self.num_computed]
         end = later[0] if later else self.num_computed + 1
-        plan = self.ledger.preview(
-            self.request_id, self.num_computed, end, self.prompt_len, self.seed
-        )
-        self.ledger.commit(self.request_id, plan, self.prompt_len)
+        claim = Claim(self.prompt_len, seed=self.seed)
+        plan = self.ledger.preview(self.request_id, self.num_computed, end, claim)
+        self.ledger.commit(self.request_id, plan, claim)
         self.num_computed = end
         return self.ledger.take_step({self.request_id: plan.num_new}).requests[self.request_id]
 

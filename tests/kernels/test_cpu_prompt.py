@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
+from vllm_h2o.kernels import packing
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, page_rows
 from vllm_h2o.kernels.cpu import prompt
 from vllm_h2o.kernels.page import Page
@@ -57,7 +58,7 @@ def test_ties(seed: int) -> None:
     chunk = make_chunk(blocks, num_tokens - 5, 5, **limits)
     before = strips(page, chunk, num_tokens)
     outside = page.key[[0, 1, 6, 7, 8, 9, 12, 13, 14, 15]].clone()
-    prompt.pack_survivors(page, chunk)
+    packing.pack_survivors(page, chunk)
     for packed, whole in zip(strips(page, chunk, keep), before, strict=True):
         expected = pack_survivors(whole, num_tokens, keep, num_recent, num_sinks)
         for name in VIEWS:
@@ -94,7 +95,7 @@ def test_later_slots_are_not_read() -> None:
             view[3 * 2 : 4 * 2, 9:] = junk
         chunk = make_chunk([4, 1, 3], 0, 41, keep=31, recent_from=31)
         output = prompt.attend_and_score(page, chunk, torch.randn(41, 4, 64), 0.2, Scoring())
-        prompt.pack_survivors(page, chunk)
+        packing.pack_survivors(page, chunk)
         results.append((output, [strip.score for strip in strips(page, chunk, 31)]))
     for output, scores in results[1:]:
         assert torch.equal(output, results[0][0])

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -26,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.tiny_models import engine_config, folder
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
-from vllm_h2o.wire import RequestPlan
+from vllm_h2o.wire import NEVER, RequestPlan
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -45,14 +47,19 @@ def vllm_config(
     async_scheduling: bool,
     options: tuple[tuple[str, object], ...] = (),
 ) -> VllmConfig:
-    """A real config of a tiny model with the policy on."""
+    """A real config of a tiny model with the policy on.
+
+    ``options`` are the policy's, and ``shares``: whether prefixes are cached.
+    """
+    own = {"name": "h2o", "budget": budget, **dict(options)}
     config = engine_config(
         folder(Path(_MODELS.name), "LlamaForCausalLM"),
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=max_batched,
         max_num_seqs=max_seqs,
         scheduling_policy=policy,
-        additional_config={"kv_policy": {"name": "h2o", "budget": budget, **dict(options)}},
+        enable_prefix_caching=bool(own.pop("shares", False)),
+        additional_config={"kv_policy": own},
     )
     config.scheduler_config.async_scheduling = async_scheduling  # the CPU platform forces it off
     return config
@@ -76,12 +83,18 @@ def make_scheduler(config: VllmConfig, num_blocks: int, block_size: int) -> Heav
 
 
 class ShadowPool:
-    """Executes plans on slots named (block id, offset); each holds (request, life, position)."""
+    """Executes plans on slots named (block id, offset); each holds (whose, position).
+
+    Whose it is: a token that was computed with all before it, of the prompt or of a request that
+    fits whole, is anybody's with the same prefix; a later one is that of its request's life.
+    """
 
     def __init__(self, seed: int, block_size: int) -> None:
         self.block_size = block_size
         self.random = random.Random(seed)
-        self.slots: dict[tuple[int, int], tuple[str, int, int]] = {}
+        self.slots: dict[tuple[int, int], tuple[object, int]] = {}
+        self.prompts: dict[str, tuple[int, ...]] = {}
+        self.whole_until: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.lives: Counter[str] = Counter()
         self.victims: dict[str, int] = {}
@@ -106,26 +119,38 @@ class ShadowPool:
         for request_id, plan in output.residency_plan.requests.items():
             self._run(request_id, plan)
 
-    def _slot(self, request_id: str, index: int) -> tuple[int, int]:
-        return self.tables[request_id][index // self.block_size], index % self.block_size
+    def _slot(self, request_id: str, index: int, page: int) -> tuple[int, int]:
+        row = self.tables[request_id]
+        return row[page + index // self.block_size], index % self.block_size
+
+    def _token(self, request_id: str, position: int) -> tuple[object, int]:
+        """What a slot with the request's token at ``position`` holds."""
+        if position >= self.whole_until[request_id]:
+            return (request_id, self.lives[request_id]), position
+        prefix = self.prompts[request_id][: position + 1]
+        return (prefix, position + 1 - len(prefix)), position
 
     def _run(self, request_id: str, plan: RequestPlan) -> None:
-        life, refilled = self.lives[request_id], 0
+        if plan.scores_from == NEVER:
+            self.whole_until[request_id] = NEVER
+        elif plan.in_prompt:
+            self.whole_until[request_id] = plan.logical_end
+        refilled, page = 0, plan.first_page
         if plan.overwrites:
             assert plan.num_new == 1
             refilled = self.victims[request_id] + plan.refill
-            slot = self._slot(request_id, refilled)
-            self.slots[slot] = (request_id, life, plan.logical_start)
+            slot = self._slot(request_id, refilled, page)
+            self.slots[slot] = self._token(request_id, plan.logical_start)
         else:
             for i in range(plan.num_new):
-                slot = self._slot(request_id, plan.resident_start + i)
-                self.slots[slot] = (request_id, life, plan.logical_start + i)
+                slot = self._slot(request_id, plan.resident_start + i, page)
+                self.slots[slot] = self._token(request_id, plan.logical_start + i)
         hole = range(refilled + 1, refilled + 1 + plan.hole)
         indices = [index for index in range(plan.attended) if index not in hole]
-        held = [self._slot(request_id, index) for index in indices]
+        held = [self._slot(request_id, index, page) for index in indices]
         tokens = [self.slots[slot] for slot in held]
-        assert all(token[:2] == (request_id, life) for token in tokens), (request_id, plan, tokens)
-        positions = [token[2] for token in tokens]
+        positions = [token[1] for token in tokens]
+        assert tokens == [self._token(request_id, p) for p in positions], (request_id, plan, tokens)
         assert len(set(positions)) == len(positions)
         recent = range(max(plan.logical_end - plan.num_recent, 0), plan.logical_end)
         assert set(recent) <= set(positions)
@@ -134,7 +159,8 @@ class ShadowPool:
             dropped = set(self.random.sample(old, len(positions) - plan.keep_after))
             kept = [p for p in positions if p not in dropped]
             for index, position in enumerate(kept):
-                self.slots[self._slot(request_id, index)] = (request_id, life, position)
+                slot = self._slot(request_id, index, plan.pack_page)
+                self.slots[slot] = self._token(request_id, position)
             self.num_evictions += len(dropped)
         elif plan.selects:
             size = self.victim_size
@@ -158,6 +184,10 @@ class Simulation:
         self.scheduler = make_scheduler(config, num_blocks, block_size)
         self.pool = ShadowPool(seed, block_size)
         self.pool.victim_size = self.scheduler.ledger.victim_size
+        self.hasher = None
+        if config.cache_config.enable_prefix_caching:
+            init_none_hash(sha256)
+            self.hasher = get_request_block_hasher(block_size, sha256)
         self.random = random.Random(seed)
         self.stop_rate = 0.0
         self.depth = depth
@@ -186,18 +216,28 @@ class Simulation:
         priority: int = 0,
         resumable: bool = False,
         request_id: str | None = None,
+        fork: int | None = None,
     ) -> str:
-        """A new request, or the next part of a streaming input."""
+        """A new request, or the next part of a streaming input.
+
+        Its prompt is that of every other request up to token ``fork``; the whole, if that is None.
+        """
         request_id = request_id or f"r{self.count['add']}"
+        own = 1000 * self.count["add"]
+        # Generated tokens are below 10.
+        prompt = [10 + i + (0 if fork is None or i < fork else own) for i in range(prompt_len)]
+        # Parts of a session are one prompt; what it generated in between is in no prompt here.
+        self.pool.prompts[request_id] = (*self.pool.prompts.get(request_id, ()), *prompt)
         self.count["add"] += 1
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP])
         request = Request(
             request_id=request_id,
-            prompt_token_ids=list(range(prompt_len)),
+            prompt_token_ids=prompt,
             sampling_params=params,
             pooling_params=None,
             priority=priority,
             resumable=resumable,
+            block_hasher=self.hasher,
         )
         self.scheduler.add_request(request)
         return request_id
@@ -220,6 +260,9 @@ class Simulation:
         self.count["chunk"] += sum(p.in_prompt and p.logical_start > 0 for p in plans)
         self.count["decode"] += sum(not p.in_prompt for p in plans)
         self.count["pack"] += sum(p.keep_after > 0 for p in plans)
+        self.count["move"] += sum(p.pack_page > 0 for p in plans)
+        lives = zip(output.residency_plan.requests, plans, strict=True)
+        self.count["hit"] += sum(p.logical_start > 0 for i, p in lives if i not in self.pool.tables)
         self.count["refill"] += sum(p.refill > 0 for p in plans)
         self.count["pack within a prompt"] += self._num_packed_within_a_prompt(output)
         self.peak_held = max(self.peak_held, self.num_total - self.num_free)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.ledger import Claim, Ledger
 from vllm_h2o.wire import RequestPlan
 
 BUDGET = Budget(capacity=16, num_heavy=7, num_recent=8, num_sinks=0)
@@ -16,8 +16,8 @@ BUDGET = Budget(capacity=16, num_heavy=7, num_recent=8, num_sinks=0)
 
 def run(ledger: Ledger, start: int, end: int, prompt_len: int) -> RequestPlan:
     """Compute tokens [start, end) of request "r" in a step of its own."""
-    plan = ledger.preview("r", start, end, prompt_len, None)
-    ledger.commit("r", plan, prompt_len)
+    plan = ledger.preview("r", start, end, Claim(prompt_len))
+    ledger.commit("r", plan, Claim(prompt_len))
     ledger.take_step({"r": end - start})
     return plan
 
@@ -56,8 +56,8 @@ def test_a_prompt_chunk_of_one_token_at_capacity_overwrites_nothing() -> None:
 def test_preview_changes_nothing() -> None:
     """It may be asked twice, and pages may not be granted."""
     ledger = Ledger(BUDGET, block_size=4)
-    first = ledger.preview("r", 0, 5, 9, None)
-    assert ledger.preview("r", 0, 5, 9, None) == first
+    first = ledger.preview("r", 0, 5, Claim(9))
+    assert ledger.preview("r", 0, 5, Claim(9)) == first
     assert not ledger.residencies
     assert not ledger.take_step({}).requests
 
@@ -65,7 +65,7 @@ def test_preview_changes_nothing() -> None:
 def test_a_request_preempted_in_its_own_step_leaves_the_plan() -> None:
     """And may come back with a longer prompt: what it had generated is computed again."""
     ledger = Ledger(BUDGET, block_size=4)
-    ledger.commit("r", ledger.preview("r", 0, 5, 5, None), 5)
+    ledger.commit("r", ledger.preview("r", 0, 5, Claim(5)), Claim(5))
     ledger.close("r")
     assert not ledger.take_step({}).requests
     assert run(ledger, 0, 9, prompt_len=9).in_prompt
@@ -74,16 +74,16 @@ def test_a_request_preempted_in_its_own_step_leaves_the_plan() -> None:
 def test_the_request_seed_wins() -> None:
     """The config's seed is for requests without one."""
     ledger = Ledger(BUDGET, block_size=4, seed=3)
-    assert ledger.preview("r", 0, 1, 1, None).seed == 3
-    assert ledger.preview("r", 0, 1, 1, 7).seed == 7
+    assert ledger.preview("r", 0, 1, Claim(1)).seed == 3
+    assert ledger.preview("r", 0, 1, Claim(1, seed=7)).seed == 7
 
 
 def test_a_seed_of_any_size_fits_a_tensor() -> None:
     """Modulo 2^64: what is beyond int64 would fail in the worker, in the middle of a step."""
     ledger = Ledger(BUDGET, block_size=4)
-    assert ledger.preview("r", 0, 1, 1, 2**63).seed == -(2**63)
-    assert ledger.preview("r", 0, 1, 1, -5).seed == -5
-    assert ledger.preview("r", 0, 1, 1, 2**64 + 9).seed == 9
+    assert ledger.preview("r", 0, 1, Claim(1, seed=2**63)).seed == -(2**63)
+    assert ledger.preview("r", 0, 1, Claim(1, seed=-5)).seed == -5
+    assert ledger.preview("r", 0, 1, Claim(1, seed=2**64 + 9)).seed == 9
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_lengths_that_contradict_each_other_raise(start: int, end: int, message:
     ledger = Ledger(BUDGET, block_size=4)
     run(ledger, 0, 5, prompt_len=9)
     with pytest.raises(IntegrityError, match=message):
-        ledger.preview("r", start, end, 9, None)
+        ledger.preview("r", start, end, Claim(9))
 
 
 def test_two_tokens_past_the_prompt_raise() -> None:
@@ -107,15 +107,15 @@ def test_two_tokens_past_the_prompt_raise() -> None:
     ledger = Ledger(BUDGET, block_size=4)
     run(ledger, 0, 5, prompt_len=5)
     with pytest.raises(IntegrityError, match="more than one past it"):
-        ledger.preview("r", 5, 7, 5, None)
+        ledger.preview("r", 5, 7, Claim(5))
 
 
 def test_a_plan_that_is_not_the_schedule_raises() -> None:
     """Scheduled without pages, or pages without a schedule, or twice."""
     ledger = Ledger(BUDGET, block_size=4)
-    plan = ledger.preview("r", 0, 5, 5, None)
-    ledger.commit("r", plan, 5)
+    plan = ledger.preview("r", 0, 5, Claim(5))
+    ledger.commit("r", plan, Claim(5))
     with pytest.raises(IntegrityError, match="scheduled twice"):
-        ledger.commit("r", plan, 5)
+        ledger.commit("r", plan, Claim(5))
     with pytest.raises(IntegrityError, match="the ledger"):
         ledger.take_step({"r": 5, "other": 1})

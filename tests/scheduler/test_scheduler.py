@@ -19,6 +19,14 @@ OPTIONS = (
     (("granularity", "block"), ("recent_ratio", 0.2)),
     (("granularity", "block"), ("recent_ratio", 0.2), ("prefill", "chunked")),
 )
+_SHARES = ("shares", True)
+SHARING = (
+    (_SHARES, ("name", "streaming"), ("num_sink_tokens", 2)),
+    (_SHARES, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
+    (_SHARES, ("prefill", "window"), ("observation_window", 5), ("granularity", "block"),
+     ("recent_ratio", 0.2)),
+    (_SHARES, ("name", "full")),
+)  # fmt: skip
 """Beside a budget in slots."""
 SHARES = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))
 """Budgets that depend on the request."""
@@ -26,7 +34,13 @@ PAGES_AT_CAPACITY = BUDGET // BLOCK_SIZE
 
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 50), st.integers(1, 40), st.integers(1, 5)),
+        st.tuples(
+            st.just("add"),
+            st.integers(1, 50),
+            st.integers(1, 40),
+            st.integers(1, 5),
+            st.one_of(st.none(), st.integers(0, 50)),
+        ),
         st.tuples(st.just("steps"), st.integers(1, 8)),
         st.tuples(st.just("abort"), st.integers(0, 1000)),
         st.tuples(st.just("reset")),
@@ -46,7 +60,7 @@ totals: Counter[str] = Counter()
 @given(
     ops=operations,
     budget=st.sampled_from([BUDGET, 32, 64]),
-    options=st.sampled_from(OPTIONS),
+    options=st.sampled_from(OPTIONS + SHARING),
     share=st.sampled_from([None, None, *SHARES]),
     max_batched=st.sampled_from([8, 20, 64]),
     num_pages=st.integers(16, 26),
@@ -71,10 +85,14 @@ def test_no_page_is_lost_shared_or_freed_twice(
 ) -> None:
     """Admit, chunk, decode, preempt, resume, abort, finish in any order, async or not."""
     size: float = budget
-    if ("granularity", "block") in options:
+    if ("name", "full") in options:
+        size, num_pages = 1.0, max(num_pages, 20)
+    elif ("granularity", "block") in options:
         size, num_pages = max(budget, 40), max(num_pages, 20)
     elif share is not None:
         options, size = (*options, ("budget_basis", share[0])), share[1]
+    # A window of 5 queries in one chunk, whatever the other 7 sequences take.
+    max_batched = max(max_batched, 12) if ("observation_window", 5) in options else max_batched
     config = vllm_config(size, max_batched, 8, policy, depth == 2, options)
     simulation = Simulation(config, 1 + num_pages * 4 // block_size, depth, seed, block_size)
     simulation.stop_rate = stop_rate
@@ -82,7 +100,8 @@ def test_no_page_is_lost_shared_or_freed_twice(
         if op[0] == "add":
             prompt_len = op[1]
             for priority in range(op[3]):
-                simulation.add(prompt_len, min(op[2], MAX_MODEL_LEN - prompt_len), -priority)
+                most = min(op[2], MAX_MODEL_LEN - prompt_len)
+                simulation.add(prompt_len, most, -priority, fork=op[4])
         elif op[0] == "steps":
             for _ in range(op[1]):
                 simulation.step()
@@ -102,7 +121,7 @@ def test_the_schedules_covered_every_transition() -> None:
     if not totals:
         pytest.skip("runs after the random schedules")
     events = "add chunk decode preempt resume abort finish pack evict reset"
-    for event in (*events.split(), "pack within a prompt", "refill"):
+    for event in (*events.split(), "pack within a prompt", "refill", "move", "hit"):
         assert totals[event] >= 100, (event, totals)
 
 

@@ -97,6 +97,9 @@ class PromptChunk:
         num_sinks: positions below survive.
         seed: of the ``random`` policy.
         scores_from: queries of the chunk from here on add to scores.
+        watch_from: queries from here on score where ``into`` is given: beside the pages.
+        into: [P'], int32: ids of the blocks that survivors are copied to; None: those that they are
+            in, whose first slots are rewritten.
 
     """
 
@@ -109,6 +112,8 @@ class PromptChunk:
     num_sinks: int
     seed: int
     scores_from: int = 0
+    watch_from: int = 0
+    into: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -88,7 +88,7 @@ class Kernels(Protocol):
 
         Args:
             pages: of every layer; rewritten in place.
-            chunks: those that keep fewer tokens than they hold.
+            chunks: those that keep fewer tokens than they hold, in the pages that these are in.
             scoring: what is ranked.
 
         """

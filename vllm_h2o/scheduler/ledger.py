@@ -14,7 +14,26 @@ from dataclasses import dataclass, replace
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
-from vllm_h2o.wire import RequestPlan, ResidencyPlan
+from vllm_h2o.wire import NEVER, RequestPlan, ResidencyPlan
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a request brings.
+
+    Args:
+        prompt_len: tokens of its prompt. For a resumed request this counts what it had generated,
+            too: all of it is computed again.
+        longest: tokens of its prompt, and the most that follow.
+        seed: its own, if it has one.
+        budget: its own, if it has one.
+
+    """
+
+    prompt_len: int
+    longest: int = NEVER
+    seed: int | None = None
+    budget: Budget | None = None
 
 
 @dataclass(frozen=True)
@@ -25,10 +44,13 @@ class Residency:
         logical_len: tokens computed.
         resident_len: slots in use.
         held_len: slots whose pages are held.
-        prompt_end: tokens of the prompt. For a resumed request this counts what it had generated,
-            too: all of it is computed again.
+        prompt_end: ``Claim.prompt_len``.
         budget: slots of this request.
+        seed: of the ``random`` policy.
         refilled: slots of the victim's page that are taken already.
+        shared_end: tokens [0, shared_end) may lie in pages that others read: nothing is scored or
+            evicted there. 0 where prefixes are not shared, NEVER where all of the request fits.
+        first_page: page of the block table's row in which its slots begin.
 
     """
 
@@ -37,7 +59,10 @@ class Residency:
     held_len: int
     prompt_end: int
     budget: Budget
+    seed: int
     refilled: int = 0
+    shared_end: int = 0
+    first_page: int = 0
 
 
 class Ledger:
@@ -50,6 +75,8 @@ class Ledger:
         packs_chunks: whether a prompt is evicted from after each of its chunks, not at its end.
         observation_window: queries of the prompt that score, the last ones; 0: all of them.
         evicts_pages: whether a victim is a whole page, refilled in place, and not one token.
+        row_pages: pages of a block table's row, where requests share those of a common prefix; 0
+            where they do not.
 
     """
 
@@ -61,6 +88,7 @@ class Ledger:
         packs_chunks: bool = False,
         observation_window: int = 0,
         evicts_pages: bool = False,
+        row_pages: int = 0,
     ) -> None:
         self.budget = budget
         self.block_size = block_size
@@ -68,6 +96,7 @@ class Ledger:
         self.packs_chunks = packs_chunks
         self.observation_window = observation_window
         self.victim_size = block_size if evicts_pages else 1
+        self.row_pages = row_pages
         self._residencies: dict[str, Residency] = {}
         self._step: dict[str, RequestPlan] = {}
 
@@ -80,30 +109,73 @@ class Ledger:
         """Pages that hold ``num_slots`` slots."""
         return -(-num_slots // self.block_size)
 
+    def num_row_pages(self, plan: RequestPlan) -> int:
+        """Pages of a block table's row that a step needs, those that were dropped among them."""
+        pages = plan.first_page + self.num_pages(plan.attended)
+        if not plan.pack_page:
+            return pages
+        return max(pages, plan.pack_page + self.num_pages(plan.held_end))
+
+    def shared_end(self, claim: Claim) -> int:
+        """Tokens of a request that may lie in pages that others read, from its first one on.
+
+        A row has room for a prompt's pages and, behind them, its survivors'; where it is too short,
+        the prompt's last pages are the request's own.
+        """
+        if not self.row_pages:
+            return 0
+        budget = claim.budget or self.budget
+        if claim.longest <= budget.capacity:
+            return NEVER
+        if claim.prompt_len < self.block_size:
+            return 0
+        behind = self.row_pages - self.num_pages(budget.capacity)
+        return min(claim.prompt_len, max(behind, 0) * self.block_size)
+
+    def most_cached(self, claim: Claim) -> int:
+        """Most tokens that a request may find computed: whole pages.
+
+        The queries that score must be the request's own, unless nothing of it is ever evicted.
+        """
+        end = self.shared_end(claim)
+        if end != NEVER:
+            end = min(end, max(claim.prompt_len - self.observation_window, 0))
+        return end // self.block_size * self.block_size
+
+    def uncut(self, request_id: str, start: int, num_new: int, prompt_len: int) -> int:
+        """As many of the tokens [start, start + num_new) as leave the observation window whole.
+
+        Args:
+            request_id: the request.
+            start: tokens computed already, or found computed.
+            num_new: tokens that the step has room for.
+            prompt_len: tokens of the prompt; read when the request holds nothing yet.
+
+        """
+        held = self._residencies.get(request_id)
+        prompt_end = held.prompt_end if held else prompt_len
+        window_start = max(prompt_end - self.observation_window, 0)
+        if window_start < start + num_new < prompt_end:
+            return max(window_start - start, 0)
+        return num_new
+
     def preview(
-        self,
-        request_id: str,
-        num_computed: int,
-        num_tokens: int,
-        prompt_len: int,
-        seed: int | None,
-        budget: Budget | None = None,
+        self, request_id: str, num_computed: int, num_tokens: int, claim: Claim | None
     ) -> RequestPlan:
         """The plan for computing tokens [num_computed, num_tokens). Changes nothing.
 
         Args:
             request_id: the request.
-            num_computed: tokens computed already; must be what the ledger says.
+            num_computed: tokens computed already; must be what the ledger says, or, where the
+                request holds nothing yet, what it finds in pages of others.
             num_tokens: tokens computed after this step.
-            prompt_len: tokens of the prompt; read when the request holds nothing yet.
-            seed: the request's own, if it has one.
-            budget: the request's own, if it has one; read when the request holds nothing yet.
+            claim: what the request brings; read when it holds nothing yet.
 
         Raises:
             IntegrityError: when the lengths contradict each other.
 
         """
-        held = self._residencies.get(request_id) or self._nothing(prompt_len, budget)
+        held = self._residencies.get(request_id) or self._fresh(request_id, claim, num_computed)
         num_new = num_tokens - num_computed
         in_prompt = num_computed < held.prompt_end
         if num_computed != held.logical_len or num_new < 1:
@@ -118,27 +190,35 @@ class Ledger:
             )
         budget, window = held.budget, self.observation_window
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
-        packs = due and held.resident_len + num_new > budget.kept
+        # Survivors leave pages that others read, however few tokens there are.
+        pack_page = self.num_pages(held.shared_end) if due and held.shared_end != NEVER else 0
+        packs = due and (pack_page > 0 or held.resident_len + num_new > budget.kept)
         overwrites = not in_prompt and held.resident_len == budget.capacity
+        if held.shared_end == NEVER and (packs or overwrites):
+            raise IntegrityError(
+                f"request {request_id}: token {num_tokens} does not fit into {budget.capacity} "
+                "slots, and was said to"
+            )
+        scores_from = max(held.prompt_end - window, 0) if window else 0
         return RequestPlan(
             logical_start=num_computed,
             num_new=num_new,
             in_prompt=in_prompt,
             resident_start=held.resident_len,
             capacity=budget.capacity,
-            keep_after=budget.kept if packs else 0,
+            keep_after=min(budget.kept, held.resident_len + num_new) if packs else 0,
             num_recent=budget.num_recent,
             num_sinks=budget.num_sinks,
-            seed=_int64(self.seed if seed is None else seed),
-            scores_from=max(held.prompt_end - window, 0) if window else 0,
+            seed=held.seed,
+            scores_from=NEVER if held.shared_end == NEVER else scores_from,
             refill=held.refilled if overwrites else 0,
             hole=self.victim_size - 1 - held.refilled if overwrites else 0,
+            first_page=held.first_page,
+            pack_page=pack_page,
         )
 
-    def commit(
-        self, request_id: str, plan: RequestPlan, prompt_len: int, budget: Budget | None = None
-    ) -> None:
-        """Enter a plan, previewed with the same lengths and budget, whose pages were granted.
+    def commit(self, request_id: str, plan: RequestPlan, claim: Claim | None) -> None:
+        """Enter a plan, previewed with the same claim, whose pages were granted.
 
         Raises:
             IntegrityError: when the request has been committed in this step already.
@@ -146,7 +226,8 @@ class Ledger:
         """
         if request_id in self._step:
             raise IntegrityError(f"request {request_id} is scheduled twice in one step")
-        held = self._residencies.get(request_id) or self._nothing(prompt_len, budget)
+        start = plan.logical_start
+        held = self._residencies.get(request_id) or self._fresh(request_id, claim, start)
         # Before the prompt's end nothing is freed: a worker's block table only grows meanwhile.
         ends_prompt = plan.logical_end >= held.prompt_end
         held_len = plan.held_end if ends_prompt else max(held.held_len, plan.attended)
@@ -157,6 +238,7 @@ class Ledger:
             resident_len=plan.resident_end,
             held_len=held_len,
             refilled=(plan.refill + 1) % self.victim_size if plan.overwrites else 0,
+            first_page=plan.pack_page or plan.first_page,
         )
 
     def close(self, request_id: str) -> None:
@@ -182,8 +264,21 @@ class Ledger:
         step, self._step = self._step, {}
         return ResidencyPlan(step)
 
-    def _nothing(self, prompt_len: int, budget: Budget | None) -> Residency:
-        return Residency(0, 0, 0, prompt_len, budget or self.budget)
+    def _fresh(self, request_id: str, claim: Claim | None, num_cached: int) -> Residency:
+        if claim is None or num_cached > self.most_cached(claim) or num_cached % self.block_size:
+            raise IntegrityError(
+                f"request {request_id} holds nothing and brings {claim}; {num_cached} of its "
+                "tokens are said to be computed"
+            )
+        return Residency(
+            logical_len=num_cached,
+            resident_len=num_cached,
+            held_len=num_cached,
+            prompt_end=claim.prompt_len,
+            budget=claim.budget or self.budget,
+            seed=_int64(self.seed if claim.seed is None else claim.seed),
+            shared_end=self.shared_end(claim),
+        )
 
 
 def _int64(value: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.v1.request import Request
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.ledger import Claim, Ledger
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import RequestPlan
 
@@ -36,6 +37,12 @@ class HeavyHitterManager(FullAttentionManager):
     The step that computes the last prompt token packs the survivors into the first pages; the pages
     behind them are freed when the next step starts, because steps run in the order of scheduling.
     Where every chunk packs, the next chunk takes the pages behind the survivors again.
+
+    Where requests share the pages of a prefix, survivors are copied behind the prompt's pages, into
+    pages of the request's own; those of the prompt are dropped, and stay what vLLM caches::
+
+        row of the block table    | shared | of the prompt, published |    the prompt's last step
+                                  |  null  |           null           | survivors |       afterwards
     """
 
     def __init__(self, kv_cache_spec: HeavyHitterSpec, **kwargs: Any) -> None:
@@ -78,22 +85,22 @@ class HeavyHitterManager(FullAttentionManager):
             raise IntegrityError("HeavyHitterManager is used without HeavyHitterScheduler")
         return self._ledger
 
-    def _preview(self, request_id: str, num_computed: int, num_tokens: int) -> RequestPlan:
-        request = self._requests[request_id]
+    def claim_of(self, request: Request) -> Claim:
+        """What a request brings, as long as it holds nothing."""
         params = request.sampling_params
-        return self.ledger.preview(
-            request_id,
-            num_computed,
-            num_tokens,
+        return Claim(
             prompt_len=request.num_tokens,
+            longest=request.num_prompt_tokens + request.max_tokens,
             seed=params.seed if params else None,
-            budget=self._own_budget(request),
+            budget=self._budget_of(request),
         )
 
-    def _own_budget(self, request: Request) -> Budget | None:
-        """Worked out when the request holds nothing; afterwards the ledger knows."""
-        held = request.request_id in self.ledger.residencies
-        return None if held else self._budget_of(request)
+    def _preview(
+        self, request_id: str, num_computed: int, num_tokens: int
+    ) -> tuple[RequestPlan, Claim | None]:
+        holds = request_id in self.ledger.residencies
+        claim = None if holds else self.claim_of(self._requests[request_id])
+        return self.ledger.preview(request_id, num_computed, num_tokens, claim), claim
 
     def get_num_blocks_to_allocate(
         self,
@@ -106,38 +113,52 @@ class HeavyHitterManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Pages that computing tokens [total_computed_tokens, num_tokens) takes from the pool."""
-        plan = self._preview(request_id, total_computed_tokens, num_tokens)
-        held = len(self.req_to_blocks.get(request_id, ()))
-        most = plan.attended
+        """Pages that computing tokens [total_computed_tokens, num_tokens) takes from the pool.
+
+        Those that are found computed and that nobody holds are taken from it, too.
+        """
+        plan, _ = self._preview(request_id, total_computed_tokens, num_tokens)
+        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        most = self.ledger.num_row_pages(plan)
         if apply_admission_cap and self.ledger.packs_chunks and plan.in_prompt:
             # The whole prompt at once, which never comes: each chunk leaves C - 1 tokens behind.
-            most = min(most, plan.capacity - 1 + self._largest_chunk)
-        return max(self.ledger.num_pages(most) - held, 0)
+            most = min(most, self.ledger.num_pages(plan.capacity - 1 + self._largest_chunk))
+        return max(most - held, 0) + self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         """Take the pages and commit the plan."""
         held = self.ledger.residencies.get(request_id)
-        plan = self._preview(request_id, held.logical_len if held else 0, num_tokens)
-        new_blocks = super().allocate_new_blocks(request_id, plan.attended, plan.attended)
-        request = self._requests[request_id]
-        self.ledger.commit(request_id, plan, request.num_tokens, self._own_budget(request))
+        cached = len(self.req_to_blocks[request_id]) * self.block_size
+        plan, claim = self._preview(request_id, held.logical_len if held else cached, num_tokens)
+        num_slots = self.ledger.num_row_pages(plan) * self.block_size
+        new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
+        self.ledger.commit(request_id, plan, claim)
         if plan.keep_after and plan.logical_end == self.ledger.residencies[request_id].prompt_end:
             self._packed.append(request_id)
         return new_blocks
 
+    def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """Publish a prompt's full pages, which nobody rewrites; never those of survivors."""
+        end = self.ledger.residencies[request.request_id].shared_end
+        super().cache_blocks(request, min(num_tokens, end), *args, **kwargs)
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
+        """None: pages of a row that were dropped are not attended to."""
+        return 0
+
     def new_step_starts(self) -> None:
-        """Free the pages behind the survivors that the last step packed."""
+        """Free the pages around the survivors that the last step packed."""
         for request_id in self._packed:
             residency = self.ledger.residencies.get(request_id)
             if residency is None:
                 continue
-            blocks = self.req_to_blocks[request_id]
-            keep = self.ledger.num_pages(residency.held_len)
-            self.block_pool.free_blocks(reversed(blocks[keep:]))
-            del blocks[keep:]
+            blocks, first = self.req_to_blocks[request_id], residency.first_page
+            end = first + self.ledger.num_pages(residency.held_len)
+            self.block_pool.free_blocks(reversed(blocks[:first] + blocks[end:]))
+            # The row in the workers keeps its order: what was dropped in front leaves its place.
+            blocks[:] = [self._null_block] * first + blocks[first:end]
         self._packed.clear()
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -152,32 +173,39 @@ class HeavyHitterManager(FullAttentionManager):
             IntegrityError: with all numbers, when a page is lost, held twice, or belongs to nobody.
 
         """
-        held = [block for blocks in self.req_to_blocks.values() for block in blocks]
-        ids = [block.block_id for block in held]
+        null = self.block_pool.null_block
+        rows = {request_id: blocks for request_id, blocks in self.req_to_blocks.items() if blocks}
+        held = Counter(b.block_id for blocks in rows.values() for b in blocks if b is not null)
         num_free = self.block_pool.get_num_free_blocks()
         total = self.block_pool.num_gpu_blocks - 1  # the null block is nobody's
-        wrong_refs = [block.block_id for block in held if block.ref_cnt != 1]
-        owners = {request_id for request_id, blocks in self.req_to_blocks.items() if blocks}
+        wrong_refs = [i for i, n in held.items() if self.block_pool.blocks[i].ref_cnt != n]
+        private = [b.block_id for i in rows for b in self._private(i) if held[b.block_id] > 1]
         misfits = {
-            request_id: (len(self.req_to_blocks[request_id]), residency)
-            for request_id, residency in self.ledger.residencies.items()
-            if request_id not in self._packed
-            and len(self.req_to_blocks[request_id]) != self.ledger.num_pages(residency.held_len)
+            request_id: (len(blocks), blocks.count(null), residency)
+            for request_id, blocks in rows.items()
+            if (residency := self.ledger.residencies.get(request_id)) is not None
+            and request_id not in self._packed
+            and (len(blocks) - residency.first_page, blocks.count(null))
+            != (self.ledger.num_pages(residency.held_len), residency.first_page)
         }
-        if (
-            num_free + len(held) != total
-            or len(set(ids)) != len(ids)
-            or self.block_pool.null_block.block_id in ids
-            or wrong_refs
-            or owners != set(self.ledger.residencies)
-            or misfits
-        ):
+        strangers = rows.keys() ^ self.ledger.residencies.keys()
+        if num_free + len(held) != total or wrong_refs or private or strangers or misfits:
             raise IntegrityError(
-                f"pages: {num_free} free + {len(held)} held of {total}; {len(set(ids))} different; "
-                f"reference count not 1: {wrong_refs}; owners without lengths or lengths without "
-                f"owners: {owners ^ set(self.ledger.residencies)}; (pages, lengths) that do not "
-                f"fit: {misfits}"
+                f"pages: {num_free} free + {len(held)} held of {total}; reference count not that "
+                f"of the holders: {wrong_refs}; shared, though one rewrites them: {private}; "
+                f"owners without lengths or lengths without owners: {strangers}; (pages, dropped, "
+                f"lengths) that do not fit: {misfits}"
             )
+
+    def _private(self, request_id: str) -> list[KVCacheBlock]:
+        """Pages that a request writes to, or has published nothing of."""
+        residency = self.ledger.residencies.get(request_id)
+        if residency is None or request_id in self._packed:
+            return []
+        in_prompt = residency.logical_len < residency.prompt_end
+        shared = residency.shared_end if in_prompt or not residency.first_page else 0
+        blocks = self.req_to_blocks[request_id][residency.first_page :]
+        return blocks[min(shared // self.block_size, len(blocks)) :]
 
 
 def register_manager() -> None:

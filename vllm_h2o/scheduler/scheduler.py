@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_dtype_size
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -40,7 +41,10 @@ class HeavyHitterScheduler(AsyncScheduler):
             packs_chunks=config.prefill == "chunked",
             observation_window=config.observation_window if config.prefill == "window" else 0,
             evicts_pages=config.granularity == "block",
+            row_pages=-(-self.max_model_len // block_size) if self._shares else 0,
         )
+        # The seam at which vLLM lets a chunk of a prompt end early, whatever for.
+        self.need_mamba_block_aligned_split = self._shares
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk)
         self._log_meaning(config)
@@ -71,6 +75,31 @@ class HeavyHitterScheduler(AsyncScheduler):
                     f"request {request_id}: vLLM counts {computed} computed tokens, "
                     f"the ledger {residency.logical_len}"
                 )
+
+    @property
+    def _shares(self) -> bool:
+        return bool(self.cache_config.enable_prefix_caching)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        """What a request finds computed, but for what it must compute itself."""
+        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request)
+        if num_cached:
+            most = self.ledger.most_cached(self.manager.claim_of(request))
+            if num_cached > most:
+                blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, most)
+                num_cached = most
+        return blocks, num_cached, *rest
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Keep the queries that score in one chunk: they do so outside the pages they share."""
+        start = request.num_computed_tokens + num_new_local_computed_tokens
+        return self.ledger.uncut(request.request_id, start, num_new_tokens, request.num_tokens)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """A streaming input's next part: what was evicted cannot be continued, so begin again."""

@@ -18,9 +18,8 @@ SCORE_AND_POSITION_BYTES = 8
 class HeavyHitterSpec(FullAttentionSpec):
     """A full-attention page with the score and the position of each slot beside K and V.
 
-    Its blocks are rewritten in place, so they never enter the prefix cache. A prompt is kept whole
-    until its end, so the memory of one longest request is that of full attention, unless survivors
-    are packed after each chunk.
+    A prompt is kept whole until its end, so the memory of one longest request is that of full
+    attention, unless survivors are packed after each chunk.
     """
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
@@ -32,11 +31,6 @@ class HeavyHitterSpec(FullAttentionSpec):
             chunk = vllm_config.scheduler_config.max_num_batched_tokens
             most = min(most, budget.kept + chunk)
         return -(-most // self.block_size) * self.page_size_bytes
-
-    @property
-    def prefix_cacheable(self) -> bool:
-        """False: what a block holds is no function of a token prefix."""
-        return False
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> HeavyHitterSpec:

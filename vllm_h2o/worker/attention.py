@@ -11,10 +11,11 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
+from vllm_h2o.kernels.packing import window_scores
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.scoring import random_scores
 from vllm_h2o.policy import ScoreKind
-from vllm_h2o.worker.metadata import HeavyHitterMetadata
+from vllm_h2o.worker.metadata import HeavyHitterMetadata, drawn_by_position
 
 
 class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
@@ -105,10 +106,24 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if attn_metadata.prompts:
             chunks = attn_metadata.prompts
             kernels.prefill(page, chunks, *step, first, self.scale, scoring, output)
+            if scoring.power:
+                self._watch(layer, page, attn_metadata, query)
         for batch in attn_metadata.decodes:
             victims = self._victims(page)
             kernels.decode(page, batch, victims, *step, first, self.scale, scoring, output)
         return output
+
+    def _watch(
+        self, layer: torch.nn.Module, page: Page, metadata: HeavyHitterMetadata, query: torch.Tensor
+    ) -> None:
+        """Keep, beside the pages, the scores of prompts whose survivors leave shared ones."""
+        scores = {}
+        for chunk in metadata.prompts:
+            if chunk.into is None:
+                continue
+            given = window_scores(page, chunk, query[chunk.tokens], self.scale, metadata.scoring)
+            scores[chunk.tokens.start] = given
+        metadata.watched[str(layer.layer_name)] = scores
 
     def _victims(self, page: Page) -> torch.Tensor:
         """Made in a warm-up where there are graphs: before the first of them is captured."""
@@ -121,15 +136,13 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self, layer: torch.nn.Module, metadata: HeavyHitterMetadata, query: torch.Tensor
     ) -> torch.Tensor:
         """[T, H] scores that tokens of the ``random`` policy are stored with."""
-        index = extract_layer_index(layer.layer_name)
+        name = str(layer.layer_name)
         first = torch.zeros(query.shape[0], self.num_kv_heads, device=query.device)
         for batch in metadata.decodes:
             seed, position = batch.order("seed"), batch.order("position")
-            drawn = random_scores(seed, index, self.num_kv_heads, position)
+            drawn = random_scores(seed, extract_layer_index(name), self.num_kv_heads, position)
             first.index_copy_(0, batch.order("token"), drawn)
         for chunk in metadata.prompts:
-            span = (chunk.position, chunk.position_end)
-            position = torch.arange(*span, device=query.device)
-            seed = torch.full_like(position, chunk.seed)
-            first[chunk.tokens] = random_scores(seed, index, self.num_kv_heads, position)
+            drawn = drawn_by_position(name, chunk, self.num_kv_heads, query.device)
+            first[chunk.tokens] = drawn[chunk.position :]
         return first

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -20,7 +21,10 @@ from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.packing import pack_survivors
 from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.scoring import random_scores
+from vllm_h2o.policy import ScoreKind
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.choice import choose_kernels
 from vllm_h2o.worker.step import current_step
@@ -39,6 +43,8 @@ class HeavyHitterMetadata(AttentionMetadata):
         decodes: the requests with one new token; where K is gathered, those of about one length
             together.
         prompts: the chunks of prompts that have more.
+        watched: layer name -> scores ([H, end]) of each of ``prompts`` whose survivors leave the
+            pages that they share, by its place there; filled in while the layers run.
 
     """
 
@@ -46,6 +52,7 @@ class HeavyHitterMetadata(AttentionMetadata):
     scoring: Scoring
     decodes: list[DecodeBatch]
     prompts: list[PromptChunk]
+    watched: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
 
 
 class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
@@ -79,12 +86,16 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             by_page=config.granularity == "block",
             by_age=config.score_by_age,
         )
+        self.draws = config.policy.score is ScoreKind.RANDOM
         self.kernels = choose_kernels(vllm_config, kv_cache_spec, device, config)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
         self.page_elements = self.num_kv_heads * self.block_size * self.head_size
         rows = vllm_config.scheduler_config.max_num_seqs
+        # Where requests share pages, one's own may begin anywhere in its row of the block table.
+        self.shares = bool(vllm_config.cache_config.enable_prefix_caching)
+        self._own_pages = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self._orders = torch.zeros(rows, len(DECODE_ORDERS), dtype=torch.int64, device=device)
 
     def build(
@@ -107,18 +118,23 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
         decoding = [row for row, plan in enumerate(plans) if plan.num_new == 1]
         if self.kernels.gathers:
-            groups = self._alike([(row, self._num_pages(plans[row])) for row in decoding])
+            lengths = [(row, self._num_pages(plans[row].attended)) for row in decoding]
+            groups = self._alike(lengths)
             decodes = [self._gathered(plans, table, starts, rows) for rows in groups]
         else:
             num_rows = common_attn_metadata.num_reqs if not prompts else len(decoding)
             decodes = self._in_place(plans, table, starts, decoding, num_rows)
-        ending = [chunk for chunk in chunks if chunk.keep]
-        if step and ending:
+        metadata = HeavyHitterMetadata(self.kernels, self.scoring, decodes, prompts)
+        if step and any(chunk.keep for chunk in chunks):
             # When the forward pass is through, a replayed graph or not.
-            step.afterwards.append(partial(self._pack, ending))
-        return HeavyHitterMetadata(self.kernels, self.scoring, decodes, prompts)
+            step.afterwards.append(partial(self._pack, chunks, metadata.watched))
+        return metadata
 
     def _prompt_chunk(self, plan: RequestPlan, table_row: torch.Tensor, start: int) -> PromptChunk:
+        scores_from = min(max(plan.scores_from - plan.logical_start, 0), plan.num_new)
+        into = None
+        if plan.pack_page:
+            into = table_row[plan.pack_page : plan.pack_page + self._num_pages(plan.held_end)]
         return PromptChunk(
             tokens=slice(start, start + plan.num_new),
             table=table_row,
@@ -128,13 +144,25 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             recent_from=plan.logical_end - plan.num_recent,
             num_sinks=plan.num_sinks,
             seed=plan.seed,
-            scores_from=min(max(plan.scores_from - plan.logical_start, 0), plan.num_new),
+            scores_from=plan.num_new if plan.pack_page else scores_from,
+            watch_from=scores_from,
+            into=into,
         )
 
-    def _pack(self, chunks: list[PromptChunk]) -> None:
+    def _pack(self, chunks: list[PromptChunk], watched: dict[str, dict[int, torch.Tensor]]) -> None:
         layers = self.vllm_config.compilation_config.static_forward_context
         pages = [Page.of(layers[name].kv_cache, self.head_size) for name in self.layer_names]
-        self.kernels.pack_survivors(pages, chunks, self.scoring)
+        here = [chunk for chunk in chunks if chunk.keep and chunk.into is None]
+        if here:
+            self.kernels.pack_survivors(pages, here, self.scoring)
+        for chunk in chunks:
+            if chunk.into is None:
+                continue
+            for name, page in zip(self.layer_names, pages, strict=True):
+                score = watched.get(name, {}).get(chunk.tokens.start)
+                if self.draws:
+                    score = drawn_by_position(name, chunk, self.num_kv_heads, self.device).T
+                pack_survivors(page, chunk, self.scoring, score)
 
     def _alike(self, rows: list[tuple[int, int]]) -> list[list[int]]:
         """Group rows, given with their pages, so that a batch is not padded to one long request.
@@ -159,9 +187,21 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
     def _gathered(
         self, plans: list[RequestPlan], table: torch.Tensor, starts: list[int], rows: list[int]
     ) -> DecodeBatch:
-        width = max(self._num_pages(plans[row]) for row in rows)
+        width = max(self._num_pages(plans[row].attended) for row in rows)
         orders = torch.tensor([_orders(plans[row], starts[row]) for row in rows])
-        return DecodeBatch(table[rows, :width], orders.to(self.device).T)
+        table = table[rows]
+        if self.shares:
+            table = self._from_own_pages(table, [plans[row] for row in rows])
+        return DecodeBatch(table[:, :width], orders.to(self.device).T)
+
+    def _from_own_pages(self, table: torch.Tensor, plans: list[RequestPlan]) -> torch.Tensor:
+        """The rows of a block table, each from its request's first page on; padding as it is."""
+        first = torch.zeros(len(table), 1, dtype=torch.int64, pin_memory=self._pins)
+        first[: len(plans), 0] = torch.tensor([plan.first_page for plan in plans])
+        last = table.shape[1] - 1
+        column = torch.arange(last + 1, device=self.device)
+        column = (first.to(self.device, non_blocking=True) + column).clamp_(max=last)
+        return table.gather(1, column)
 
     def _in_place(
         self,
@@ -178,16 +218,39 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         padding = [0] * (len(DECODE_ORDERS) - 1)
         written += [(token, *padding) for token in range(len(rows), num_rows)]
         # Fresh memory each step: the copy of an earlier one may still be waiting for the device.
-        host = torch.tensor(written, pin_memory=self.device.type == "cuda")
+        host = torch.tensor(written, pin_memory=self._pins)
         orders = self._orders[:num_rows]
         orders.copy_(host, non_blocking=True)
         if len(rows) < len(plans):
-            chosen = torch.tensor(rows, pin_memory=host.is_pinned())
+            chosen = torch.tensor(rows, pin_memory=self._pins)
             table = table[chosen.to(self.device, non_blocking=True)]
-        return [DecodeBatch(table[:num_rows], orders.T)]
+        table = table[:num_rows]
+        if self.shares:
+            table = self._kept_in_place(self._from_own_pages(table, [plans[row] for row in rows]))
+        return [DecodeBatch(table, orders.T)]
 
-    def _num_pages(self, plan: RequestPlan) -> int:
-        return -(-plan.attended // self.block_size)
+    def _kept_in_place(self, table: torch.Tensor) -> torch.Tensor:
+        """A copy of ``table`` in the buffer that graphs read."""
+        if self._own_pages.shape[1] != table.shape[1]:
+            shape = (len(self._orders), table.shape[1])
+            self._own_pages = torch.zeros(shape, dtype=table.dtype, device=self.device)
+        return self._own_pages[: len(table)].copy_(table)
+
+    @property
+    def _pins(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _num_pages(self, num_slots: int) -> int:
+        return -(-num_slots // self.block_size)
+
+
+def drawn_by_position(
+    layer_name: str, chunk: PromptChunk, num_kv_heads: int, device: torch.device
+) -> torch.Tensor:
+    """[end, H], float32: what tokens of the ``random`` policy are stored with, to a chunk's end."""
+    position = torch.arange(chunk.position_end, device=device)
+    seed = torch.full_like(position, chunk.seed)
+    return random_scores(seed, extract_layer_index(layer_name), num_kv_heads, position)
 
 
 def _orders(plan: RequestPlan, token: int) -> tuple[int, ...]:

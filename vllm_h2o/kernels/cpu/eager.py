@@ -8,6 +8,7 @@ import torch
 
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.cpu import decode, prompt
+from vllm_h2o.kernels.packing import pack_survivors
 from vllm_h2o.kernels.page import Page
 
 
@@ -64,4 +65,4 @@ class TorchKernels:
         """Layer by layer."""
         for page in pages:
             for chunk in chunks:
-                prompt.pack_survivors(page, chunk, scoring)
+                pack_survivors(page, chunk, scoring)

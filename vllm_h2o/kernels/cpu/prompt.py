@@ -1,25 +1,18 @@
-"""A chunk of one request's prompt: store, attend, score; at its end, pack.
+"""A chunk of one request's prompt: store, attend, score.
 
-Twins of ``reference.attend_and_score`` (T > 1) and ``pack_survivors``, batched over KV heads.
+Twin of ``reference.attend_and_score`` (T > 1), batched over KV heads.
 """
 
 from __future__ import annotations
 
 import torch
 
-from vllm_h2o.kernels.batch import PromptChunk, Scoring, page_rows
+from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from vllm_h2o.kernels.packing import own_rows
 from vllm_h2o.kernels.page import Page
-
-PLAIN = Scoring()
 
 QUERY_TILE = 128
 """Queries whose probabilities are held at once: num_heads * QUERY_TILE * length floats."""
-
-
-def own_rows(page: Page, chunk: PromptChunk) -> torch.Tensor:
-    """[H, P], int64: rows of the page views that hold the chunk and what precedes it."""
-    num_pages = -(-chunk.end // page.block_size)
-    return page_rows(chunk.table[:num_pages], page.num_kv_heads)
 
 
 def store(
@@ -102,38 +95,3 @@ def attend_and_score(
         row = rows[:, slot // page.block_size]
         page.score[row, (slot % page.block_size).expand_as(row)] += received
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
-
-
-def pack_survivors(page: Page, chunk: PromptChunk, scoring: Scoring = PLAIN) -> None:
-    """Move the ``keep`` survivors of each KV head into slots [0, keep), in order of position.
-
-    Sinks and the recent window survive, then the best scores; of equals, the older ones.
-
-    Args:
-        page: rewritten in place.
-        chunk: the last chunk of a prompt.
-        scoring: what is ranked; where pages are, tokens by the sum of their page's scores.
-
-    """
-    rows = own_rows(page, chunk)
-    score = page.score[rows].flatten(1)[:, : chunk.end]
-    position = page.position[rows].flatten(1)[:, : chunk.end].to(torch.int64)
-    if scoring.by_age:
-        score = score / (chunk.position_end - position)
-    if scoring.by_page:
-        whole = torch.nn.functional.pad(score, (0, -chunk.end % page.block_size))
-        sums = whole.unflatten(1, (-1, page.block_size)).sum(dim=2)
-        score = sums.repeat_interleave(page.block_size, dim=1)[:, : chunk.end]
-    safe = (position >= chunk.recent_from) | (position < chunk.num_sinks)
-    ranked = score.masked_fill(safe, float("inf"))
-    # Slots of a prompt are in order of position, so a stable sort leaves the older of equals first.
-    best = ranked.sort(dim=1, descending=True, stable=True).indices[:, : chunk.keep]
-    survivor = best.sort(dim=1).values
-
-    def at(slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows.gather(1, slot // page.block_size), slot % page.block_size
-
-    source = at(survivor)
-    target = at(torch.arange(chunk.keep, device=survivor.device).expand_as(survivor))
-    for view in (page.key, page.value, page.score, page.position):
-        view[target] = view[source]

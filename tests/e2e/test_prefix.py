@@ -1,0 +1,130 @@
+"""Prefix caching together with eviction: a hit gives what a cold run gives, and harms nobody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm import LLM, SamplingParams
+
+from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, token_ids
+from tests.e2e.replay import Replay
+from vllm_h2o.errors import UnsupportedError
+
+CHARACTERS = [ord(c) % 256 for c in TEXT]
+WINDOW = {"prefill": "window", "observation_window": 12}
+SETTINGS: dict[str, Any] = {"max_model_len": 256, "block_size": 16, "max_num_batched_tokens": 90}
+
+
+def family() -> list[list[int]]:
+    """Prompts that share all, some or nothing of their beginnings, on and off page boundaries."""
+    shared = CHARACTERS[:150]
+    own = [CHARACTERS[200 + 20 * n : 220 + 20 * n] for n in range(4)]
+    return [
+        shared, shared, shared[:96] + own[0], shared[:96] + own[1], shared[:100] + own[2],
+        shared[:16], shared[:15], shared[:97], own[3] * 9, shared + own[3] * 4,
+    ]  # fmt: skip
+
+
+def run(llm: LLM, prompts: list[list[int]], budgets: list[Any]) -> tuple[list[list[int]], int]:
+    """Tokens of each request, and how many of all prompts were found in the cache."""
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=30, ignore_eos=True, detokenize=False, seed=n,
+            extra_args={} if budget is None else {"kv_budget": budget},
+        )
+        for n, budget in enumerate(budgets)
+    ]  # fmt: skip
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return token_ids(outputs), sum(output.num_cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("h2o", WINDOW),
+        ("h2o", {**WINDOW, "score": "sum_squares", "score_skip_recent": 2, "num_sink_tokens": 3}),
+        ("h2o", {**WINDOW, "granularity": "block", "recent_ratio": 0.1, "budget": 80}),
+        ("streaming", {}),
+        ("random", {}),
+        ("full", {}),
+    ],
+    ids=["h2o", "squares", "block", "streaming", "random", "full"],
+)
+def test_a_hit_is_a_cold_run(
+    policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold, then found in the cache and followed by the reference, then in another order."""
+    model, prompts = tiny_llama(tmp_path, 6, 2), family()
+    small = 80 if "granularity" in options else 48
+    full = ["full"] if policy == "full" else [None, small, "full", 0.5, 128]
+    budgets = [full[n % len(full)] for n in range(len(prompts))]
+    options = options if policy == "full" else {"budget": 64, **options}
+    with engine(model, policy, options, **SETTINGS) as llm:
+        cold, hits = run(llm, prompts, budgets)
+        assert hits == 0
+    settings = {**SETTINGS, "enable_prefix_caching": True}
+    with engine(model, policy, options, **settings) as llm:
+        probe = Probe(llm)
+        tokens, hits = run(llm, prompts, budgets)
+        assert hits >= 300
+        assert tokens == cold
+        with monkeypatch.context() as patch:
+            replay = Replay(probe.scheduler).install(patch)
+            tokens, hits = run(llm, prompts, budgets)
+        assert hits >= 700
+        assert tokens == cold
+        # The other way round: whoever comes first leaves pages for other budgets.
+        tokens, hits = run(llm, prompts[::-1], budgets[::-1])
+        assert hits >= 700
+        if policy != "random":  # its seeds go by the order
+            assert tokens == cold[::-1]
+        assert probe.num_free == probe.num_total
+        assert replay.num_compared > 0
+        assert replay.max_error < 1e-4
+        assert replay.num_ties <= replay.num_victims / 500
+
+
+def test_a_small_pool_of_shared_pages(tmp_path: Path) -> None:
+    """Cached pages are taken back, requests preempted and resumed: nothing is lost or mixed up."""
+    model, prompts = tiny_llama(tmp_path, 4, 4), family() * 2
+    budgets = [None, 48, "full", 0.5] * 5
+    settings = {**SETTINGS, "enable_prefix_caching": True, "num_gpu_blocks_override": 30}
+    with engine(model, "h2o", {"budget": 64, **WINDOW}, **settings) as llm:
+        probe = Probe(llm)
+        tokens, _ = run(llm, prompts, budgets)
+        assert probe.num_preemptions > 0
+        assert probe.num_free == probe.num_total
+    assert [len(part) for part in tokens] == [30] * 20
+
+
+def test_smollm2() -> None:
+    """The real model: one long prompt, three questions; budget 100 % is stock vLLM's text."""
+    model = smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = tokenizer(TEXT)["input_ids"][:400]
+    asked = [tokenizer(q)["input_ids"] for q in (" In short,", " The licensor", " A contributor")]
+    prompts = [text + question for question in asked]
+    for budget in (1.0, 0.25):
+        options = {"budget": budget, "prefill": "window"}
+        with engine(model, "h2o", options, block_size=16) as llm:
+            cold = token_ids(generate(llm, prompts, 40))
+        with engine(model, "h2o", options, block_size=16, enable_prefix_caching=True) as llm:
+            for n, prompt in enumerate(prompts):
+                output = generate(llm, [prompt], 40)
+                assert token_ids(output) == [cold[n]]
+                assert (output[0].num_cached_tokens or 0) >= (350 if n else 0)
+        if budget == 1.0:
+            with engine(model, block_size=16, enable_prefix_caching=True) as llm:
+                assert token_ids(generate(llm, prompts, 40)) == cold
+
+
+def test_sums_over_every_query_are_refused(tmp_path: Path) -> None:
+    """A cached prefix is not computed again: what its queries gave would be missing."""
+    with (
+        pytest.raises(UnsupportedError, match="its scores would be missing; what to do: use --kv"),
+        engine(tiny_llama(tmp_path, 4, 4), "h2o", {"budget": 64}, enable_prefix_caching=True),
+    ):
+        pass
