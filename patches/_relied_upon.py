@@ -22,6 +22,9 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(f"{_MANAGER}.allocate_new_blocks", "660850b46199"),
     Symbol(f"{_MANAGER}.pop_blocks_for_free", "74ba80779a77"),
     Symbol(f"{_MANAGER}.free", "06218d237019"),
+    # What make_stats() returns reaches record(), which asks the loggers in their order.
+    Symbol(f"{_SCHEDULER}.make_stats", "9accb27a065c"),
+    Symbol("vllm.v1.metrics.loggers:StatLoggerManager.record", "3a2ba9e58c58"),
     # Both model runners build attention metadata inside Worker.execute_model. V1's rows are those
     # of input_batch.req_ids; V2 orders its own and names them in CommonAttentionMetadata.req_idx.
     Symbol("vllm.v1.worker.gpu_worker:Worker.execute_model", "d23383066806"),

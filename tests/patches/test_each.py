@@ -110,6 +110,9 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]]] =
         ((object, None, "selector"), {}, {}),
     ],
 }
+CALLS["stat_logger_manager__init"] = [
+    ((SimpleNamespace(), engine_args(), [0, 1]), {"client_count": 2}, {"client_count": 2}),
+]
 CALLS["async_engine_args__init"] = CALLS["engine_args__init"]
 RESULTS: dict[str, Callable[..., Any]] = {
     "engine_args__init": lambda *_, **__: None,
@@ -168,7 +171,7 @@ def test_file_is_named_after_the_symbol(module: ModuleType) -> None:
 
 def test_every_file_is_in_use() -> None:
     """No patch lies about unused, and none is applied twice."""
-    used = [*patches.ALWAYS, *patches.WITH_POLICY]
+    used = [*patches.ALWAYS, *patches.WITH_POLICY, *patches.FRONT_END]
     assert [module.PATCH for module in MODULES] == used
     assert len({patch.symbol.path for patch in used}) == len(used)
 

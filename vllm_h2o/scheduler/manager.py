@@ -136,6 +136,7 @@ class HeavyHitterManager(FullAttentionManager):
                 continue
             blocks = self.req_to_blocks[request_id]
             keep = self.ledger.num_pages(residency.held_len)
+            self.ledger.counts.pages_freed_early += len(blocks) - keep
             self.block_pool.free_blocks(reversed(blocks[keep:]))
             del blocks[keep:]
         self._packed.clear()

@@ -34,6 +34,12 @@ class HeavyHitterSpec(FullAttentionSpec):
         return -(-most // self.block_size) * self.page_size_bytes
 
     @property
+    def stock_page_size_bytes(self) -> int:
+        """Bytes of stock vLLM's page of as many slots: K and V alone."""
+        kv_bytes = (self.head_size + self.head_size_v) * get_dtype_size(self.dtype)
+        return self.unpadded_page_size_bytes // self.state_content_size_bytes * kv_bytes
+
+    @property
     def prefix_cacheable(self) -> bool:
         """False: what a block holds is no function of a token prefix."""
         return False
