@@ -8,6 +8,7 @@ from vllm_h2o.patches import (
     engine_args__from_cli_args,
     engine_args__init,
     input_processor__process_inputs,
+    stat_logger_manager__init,
 )
 from vllm_h2o.patches._patch import Patch
 from vllm_h2o.patches._relied_upon import RELIED_UPON
@@ -25,4 +26,7 @@ ALWAYS: tuple[Patch, ...] = (
 WITH_POLICY: tuple[Patch, ...] = (cpu_platform__get_attn_backend_cls.PATCH,)
 """Applied where a worker with a policy starts, which may be the user's own process."""
 
-__all__ = ["ALWAYS", "RELIED_UPON", "WITH_POLICY", "Patch"]
+FRONT_END: tuple[Patch, ...] = (stat_logger_manager__init.PATCH,)
+"""Applied where an engine with a policy is configured: the process that serves its metrics."""
+
+__all__ = ["ALWAYS", "FRONT_END", "RELIED_UPON", "WITH_POLICY", "Patch"]

@@ -25,6 +25,11 @@ from vllm_h2o.patches._patch import SUPPORTED_VLLM, Symbol
 README = Path(__file__).with_name("README.md")
 LABELS = ("Symbol", "Why no seam", "What changes", "Upstream", "Drop when")
 """What the docstring of every patch says, in this order."""
+_APPLIED = {
+    "always": patches.ALWAYS,
+    "with a policy": patches.WITH_POLICY,
+    "with a policy, in its front end": patches.FRONT_END,
+}
 _COLUMNS = ("What changes", "Why no seam", "Upstream", "Drop when")
 
 _TEXT = f"""# Patches of vLLM
@@ -39,7 +44,8 @@ Otherwise the plugin refuses to start and says which function differs, and where
 {{patches}}
 
 *Always* means wherever the plugin is loaded: without a policy these pass everything through.
-*With a policy* means from the start of a worker that runs one, in its process.
+*With a policy* means from the start of a worker that runs one, in its process; *in its front end*,
+where an engine with a policy is configured.
 
 ## Relied upon
 
@@ -59,7 +65,7 @@ def modules() -> list[ModuleType]:
     """The modules that hold a patch, in the order in which the patches are applied."""
     names = [info.name for info in pkgutil.iter_modules(patches.__path__)]
     found = [importlib.import_module(f"{patches.__name__}.{n}") for n in names if n[0] != "_"]
-    order = [*patches.ALWAYS, *patches.WITH_POLICY]
+    order = [*patches.ALWAYS, *patches.WITH_POLICY, *patches.FRONT_END]
     return sorted(found, key=lambda module: order.index(module.PATCH))
 
 
@@ -77,7 +83,7 @@ def readme() -> str:
     for module in modules():
         name = module.__name__.rpartition(".")[2]
         said = labelled(module.__doc__ or "")
-        when = "always" if module.PATCH in patches.ALWAYS else "with a policy"
+        when = next(said for said, group in _APPLIED.items() if module.PATCH in group)
         cells = [f"[`{name}`]({name}.py)", when, *(said[label].rstrip(".") for label in _COLUMNS)]
         rows.append(f"| {' | '.join(cells)} |".replace("``", "`"))
     relied_upon = (f"- `{symbol.path}`" for symbol in patches.RELIED_UPON)

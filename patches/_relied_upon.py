@@ -29,6 +29,9 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks", "c7ce5341a1a0"),
     Symbol(f"{_MANAGER}.add_local_computed_blocks", "327a7998ba35"),
     Symbol(f"{_MANAGER}.cache_blocks", "9b9881457015"),
+    # What make_stats() returns reaches record(), which asks the loggers in their order.
+    Symbol(f"{_SCHEDULER}.make_stats", "9accb27a065c"),
+    Symbol("vllm.v1.metrics.loggers:StatLoggerManager.record", "3a2ba9e58c58"),
     # Both model runners build attention metadata inside Worker.execute_model. V1's rows are those
     # of input_batch.req_ids; V2 orders its own and names them in CommonAttentionMetadata.req_idx.
     Symbol("vllm.v1.worker.gpu_worker:Worker.execute_model", "d23383066806"),

@@ -95,10 +95,10 @@ def side_doors(module: Module) -> Iterator[str]:
 
 
 def patch_doors(module: Module) -> Iterator[str]:
-    """Only the plugin imports patches; patches import errors, engine and each other."""
+    """Only the plugin imports patches; patches import what they call, errors and each other."""
     for name in module.imports():
         if module.path.startswith("patches/"):
-            allowed = ("vllm_h2o.errors", "vllm_h2o.engine", "vllm_h2o.patches")
+            allowed = tuple(f"vllm_h2o.{n}" for n in ("errors", "engine", "request", "patches"))
             if below(name, "vllm_h2o") and not below(name, *allowed):
                 yield name
         elif module.path != "vllm_h2o/plugin.py" and below(name, "vllm_h2o.patches"):

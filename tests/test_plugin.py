@@ -18,13 +18,13 @@ from tests.tiny_models import folder
 from vllm_h2o import patches, plugin
 from vllm_h2o.engine import BACKEND
 from vllm_h2o.errors import PatchError
-from vllm_h2o.patches import _patch
+from vllm_h2o.patches import Patch, _patch
 
 CUSTOM = AttentionBackendEnum.CUSTOM
 ALWAYS = {patch.symbol.path for patch in patches.ALWAYS}
 PATHS = sorted(
     ALWAYS
-    | {patch.symbol.path for patch in patches.WITH_POLICY}
+    | {patch.symbol.path for patch in (*patches.WITH_POLICY, *patches.FRONT_END)}
     | {symbol.path for symbol in patches.RELIED_UPON}
 )
 
@@ -217,15 +217,23 @@ def test_register_changes_nothing_when_it_fails(
     assert all(patch.is_applied for patch in patches.ALWAYS)
 
 
-def test_activate() -> None:
-    """A worker with a policy gets the rest of the patches, once."""
-    (patch,) = patches.WITH_POLICY
+@pytest.mark.parametrize(
+    ("activate", "group"),
+    [
+        (plugin.activate, patches.WITH_POLICY),
+        (plugin.activate_front_end, patches.FRONT_END),
+    ],
+    ids=["worker", "front end"],
+)
+def test_activate(activate: Callable[[], None], group: tuple[Patch, ...]) -> None:
+    """Where a policy runs, the rest of the patches are applied, once."""
+    (patch,) = group
     was_applied = patch.is_applied
     patch.revert()
     try:
-        plugin.activate()
+        activate()
         assert patch.is_applied
-        plugin.activate()
+        activate()
         patch.revert()
         assert not patch.is_applied
     finally:

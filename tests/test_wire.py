@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_h2o.wire import RequestPlan, ResidencyPlan
+from vllm_h2o.wire import PolicyStats, RequestPlan, ResidencyPlan
 
 
 def plan(**numbers: int | bool) -> RequestPlan:
@@ -77,3 +77,32 @@ def test_integers_only() -> None:
     """Nothing on the wire needs torch, or a device."""
     kinds = {field.type for field in dataclasses.fields(RequestPlan)}
     assert kinds == {"int", "bool"}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "evicted"),
+    [
+        ({"resident_start": 63}, 0),
+        ({"resident_start": 64}, 1),
+        ({"resident_start": 64, "hole": 15}, 16),
+        ({"resident_start": 64, "refill": 1, "hole": 14}, 0),
+        ({"resident_start": 64, "refill": 15}, 0),
+        ({"in_prompt": True, "resident_start": 90, "num_new": 10}, 0),
+        ({"in_prompt": True, "resident_start": 90, "num_new": 10, "keep_after": 63}, 37),
+    ],
+    ids=["growing", "full", "a page", "refilled", "its last slot", "prompt", "packed"],
+)
+def test_evicted(numbers: dict[str, int], evicted: int) -> None:
+    """A victim counts when it is overwritten, those of a page together; a prompt's when packed."""
+    assert plan(**numbers).num_evicted == evicted
+
+
+def test_stats_ride_along() -> None:
+    """They are taken out as they were put in, and leave what was there before."""
+    sent = PolicyStats(*range(7))
+    carrier = {"other": 9}
+    assert PolicyStats.take_from(carrier) is None
+    sent.put_into(carrier)
+    assert len(carrier) == 8
+    assert PolicyStats.take_from(carrier) == sent
+    assert carrier == {"other": 9}

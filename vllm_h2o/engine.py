@@ -133,9 +133,9 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     from vllm.config import AttentionConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_h2o.plugin import verify_for_policy
+    from vllm_h2o.plugin import activate_front_end
 
-    verify_for_policy()
+    activate_front_end()
     # Carried in full, so that every process reads the same, whatever form the user gave.
     engine_args.additional_config = {
         **engine_args.additional_config,
@@ -198,6 +198,22 @@ def check_config(vllm_config: Any, config: KVPolicyConfig | None) -> Any:
             )
     config.resolve(vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size)
     return vllm_config
+
+
+def add_stat_logger(manager: Any, vllm_config: Any) -> None:
+    """Have the front end show the policy's numbers.
+
+    Args:
+        manager: vLLM's StatLoggerManager, finished; gets one logger more when there is a policy.
+        vllm_config: the engine's config.
+
+    """
+    if KVPolicyConfig.from_additional_config(vllm_config.additional_config) is None:
+        return
+    from vllm_h2o.metrics import PolicyStatLogger
+
+    # First, because it takes out of the statistics what the others do not know.
+    manager.stat_loggers.insert(0, PolicyStatLogger(vllm_config, manager.engine_indexes))
 
 
 def _as_mapping(options: Any) -> Any:

@@ -5,7 +5,8 @@
     import vllm ... -> before_engine_args   (group vllm.platform_plugins: while vLLM is imported)
                          -> register        (as soon as vllm.engine.arg_utils is there)
     load_general_plugins -> register        (group vllm.general_plugins: every process, again)
-    policy on, in each worker -> activate   (the patches that only a policy needs)
+    policy on, where its engine is configured -> activate_front_end   (the patches that only
+               in each worker                 -> activate              a policy needs)
 
 ``LLM(..., kv_policy="h2o")`` makes its engine arguments before vLLM loads general plugins. The only
 entry point that runs earlier is the one that asks which platform this is; ours answers "none of
@@ -69,6 +70,22 @@ def activate() -> None:
     register()
     verify_for_policy()
     for patch in WITH_POLICY:
+        patch.apply()
+
+
+def activate_front_end() -> None:
+    """Apply the patches that a policy needs where its engine is configured, after verifying all.
+
+    Raises:
+        PatchError: when a symbol is not the known one. Nothing has been changed then.
+
+    """
+    from vllm_h2o.patches import FRONT_END
+    from vllm_h2o.patches._patch import verify_all
+
+    verify_for_policy()
+    verify_all(FRONT_END)
+    for patch in FRONT_END:
         patch.apply()
 
 

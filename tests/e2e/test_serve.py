@@ -19,12 +19,14 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import smollm2
+from tests.house_rules import ROOT
 
 VLLM = str(Path(sys.executable).with_name("vllm"))
 ENVIRONMENT = {
     **os.environ,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_LOG_STATS_INTERVAL": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 ENGINE = (
@@ -189,6 +191,50 @@ def test_every_sampling_feature_runs_past_the_budget(server: Server) -> None:
     with urllib.request.urlopen(request, timeout=60) as stream:
         assert stream.readline().startswith(b"data:")
     assert server.complete(prompt="Hello", max_tokens=3)[0] == 200
+
+
+def policy_metrics(server: Server) -> dict[str, float]:
+    """The policy's samples on ``/metrics``, by name."""
+    sample = r"^vllm:kv_policy_(\w+){engine=\"0\",model_name=\".+\"} (.*)$"
+    return {name: float(n) for name, n in re.findall(sample, server.get("/metrics"), re.M)}
+
+
+def test_the_metrics_of_one_request(server: Server) -> None:
+    """181 + 40 tokens in 64 slots: 118 go when the prompt is packed, then one with each token."""
+    before = policy_metrics(server)
+    prompt = "The old sailor told us about the storm. " * 20
+    assert server.complete(prompt=prompt, max_tokens=41, ignore_eos=True)[0] == 200
+    expected = {"evicted_tokens_total": 118 + 39, "packs_total": 1, "pages_freed_early_total": 8}
+    end = time.monotonic() + 30
+    while True:
+        after = policy_metrics(server)
+        added = {name: after[name] - before[name] for name in expected}
+        if (added == expected and after["resident_tokens"] == 0) or time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    assert added == expected
+    assert not any(after[name] for name in after if not name.endswith(("total", "created")))
+
+
+def test_the_line_in_the_periodic_log(server: Server) -> None:
+    """After vLLM's own, with what was evicted meanwhile."""
+    line = (
+        r"Engine 000: KV policy h2o: \d+ requests at capacity, \d+ of \d+ tokens resident, "
+        r"[1-9]\d* evicted, \d+ pages freed early, -?\d+\.\d MiB saved"
+    )
+    end = time.monotonic() + 30
+    while not re.search(line, server.log.read_text()) and time.monotonic() < end:
+        time.sleep(0.5)
+    assert re.search(line, server.log.read_text())
+
+
+def test_the_dashboard_asks_for_what_is_there(server: Server) -> None:
+    """Every metric in its queries is on ``/metrics``."""
+    board = (ROOT / "dashboards/kv-policy.json").read_text()
+    served = server.get("/metrics")
+    queried = set(re.findall(r"vllm:\w+", board))
+    assert queried
+    assert not [name for name in queried if not re.search(rf"^{name}{{", served, re.M)]
 
 
 def test_pages_are_free_again_when_all_is_done(server: Server) -> None:

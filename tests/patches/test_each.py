@@ -110,12 +110,19 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]]] =
         ((object, None, "selector"), {}, {}),
     ],
 }
+CALLS["stat_logger_manager__init"] = [
+    ((SimpleNamespace(), engine_args(), [0, 1]), {"client_count": 2}, {"client_count": 2}),
+]
+CALLS["input_processor__process_inputs"] = [
+    ((SimpleNamespace(vllm_config=None), "id", "prompt"), {"priority": 1}, {"priority": 1}),
+]
 CALLS["async_engine_args__init"] = CALLS["engine_args__init"]
 RESULTS: dict[str, Callable[..., Any]] = {
     "engine_args__init": lambda *_, **__: None,
     "async_engine_args__init": lambda *_, **__: None,
     "engine_args__add_cli_args": lambda parser: parser,
     "engine_args__from_cli_args": lambda cls, args: engine_args(),
+    "input_processor__process_inputs": lambda *_, **__: SimpleNamespace(sampling_params=None),
 }
 
 
@@ -168,7 +175,7 @@ def test_file_is_named_after_the_symbol(module: ModuleType) -> None:
 
 def test_every_file_is_in_use() -> None:
     """No patch lies about unused, and none is applied twice."""
-    used = [*patches.ALWAYS, *patches.WITH_POLICY]
+    used = [*patches.ALWAYS, *patches.WITH_POLICY, *patches.FRONT_END]
     assert [module.PATCH for module in MODULES] == used
     assert len({patch.symbol.path for patch in used}) == len(used)
 

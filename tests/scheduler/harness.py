@@ -65,7 +65,9 @@ def vllm_config(
     return config
 
 
-def make_scheduler(config: VllmConfig, num_blocks: int, block_size: int) -> HeavyHitterScheduler:
+def make_scheduler(
+    config: VllmConfig, num_blocks: int, block_size: int, log_stats: bool = False
+) -> HeavyHitterScheduler:
     """The plugin's scheduler over a pool of ``num_blocks`` pages, one of them the null page."""
     stock = FullAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=32, dtype=torch.float32
@@ -78,7 +80,7 @@ def make_scheduler(config: VllmConfig, num_blocks: int, block_size: int) -> Heav
         kv_cache_config=KVCacheConfig(num_blocks, [], groups),
         structured_output_manager=StructuredOutputManager(config),
         block_size=block_size,
-        log_stats=False,
+        log_stats=log_stats,
     )
 
 
@@ -87,6 +89,9 @@ class ShadowPool:
 
     Whose it is: a token that was computed with all before it, of the prompt or of a request that
     fits whole, is anybody's with the same prefix; a later one is that of its request's life.
+
+    ``held`` is what the slots of each request hold after its last step, as (life, positions), and
+    ``num_gone`` how many positions have left them while the request went on.
     """
 
     def __init__(self, seed: int, block_size: int) -> None:
@@ -100,6 +105,8 @@ class ShadowPool:
         self.victims: dict[str, int] = {}
         self.victim_size = 1
         self.num_evictions = 0
+        self.held: dict[str, tuple[int, set[int]]] = {}
+        self.num_gone = 0
 
     def execute(self, output: SchedulerOutput) -> None:
         """Run one step: update the block table rows as a model runner does, then every plan."""
@@ -157,8 +164,8 @@ class ShadowPool:
         old = [p for p in positions if plan.num_sinks <= p < plan.logical_end - plan.num_recent]
         if plan.keep_after:
             dropped = set(self.random.sample(old, len(positions) - plan.keep_after))
-            kept = [p for p in positions if p not in dropped]
-            for index, position in enumerate(kept):
+            positions = [p for p in positions if p not in dropped]
+            for index, position in enumerate(positions):
                 slot = self._slot(request_id, index, plan.pack_page)
                 self.slots[slot] = self._token(request_id, position)
             self.num_evictions += len(dropped)
@@ -168,6 +175,17 @@ class ShadowPool:
             starts = [i for i in able if i % size == 0 and set(range(i, i + size)) <= set(able)]
             self.victims[request_id] = self.random.choice(starts)
             self.num_evictions += size
+        self._compare(request_id, plan, set(positions))
+
+    def _compare(self, request_id: str, plan: RequestPlan, now: set[int]) -> None:
+        """Count what the request held before this step, or was given in it, and holds no more."""
+        life, before = self.held.get(request_id, (0, set()))
+        found = set(range(plan.logical_start))
+        before = before if life == self.lives[request_id] else found
+        had = before | set(range(plan.logical_start, plan.logical_end))
+        assert now <= had
+        self.num_gone += len(had - now)
+        self.held[request_id] = (self.lives[request_id], now)
 
 
 class Simulation:

@@ -64,6 +64,24 @@ class Residency:
     shared_end: int = 0
     first_page: int = 0
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot that the request may hold is taken: the next token evicts one."""
+        ended = self.logical_len >= self.prompt_end
+        return ended and self.resident_len == self.budget.capacity
+
+
+@dataclass
+class Counts:
+    """What has happened since somebody asked last; each as in :class:`~vllm_h2o.wire.PolicyStats`.
+
+    Tokens are counted when a step's plan is taken: it is certain to run then. Pages, as they go.
+    """
+
+    evicted_tokens: int = 0
+    packs: int = 0
+    pages_freed_early: int = 0
+
 
 class Ledger:
     """Lengths of all requests that hold pages, and the plan of the step that is being scheduled.
@@ -97,6 +115,7 @@ class Ledger:
         self.observation_window = observation_window
         self.victim_size = block_size if evicts_pages else 1
         self.row_pages = row_pages
+        self.counts = Counts()
         self._residencies: dict[str, Residency] = {}
         self._step: dict[str, RequestPlan] = {}
 
@@ -158,6 +177,10 @@ class Ledger:
         if window_start < start + num_new < prompt_end:
             return max(window_start - start, 0)
         return num_new
+
+    def resident_tokens(self, residency: Residency) -> int:
+        """Tokens in a request's slots: all of them, but for the hole in a page that is refilled."""
+        return residency.resident_len - -residency.refilled % self.victim_size
 
     def preview(
         self, request_id: str, num_computed: int, num_tokens: int, claim: Claim | None
@@ -262,6 +285,9 @@ class Ledger:
                 f"vLLM schedules {dict(num_scheduled_tokens)} tokens, the ledger {planned}"
             )
         step, self._step = self._step, {}
+        for plan in step.values():
+            self.counts.evicted_tokens += plan.num_evicted
+            self.counts.packs += plan.keep_after > 0
         return ResidencyPlan(step)
 
     def _fresh(self, request_id: str, claim: Claim | None, num_cached: int) -> Residency:

@@ -156,7 +156,9 @@ class HeavyHitterManager(FullAttentionManager):
                 continue
             blocks, first = self.req_to_blocks[request_id], residency.first_page
             end = first + self.ledger.num_pages(residency.held_len)
-            self.block_pool.free_blocks(reversed(blocks[:first] + blocks[end:]))
+            freed = blocks[:first] + blocks[end:]
+            self.ledger.counts.pages_freed_early += len(freed)
+            self.block_pool.free_blocks(reversed(freed))
             # The row in the workers keeps its order: what was dropped in front leaves its place.
             blocks[:] = [self._null_block] * first + blocks[first:end]
         self._packed.clear()

@@ -10,6 +10,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_h2o.config import KVPolicyConfig
@@ -19,6 +20,7 @@ from vllm_h2o.request import asked_budget, budget_of
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
+from vllm_h2o.scheduler.tally import Tally
 
 logger = init_logger("vllm.kv_policy")
 
@@ -47,6 +49,8 @@ class HeavyHitterScheduler(AsyncScheduler):
         self.need_mamba_block_aligned_split = self._shares
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk)
+        group = self.kv_cache_config.kv_cache_groups[0]
+        self.tally = Tally(self.manager, len(group.layer_names))
         self._log_meaning(config)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -55,6 +59,18 @@ class HeavyHitterScheduler(AsyncScheduler):
         # The one attribute that this package adds to an object of vLLM's: it reaches every worker.
         output.residency_plan = self.ledger.take_step(output.num_scheduled_tokens)
         return output
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """vLLM's statistics, with the policy's; None where they are switched off.
+
+        They ride in ``running_lora_adapters``, a mapping of integers that the scheduler leaves
+        empty and that nobody reads without LoRA. ``kv_connector_stats``, which takes any payload,
+        would stop a front end that does not know ours: its log has no connector to ask.
+        """
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            self.tally.report().put_into(stats.running_lora_adapters)
+        return stats
 
     def check_integrity(self) -> None:
         """Check pages and lengths, and that lengths are the ones vLLM counts.

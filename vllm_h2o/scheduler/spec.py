@@ -32,6 +32,12 @@ class HeavyHitterSpec(FullAttentionSpec):
             most = min(most, budget.kept + chunk)
         return -(-most // self.block_size) * self.page_size_bytes
 
+    @property
+    def stock_page_size_bytes(self) -> int:
+        """Bytes of stock vLLM's page of as many slots: K and V alone."""
+        kv_bytes = (self.head_size + self.head_size_v) * get_dtype_size(self.dtype)
+        return self.unpadded_page_size_bytes // self.state_content_size_bytes * kv_bytes
+
     @classmethod
     def of(cls, spec: AttentionSpec) -> HeavyHitterSpec:
         """``spec`` with the eight bytes added to each slot.

@@ -1,0 +1,156 @@
+"""The numbers of the metrics, against what the shadow pool executed and vLLM's own counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.harness import MAX_MODEL_LEN, Simulation, make_scheduler, vllm_config
+from tests.scheduler.test_scheduler import OPTIONS, operations
+from vllm_h2o.wire import PolicyStats, RequestPlan
+
+COUNTERS = ("evicted_tokens", "packs", "pages_freed_early")
+totals: Counter[str] = Counter()
+
+
+class Observed(Simulation):
+    """A simulation that counts by itself, and compares after every step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plans: dict[str, RequestPlan] = {}
+        self.counted: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.reported = Counter(self.counted)
+        kv_cache_manager = self.scheduler.kv_cache_manager
+        step_starts = kv_cache_manager.new_step_starts
+
+        def measured() -> None:
+            before = self.num_free
+            step_starts()
+            self.counted["pages_freed_early"] += self.num_free - before
+
+        kv_cache_manager.new_step_starts = measured
+
+    def step(self) -> Any:
+        """One step; what the tally says then is what there is."""
+        output = super().step()
+        plans = output.residency_plan.requests
+        self.plans |= plans
+        self.counted["evicted_tokens"] = self.pool.num_gone
+        self.counted["packs"] += sum(plan.keep_after > 0 for plan in plans.values())
+        self.compare()
+        return output
+
+    def compare(self) -> None:
+        """Ask for a report."""
+        stats = asdict(self.scheduler.tally.report())
+        self.reported.update({name: stats.pop(name) for name in COUNTERS})
+        assert dict(self.reported) == dict(self.counted)
+        assert stats == self._levels()
+        totals.update(stats)
+
+    def _levels(self) -> dict[str, int]:
+        """From vLLM's requests and pages, and from the slots."""
+        scheduler, size = self.scheduler, self.pool.block_size
+        with_pages = [i for i in scheduler.requests if self.pages_of(i)]
+        computed = {i: scheduler.requests[i].num_computed_tokens for i in with_pages}
+        last = [self.plans[i] for i in with_pages]
+        # One KV head of 32 + 32 floats of four bytes a slot, and eight bytes for the policy.
+        stock = sum(-(-tokens // size) for tokens in computed.values()) * size * 256
+        held = (self.num_total - self.num_free) * size * 264
+        return {
+            "requests_at_capacity": sum(not p.in_prompt and p.attended == p.capacity for p in last),
+            "resident_tokens": sum(len(self.pool.held[i][1]) for i in with_pages),
+            "logical_tokens": sum(computed.values()),
+            "saved_bytes": stock - held,
+        }
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    ops=operations,
+    budget=st.sampled_from([12, 32]),
+    options=st.sampled_from(OPTIONS),
+    max_batched=st.sampled_from([8, 20, 64]),
+    num_pages=st.integers(16, 24),
+    stop_rate=st.sampled_from([0.0, 0.05]),
+    depth=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_totals_are_what_was_executed(
+    ops: list[tuple],
+    budget: int,
+    options: tuple[tuple[str, object], ...],
+    max_batched: int,
+    num_pages: int,
+    stop_rate: float,
+    depth: int,
+    seed: int,
+) -> None:
+    """Through preemption, abort, resumption and failed allocation: each event counts once."""
+    if ("granularity", "block") in options:
+        budget, num_pages = 40, max(num_pages, 20)
+    config = vllm_config(budget, max_batched, 8, "fcfs", depth == 2, options)
+    simulation = Observed(config, 1 + num_pages, depth, seed)
+    simulation.stop_rate = stop_rate
+    for op in ops:
+        if op[0] == "add":
+            for _ in range(op[3]):
+                simulation.add(op[1], min(op[2], MAX_MODEL_LEN - op[1]))
+        elif op[0] == "steps":
+            for _ in range(op[1]):
+                simulation.step()
+        elif op[0] == "reset":
+            simulation.reset()
+        elif live := sorted(simulation.scheduler.requests):
+            simulation.abort([live[op[1] % len(live)]])
+    simulation.drain()
+    simulation.compare()
+    assert simulation.scheduler.tally.report() == PolicyStats(0, 0, 0, 0, 0, 0, 0)
+    totals.update(simulation.reported)
+    totals.update(simulation.count)
+
+
+def test_the_schedules_had_something_to_count() -> None:
+    """The test above is worth something only if none of the numbers stays at nothing."""
+    if not totals:
+        pytest.skip("runs after the random schedules")
+    events = (*COUNTERS, "requests_at_capacity", "resident_tokens", "preempt", "abort", "resume")
+    assert all(totals[event] >= 50 for event in events), totals
+
+
+def test_of_one_request() -> None:
+    """A prompt of 40 in 12 slots of 4 a page: 29 go at its end, and then one a token."""
+    config = vllm_config(12, 64, 8, "fcfs", async_scheduling=False)
+    simulation = Simulation(config, 40, depth=1)
+    simulation.add(prompt_len=40, max_tokens=20)
+    page, stock_page = 4 * 264, 4 * 256
+    report = simulation.scheduler.tally.report
+    simulation.step()
+    assert report() == PolicyStats(29, 1, 0, 0, 11, 40, 10 * (stock_page - page))
+    simulation.step()
+    assert report() == PolicyStats(0, 0, 7, 1, 12, 41, 11 * stock_page - 3 * page)
+    simulation.step()
+    simulation.step()
+    assert report() == PolicyStats(2, 0, 0, 1, 12, 43, 11 * stock_page - 3 * page)
+
+
+@pytest.mark.parametrize("log_stats", [False, True])
+def test_statistics_carry_it_where_they_are_on(log_stats: bool) -> None:
+    """They are taken out again without a trace."""
+    config = vllm_config(12, 64, 8, "fcfs", async_scheduling=False)
+    stats = make_scheduler(config, 40, 4, log_stats).make_stats()
+    assert (stats is not None) is log_stats
+    if stats is not None:
+        assert PolicyStats.take_from(stats.running_lora_adapters) == PolicyStats(*[0] * 7)
+        assert stats.running_lora_adapters == {}

@@ -1,0 +1,123 @@
+"""The policy's numbers in the front end: Prometheus metrics, and a line in vLLM's periodic log.
+
+::
+
+    scheduler: ledger, manager -> tally --make_stats()--> vLLM's SchedulerStats
+    front end: StatLoggerManager.record() -> PolicyStatLogger (first) -> vLLM's own loggers
+
+Numbers travel as vLLM's do: what has happened since the last report, and how things stand. With
+several API servers each report reaches one of them, so counters are summed and of gauges the most
+recent is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.wire import PolicyStats
+
+logger = init_logger("vllm.kv_policy")
+
+COUNTERS = {
+    "evicted_tokens": "Tokens evicted from the KV cache. Each layer and KV head evicts as many; "
+    "they are counted once.",
+    "packs": "Times that survivors were packed into a sequence's first pages: prompts, or, with "
+    "prefill=chunked, chunks of them.",
+    "pages_freed_early": "KV-cache pages that requests gave back while they ran.",
+}
+"""Field of PolicyStats -> what ``vllm:kv_policy_<field>_total`` counts."""
+
+GAUGES = {
+    "requests_at_capacity": "Requests whose slots are all taken: each new token evicts one.",
+    "resident_tokens": "Tokens in the KV cache.",
+    "logical_tokens": "Tokens computed of the requests that hold pages: stock vLLM would hold all.",
+    "saved_bytes": "Bytes of the pages that stock vLLM would hold for the logical tokens, without "
+    "shared prefixes, less bytes of the pages held, with their scores and positions; on one "
+    "worker. Negative where nothing is evicted.",
+}
+"""Field of PolicyStats -> what ``vllm:kv_policy_<field>`` shows."""
+
+
+class PolicyStatLogger(AggregateStatLoggerBase):
+    """Shows what the scheduler reports. vLLM's statistics come without, when it is through.
+
+    Args:
+        vllm_config: the engine's config, with a policy.
+        engine_indexes: the engines that report to this process.
+
+    """
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+        config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+        assert config is not None
+        self._policy = config.name
+        # vLLM's own line is missing then, too: each process sees a part of the reports.
+        self._logs = vllm_config.parallel_config._api_process_count == 1
+        self._unsaid: dict[int, PolicyStats] = {}
+        labels = {i: [vllm_config.model_config.served_model_name, str(i)] for i in engine_indexes}
+        names = ["model_name", "engine"]
+        self._counters = {
+            field: create_metric_per_engine(
+                Counter(f"vllm:kv_policy_{field}", documentation, names), labels
+            )
+            for field, documentation in COUNTERS.items()
+        }
+        self._gauges = {
+            field: create_metric_per_engine(
+                Gauge(
+                    f"vllm:kv_policy_{field}", documentation, names, multiprocess_mode="mostrecent"
+                ),
+                labels,
+            )
+            for field, documentation in GAUGES.items()
+        }
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Take the policy's numbers out of ``scheduler_stats``, and show them."""
+        if scheduler_stats is None:
+            return
+        stats = PolicyStats.take_from(scheduler_stats.running_lora_adapters)
+        if stats is None:
+            return
+        for field, counters in self._counters.items():
+            counters[engine_idx].inc(getattr(stats, field))
+        for field, gauges in self._gauges.items():
+            gauges[engine_idx].set(getattr(stats, field))
+        if before := self._unsaid.get(engine_idx):
+            sums = {field: getattr(before, field) + getattr(stats, field) for field in COUNTERS}
+            stats = replace(stats, **sums)
+        self._unsaid[engine_idx] = stats
+
+    def log(self) -> None:
+        """One line for each engine that has reported since the last line."""
+        said = sorted(self._unsaid.items()) if self._logs else ()
+        for engine_idx, stats in said:
+            logger.info(
+                "Engine %03d: KV policy %s: %d requests at capacity, %d of %d tokens resident, "
+                "%d evicted, %d pages freed early, %.1f MiB saved",
+                engine_idx,
+                self._policy,
+                stats.requests_at_capacity,
+                stats.resident_tokens,
+                stats.logical_tokens,
+                stats.evicted_tokens,
+                stats.pages_freed_early,
+                stats.saved_bytes / 2**20,
+            )
+        self._unsaid.clear()
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: the scheduler has said what the budget means."""

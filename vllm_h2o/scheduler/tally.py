@@ -1,0 +1,46 @@
+"""What the policy has done since the last report, and how things stand."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from vllm_h2o.scheduler.ledger import Counts
+from vllm_h2o.scheduler.manager import HeavyHitterManager
+from vllm_h2o.scheduler.spec import HeavyHitterSpec
+from vllm_h2o.wire import PolicyStats
+
+
+class Tally:
+    """Adds up, when it is asked, what ledger and manager know.
+
+    Args:
+        manager: the pages; its ledger must be bound.
+        num_layers: layers whose pages one block id names, on one worker.
+
+    """
+
+    def __init__(self, manager: HeavyHitterManager, num_layers: int) -> None:
+        spec = manager.kv_cache_spec
+        assert isinstance(spec, HeavyHitterSpec)
+        self._manager = manager
+        self._page_bytes = spec.page_size_bytes * num_layers
+        self._stock_page_bytes = spec.stock_page_size_bytes * num_layers
+
+    def report(self) -> PolicyStats:
+        """What has happened since the last call, and how things stand now.
+
+        Bytes are those of one worker: with tensor parallelism, each saves as many.
+        """
+        manager, ledger = self._manager, self._manager.ledger
+        counts, ledger.counts = ledger.counts, Counts()
+        held = ledger.residencies.values()
+        stock_pages = sum(ledger.num_pages(residency.logical_len) for residency in held)
+        # Shared ones count for each request that holds them, as stock vLLM's do above.
+        pages = sum(not b.is_null for blocks in manager.req_to_blocks.values() for b in blocks)
+        return PolicyStats(
+            **asdict(counts),
+            requests_at_capacity=sum(residency.is_full for residency in held),
+            resident_tokens=sum(map(ledger.resident_tokens, held)),
+            logical_tokens=sum(residency.logical_len for residency in held),
+            saved_bytes=stock_pages * self._stock_page_bytes - pages * self._page_bytes,
+        )
