@@ -70,6 +70,30 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "Gemma2ForCausalLM": lambda: transformers.Gemma2Config(
         **{**_LLAMA_LIKE, "num_hidden_layers": 2}, head_dim=32, sliding_window=16
     ),
+    "Gemma3ForCausalLM": lambda: transformers.Gemma3TextConfig(
+        **{**_LLAMA_LIKE, "num_hidden_layers": 6}, head_dim=32, sliding_window=16
+    ),
+    "Qwen2ForCausalLM": lambda: transformers.Qwen2Config(
+        **{**_LLAMA_LIKE, "num_hidden_layers": 2},
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=1,
+    ),
+    "GptOssForCausalLM": lambda: transformers.GptOssConfig(
+        **{**_LLAMA_LIKE, "num_hidden_layers": 2}, head_dim=32, num_local_experts=2
+    ),
+    "Llama4ForCausalLM": lambda: transformers.Llama4TextConfig(
+        **{**_LLAMA_LIKE, "num_hidden_layers": 4}, head_dim=32, num_local_experts=2
+    ),
+    "Qwen2VLForConditionalGeneration": lambda: transformers.Qwen2VLConfig(
+        text_config=_LLAMA_LIKE, vision_config={"depth": 1, "embed_dim": 32, "num_heads": 2}
+    ),
+    "LlavaForConditionalGeneration": lambda: transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**_LLAMA_LIKE),
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        ),
+    ),
     "MambaForCausalLM": lambda: transformers.MambaConfig(
         vocab_size=64, hidden_size=64, state_size=4, num_hidden_layers=1
     ),
