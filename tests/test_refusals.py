@@ -36,7 +36,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ],
     *[
         ("a multimodal model", f"{name}ForConditionalGeneration", {}, ANOTHER_MODEL)
-        for name in ("Qwen2VL", "Llava")
+        for name in ("PaliGemma", "Qwen2Audio")
     ],
     (
         "an attention backend for one kind of cache",
