@@ -59,6 +59,13 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         "leave --speculative-config out",
     ),
     ("a quantised KV cache", LLAMA, {"kv_cache_dtype": "fp8"}, "use --kv-cache-dtype auto"),
+    ("LoRA", LLAMA, {"enable_lora": True}, "leave --enable-lora out"),
+    (
+        "data parallelism",
+        LLAMA,
+        {"data_parallel_size": 2},
+        "run engines of their own behind a load balancer",
+    ),
 ]
 # Whatever cannot be had here as a whole: one property of a real config is turned over.
 TURNED: list[tuple[str, type, str, Any, str]] = [

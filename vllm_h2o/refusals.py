@@ -181,6 +181,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --kv-cache-dtype auto",
     ),
     Refusal(
+        "LoRA",
+        lambda c: c.lora_config is not None,
+        "it has not been tried",
+        "leave --enable-lora out",
+    ),
+    Refusal(
+        "data parallelism",
+        lambda c: c.parallel_config.data_parallel_size > 1,
+        "it has not been tried",
+        "run engines of their own behind a load balancer",
+    ),
+    Refusal(
         "context parallelism",
         lambda c: (
             c.parallel_config.decode_context_parallel_size > 1

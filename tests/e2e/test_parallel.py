@@ -1,20 +1,16 @@
-"""Ranks, stages and replicas give the tokens of one process, past the budget."""
+"""Ranks and stages give the tokens of one process, past the budget."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MixtralConfig
-from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm import RequestOutput
 
-from tests.e2e.harness import TEXT, Probe, engine, generate, save, tiny_llama, token_ids
+from tests.e2e.harness import TEXT, Probe, engine, generate, tiny_llama, token_ids
 
 CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 60, 90)]
@@ -95,57 +91,3 @@ def test_pipeline_parallel(
         assert probe.num_free == probe.num_total
         assert max(held for step in probe.held[-10:] for held in step.values()) <= 2
     assert_same(alone["h2o"], outputs)
-
-
-def tiny_mixtral(folder: Path) -> str:
-    """A mixture of experts, whose replicas keep step with each other."""
-    config = MixtralConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-        sliding_window=None,
-    )
-    return save(config, folder)
-
-
-async def replicas(model: str, rank_of: Sequence[int]) -> list[RequestOutput]:
-    """The outputs of two replicas, each prompt on the one that is named for it."""
-    arguments = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
-    llm = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model,
-            data_parallel_size=2,
-            kv_policy="h2o",
-            kv_policy_config=OPTIONS,
-            **arguments,
-            **SETTINGS,
-        )  # fmt: skip
-    )
-    sampling = SamplingParams(
-        temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY, **SAMPLING,
-    )  # fmt: skip
-
-    async def one(i: int) -> RequestOutput:
-        prompt = {"prompt_token_ids": PROMPTS[i]}
-        async for output in llm.generate(prompt, sampling, str(i), data_parallel_rank=rank_of[i]):
-            last = output
-        return last
-
-    try:
-        return list(await asyncio.gather(*(one(i) for i in range(len(PROMPTS)))))
-    finally:
-        llm.shutdown()
-
-
-def test_data_parallel(tmp_path: Path, two_workers: pytest.MonkeyPatch) -> None:
-    """Four requests in one replica and one in the other, which then idles in step with it."""
-    model = tiny_mixtral(tmp_path)
-    expected = run(model, "h2o")
-    assert_same(expected, asyncio.run(replicas(model, [0, 0, 1, 0, 0])))
