@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.tiny_models import engine_config, folder
+from tools.refusals import BEGIN, END, README, written
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.engine import BACKEND, SCHEDULER, WORKER, check_config
 from vllm_h2o.errors import ConfigError, UnsupportedError
@@ -29,8 +30,14 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("an attention-free or hybrid (state-space) model", "MambaForCausalLM", {}, ANOTHER_MODEL),
     ("ALiBi", "BloomForCausalLM", {}, ANOTHER_MODEL),
     ("ALiBi", "FalconForCausalLM", {}, ANOTHER_MODEL),
-    ("sliding-window or other windowed layers", "MistralForCausalLM", {}, ANOTHER_MODEL),
-    ("sliding-window or other windowed layers", "Gemma2ForCausalLM", {}, ANOTHER_MODEL),
+    *[
+        ("sliding-window or other windowed layers", f"{name}ForCausalLM", {}, ANOTHER_MODEL)
+        for name in ("Mistral", "Gemma2", "Gemma3", "Qwen2", "GptOss", "Llama4")
+    ],
+    *[
+        ("a multimodal model", f"{name}ForConditionalGeneration", {}, ANOTHER_MODEL)
+        for name in ("PaliGemma", "Qwen2Audio")
+    ],
     (
         "an attention backend for one kind of cache",
         LLAMA,
@@ -54,21 +61,14 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("a quantised KV cache", LLAMA, {"kv_cache_dtype": "fp8"}, "use --kv-cache-dtype auto"),
     ("LoRA", LLAMA, {"enable_lora": True}, "leave --enable-lora out"),
     (
-        "tensor, pipeline or data parallelism",
+        "data parallelism",
         LLAMA,
-        {"tensor_parallel_size": 2},
-        "use one worker",
-    ),
-    (
-        "tensor, pipeline or data parallelism",
-        LLAMA,
-        {"pipeline_parallel_size": 2},
-        "use one worker",
+        {"data_parallel_size": 2},
+        "run engines of their own behind a load balancer",
     ),
 ]
 # Whatever cannot be had here as a whole: one property of a real config is turned over.
 TURNED: list[tuple[str, type, str, Any, str]] = [
-    ("a multimodal model", ModelConfig, "is_multimodal_model", True, ANOTHER_MODEL),
     ("a diffusion model", ModelConfig, "is_diffusion", True, ANOTHER_MODEL),
     (
         "context parallelism",
@@ -76,6 +76,13 @@ TURNED: list[tuple[str, type, str, Any, str]] = [
         "decode_context_parallel_size",
         2,
         "leave the context-parallel sizes at 1",
+    ),
+    (
+        "micro-batches of one step (--enable-dbo, --ubatch-size)",
+        ParallelConfig,
+        "use_ubatching",
+        True,
+        "leave both out",
     ),
 ]
 
@@ -146,6 +153,15 @@ def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
     tested = {what for what, *_ in [*REFUSED, *TURNED]} | {"a platform other than CPU and CUDA"}
     assert tested == {refusal.what for refusal in REFUSALS}
+
+
+def test_the_table_in_the_readme() -> None:
+    """It is written from the code that refuses."""
+    text = README.read_text(encoding="utf-8")
+    assert written(text) == text
+    shown = text[text.index(BEGIN) : text.index(END)]
+    for refusal in REFUSALS:
+        assert f"| {refusal.what} | {refusal.why} | {refusal.remedy} |" in shown
 
 
 CUSTOM, CPU = "AttentionBackendEnum.CUSTOM", "AttentionBackendEnum.CPU_ATTN"

@@ -45,6 +45,12 @@ _LATENT = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "LlamaForCausalLM": lambda: transformers.LlamaConfig(**_LLAMA_LIKE),
     "OPTForCausalLM": lambda: transformers.OPTConfig(
@@ -69,6 +75,29 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "MistralForCausalLM": lambda: transformers.MistralConfig(**_LLAMA_LIKE, sliding_window=16),
     "Gemma2ForCausalLM": lambda: transformers.Gemma2Config(
         **{**_LLAMA_LIKE, "num_hidden_layers": 2}, head_dim=32, sliding_window=16
+    ),
+    "Gemma3ForCausalLM": lambda: transformers.Gemma3TextConfig(
+        **{**_LLAMA_LIKE, "num_hidden_layers": 6}, head_dim=32, sliding_window=16
+    ),
+    "Qwen2ForCausalLM": lambda: transformers.Qwen2Config(
+        **{**_LLAMA_LIKE, "num_hidden_layers": 2},
+        use_sliding_window=True,
+        sliding_window=16,
+        max_window_layers=1,
+    ),
+    "GptOssForCausalLM": lambda: transformers.GptOssConfig(
+        **{**_LLAMA_LIKE, "num_hidden_layers": 2}, head_dim=32, num_local_experts=2
+    ),
+    "Llama4ForCausalLM": lambda: transformers.Llama4TextConfig(
+        **{**_LLAMA_LIKE, "num_hidden_layers": 4}, head_dim=32, num_local_experts=2
+    ),
+    "PaliGemmaForConditionalGeneration": lambda: transformers.PaliGemmaConfig(
+        text_config=transformers.GemmaConfig(**_LLAMA_LIKE, head_dim=32),
+        vision_config=transformers.SiglipVisionConfig(**_VISION, image_size=32, patch_size=16),
+        projection_dim=64,
+    ),
+    "Qwen2AudioForConditionalGeneration": lambda: transformers.Qwen2AudioConfig(
+        text_config=transformers.Qwen2Config(**_LLAMA_LIKE)
     ),
     "MambaForCausalLM": lambda: transformers.MambaConfig(
         vocab_size=64, hidden_size=64, state_size=4, num_hidden_layers=1

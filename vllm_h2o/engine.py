@@ -16,7 +16,7 @@ from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.parsing import ADDITIONAL_CONFIG_KEY
 from vllm_h2o.policy import POLICIES
-from vllm_h2o.refusals import REFUSALS
+from vllm_h2o.refusals import REFUSALS, WHY_OPTION
 
 SCHEDULER = "vllm_h2o.scheduler.scheduler.HeavyHitterScheduler"
 WORKER = "vllm_h2o.worker.worker.HeavyHitterWorker"
@@ -154,7 +154,7 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
             raise UnsupportedError(
                 f"{option}={asked!s} with --kv-policy {config.name}",
                 f"the policy needs {option}={value!s}",
-                _WHY_OPTION[option],
+                WHY_OPTION[option],
                 f"leave {option} out, or run without --kv-policy",
             )
         setattr(engine_args, option, value)
@@ -162,13 +162,6 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     # On where it is asked for: a prompt's peak is then its own pages and those of its survivors.
     engine_args.enable_prefix_caching = bool(engine_args.enable_prefix_caching)
     return config
-
-
-_WHY_OPTION = {
-    "scheduler_cls": "only its scheduler says which tokens stay",
-    "worker_cls": "only its worker brings the scheduler's plan to the kernels",
-    "attention_backend": "only its kernels keep scores and evict",
-}
 
 
 def check_config(vllm_config: Any, config: KVPolicyConfig | None) -> Any:

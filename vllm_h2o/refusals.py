@@ -67,55 +67,74 @@ def _foreign_platform(_: Any) -> bool:
     return not (current_platform.is_cpu() or current_platform.is_cuda())
 
 
-_ANOTHER_MODEL = "run this model without --kv-policy"
+ANOTHER_MODEL = "run this model without --kv-policy"
+
+WHY_OPTION = {
+    "scheduler_cls": "only its scheduler says which tokens stay",
+    "worker_cls": "only its worker brings the scheduler's plan to the kernels",
+    "attention_backend": "only its kernels keep scores and evict",
+}
+"""Options that a policy sets itself: why another value is refused, in ``engine.prepare``."""
+
+IN_LAYERS = {
+    "alibi_slopes": "ALiBi",
+    "sliding_window": "a sliding window",
+    "logits_soft_cap": "a soft cap of the logits",
+    "kv_sharing_target_layer_name": "cross-layer KV sharing",
+    "sinks": "attention sinks",
+    "attn_type": "attention other than a decoder's",
+}
+"""What an attention layer asks for in its arguments, and the policy's attention refuses."""
+WHY_IN_LAYERS = "the policy's attention does not compute it"
+
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "a pooling model",
         lambda c: c.model_config.runner_type != "generate",
         "nothing is generated, so nothing is evicted",
-        _ANOTHER_MODEL,
+        ANOTHER_MODEL,
     ),
     Refusal(
         "an encoder-decoder model",
         lambda c: c.model_config.is_encoder_decoder,
         "cross-attention keeps another cache",
-        _ANOTHER_MODEL,
+        ANOTHER_MODEL,
     ),
     Refusal(
         "multi-head latent attention (MLA)",
         lambda c: c.model_config.use_mla,
         "its cache holds one latent vector for all heads, not K and V of each",
-        _ANOTHER_MODEL,
+        ANOTHER_MODEL,
     ),
     Refusal(
         "an attention-free or hybrid (state-space) model",
         lambda c: c.model_config.is_attention_free or c.model_config.is_hybrid,
         "its states are not tokens that could be evicted",
-        _ANOTHER_MODEL,
+        ANOTHER_MODEL,
     ),
     Refusal(
         "a multimodal model",
         lambda c: c.model_config.is_multimodal_model,
         "it has not been tried",
-        _ANOTHER_MODEL,
+        ANOTHER_MODEL,
     ),
     Refusal(
         "a diffusion model",
         lambda c: c.model_config.is_diffusion,
         "it rewrites tokens that were computed",
-        _ANOTHER_MODEL,
+        ANOTHER_MODEL,
     ),
     Refusal(
         "ALiBi",
         _alibi,
         "the bias depends on distances that the kernels do not compute",
-        _ANOTHER_MODEL,
+        ANOTHER_MODEL,
     ),
     Refusal(
         "sliding-window or other windowed layers",
         _windowed,
         "the policy works where every layer is full attention",
-        _ANOTHER_MODEL,
+        ANOTHER_MODEL,
     ),
     Refusal(
         "an attention backend for one kind of cache",
@@ -168,10 +187,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave --enable-lora out",
     ),
     Refusal(
-        "tensor, pipeline or data parallelism",
-        lambda c: c.parallel_config.world_size_across_dp > 1,
+        "data parallelism",
+        lambda c: c.parallel_config.data_parallel_size > 1,
         "it has not been tried",
-        "use one worker",
+        "run engines of their own behind a load balancer",
     ),
     Refusal(
         "context parallelism",
@@ -181,6 +200,12 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "ranks would hold different tokens of one sequence",
         "leave the context-parallel sizes at 1",
+    ),
+    Refusal(
+        "micro-batches of one step (--enable-dbo, --ubatch-size)",
+        lambda c: c.parallel_config.use_ubatching,
+        "the plan is for the whole batch of a step",
+        "leave both out",
     ),
     Refusal(
         "a platform other than CPU and CUDA",

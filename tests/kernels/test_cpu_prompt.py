@@ -124,7 +124,8 @@ def test_random_scores_are_the_reference() -> None:
     pairs = list(itertools.product(seeds, positions))
     seed, position = (torch.tensor(column) for column in zip(*pairs, strict=True))
     for layer in (0, 1, 79, 1 << 20):
-        drawn = random_scores(seed, layer, 8, position)
-        assert drawn.dtype == torch.float32 and drawn.shape == (len(pairs), 8)
-        expected = [[random_score(s, layer, head, p) for head in range(8)] for s, p in pairs]
-        assert drawn.tolist() == expected
+        for heads in (range(8), range(6, 9)):
+            drawn = random_scores(seed, layer, heads, position)
+            assert drawn.dtype == torch.float32 and drawn.shape == (len(pairs), len(heads))
+            expected = [[random_score(s, layer, head, p) for head in heads] for s, p in pairs]
+            assert drawn.tolist() == expected

@@ -66,7 +66,7 @@ totals: Counter[str] = Counter()
     num_pages=st.integers(16, 26),
     block_size=st.sampled_from([1, 4, 8]),
     stop_rate=st.sampled_from([0.0, 0.05]),
-    depth=st.sampled_from([1, 2]),
+    overlap=st.sampled_from([(1, False), (2, True), (2, False), (3, False), (3, True)]),
     policy=st.sampled_from(["fcfs", "priority"]),
     seed=st.integers(0, 1000),
 )
@@ -79,11 +79,14 @@ def test_no_page_is_lost_shared_or_freed_twice(
     num_pages: int,
     block_size: int,
     stop_rate: float,
-    depth: int,
+    overlap: tuple[int, bool],
     policy: str,
     seed: int,
 ) -> None:
-    """Admit, chunk, decode, preempt, resume, abort, finish in any order, async or not."""
+    """Admit, chunk, decode, preempt, resume, abort, finish in any order.
+
+    ``overlap`` is how many steps are in flight, in a pipeline or because scheduling is async.
+    """
     size: float = budget
     if ("name", "full") in options:
         size, num_pages = 1.0, max(num_pages, 20)
@@ -93,8 +96,8 @@ def test_no_page_is_lost_shared_or_freed_twice(
         options, size = (*options, ("budget_basis", share[0])), share[1]
     # A window of 5 queries in one chunk, whatever the other 7 sequences take.
     max_batched = max(max_batched, 12) if ("observation_window", 5) in options else max_batched
-    config = vllm_config(size, max_batched, 8, policy, depth == 2, options)
-    simulation = Simulation(config, 1 + num_pages * 4 // block_size, depth, seed, block_size)
+    config = vllm_config(size, max_batched, 8, policy, overlap[1], options)
+    simulation = Simulation(config, 1 + num_pages * 4 // block_size, overlap[0], seed, block_size)
     simulation.stop_rate = stop_rate
     for op in ops:
         if op[0] == "add":

@@ -24,23 +24,23 @@ def _shift(state: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def random_scores(
-    seed: torch.Tensor, layer: int, num_kv_heads: int, position: torch.Tensor
+    seed: torch.Tensor, layer: int, heads: range, position: torch.Tensor
 ) -> torch.Tensor:
     """Twin of ``reference.random_score``.
 
     Args:
         seed: [T], int64.
-        layer: index of the layer.
-        num_kv_heads: H.
+        layer: index of the layer in the whole model.
+        heads: indices of the H KV heads in the whole model.
         position: [T], int64.
 
     Returns:
         [T, H], float32, in [0, 1).
 
     """
-    heads = torch.arange(num_kv_heads, dtype=torch.int64, device=position.device)
+    head = torch.arange(heads.start, heads.stop, dtype=torch.int64, device=position.device)
     state = seed * _signed(_GOLDEN) + _signed(layer * _MIX_1)
-    state = (state + position * _signed(_MIX_3))[:, None] + heads * _signed(_MIX_2)
+    state = (state + position * _signed(_MIX_3))[:, None] + head * _signed(_MIX_2)
     state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
     state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
     return _shift(state ^ _shift(state, 31), 40).to(torch.float32) / (1 << 24)

@@ -9,6 +9,7 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
@@ -116,6 +117,23 @@ class HeavyHitterScheduler(AsyncScheduler):
         """Keep the queries that score in one chunk: they do so outside the pages they share."""
         start = request.num_computed_tokens + num_new_local_computed_tokens
         return self.ledger.uncut(request.request_id, start, num_new_tokens, request.num_tokens)
+
+    @property
+    def _stock(self) -> type[Scheduler]:
+        """Which of its two schedulers vLLM takes: the asynchronous one runs ahead of the tokens.
+
+        A step before its token is known is wrong where async scheduling is off and several batches
+        are in flight all the same: in a pipeline.
+        """
+        return AsyncScheduler if self.scheduler_config.async_scheduling else Scheduler
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        self._stock._update_after_schedule(self, scheduler_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        return self._stock._update_request_with_output(self, request, new_token_ids, is_stale)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """A streaming input's next part: what was evicted cannot be continued, so begin again."""

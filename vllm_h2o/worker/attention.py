@@ -15,7 +15,8 @@ from vllm_h2o.kernels.packing import window_scores
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.scoring import random_scores
 from vllm_h2o.policy import ScoreKind
-from vllm_h2o.worker.metadata import HeavyHitterMetadata, drawn_by_position
+from vllm_h2o.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
+from vllm_h2o.worker.metadata import HeavyHitterMetadata, drawn_by_position, heads_of_rank
 
 
 class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
@@ -40,21 +41,21 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         **extra: Any,
     ) -> None:
-        unsupported = {
-            "ALiBi": alibi_slopes,
-            "a sliding window": sliding_window,
-            "a soft cap of the logits": logits_soft_cap,
-            "cross-layer KV sharing": kv_sharing_target_layer_name,
-            f"{attn_type} attention": None if attn_type == AttentionType.DECODER else attn_type,
-            **{f"the attention argument {name!r}": value for name, value in extra.items()},
+        asked = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            "attn_type": None if attn_type == AttentionType.DECODER else attn_type,
+            **extra,
         }
-        for what, value in unsupported.items():
+        for name, value in asked.items():
             if value is not None:
                 raise UnsupportedError(
                     "a kv-policy for this model",
-                    f"a layer uses {what}",
-                    "the policy's attention does not compute it",
-                    "run this model without --kv-policy",
+                    f"a layer uses {IN_LAYERS.get(name, f'the argument {name!r}')}",
+                    WHY_IN_LAYERS,
+                    ANOTHER_MODEL,
                 )
         config = KVPolicyConfig.from_additional_config(get_current_vllm_config().additional_config)
         if config is None:
@@ -64,6 +65,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.draws = config.policy.score is ScoreKind.RANDOM
+        self.heads = heads_of_rank(get_current_vllm_config(), self.num_kv_heads)
         self.victims: torch.Tensor | None = None
 
     def forward(
@@ -140,9 +142,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         first = torch.zeros(query.shape[0], self.num_kv_heads, device=query.device)
         for batch in metadata.decodes:
             seed, position = batch.order("seed"), batch.order("position")
-            drawn = random_scores(seed, extract_layer_index(name), self.num_kv_heads, position)
+            drawn = random_scores(seed, extract_layer_index(name), self.heads, position)
             first.index_copy_(0, batch.order("token"), drawn)
         for chunk in metadata.prompts:
-            drawn = drawn_by_position(name, chunk, self.num_kv_heads, query.device)
+            drawn = drawn_by_position(name, chunk, self.heads, query.device)
             first[chunk.tokens] = drawn[chunk.position :]
         return first

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -89,6 +90,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         self.draws = config.policy.score is ScoreKind.RANDOM
         self.kernels = choose_kernels(vllm_config, kv_cache_spec, device, config)
         self.num_kv_heads = kv_cache_spec.num_kv_heads
+        self.heads = heads_of_rank(vllm_config, self.num_kv_heads)
         self.head_size = kv_cache_spec.head_size
         self.block_size = kv_cache_spec.block_size
         self.page_elements = self.num_kv_heads * self.block_size * self.head_size
@@ -161,7 +163,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             for name, page in zip(self.layer_names, pages, strict=True):
                 score = watched.get(name, {}).get(chunk.tokens.start)
                 if self.draws:
-                    score = drawn_by_position(name, chunk, self.num_kv_heads, self.device).T
+                    score = drawn_by_position(name, chunk, self.heads, self.device).T
                 pack_survivors(page, chunk, self.scoring, score)
 
     def _alike(self, rows: list[tuple[int, int]]) -> list[list[int]]:
@@ -244,13 +246,26 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         return -(-num_slots // self.block_size)
 
 
+def heads_of_rank(vllm_config: VllmConfig, num_kv_heads: int) -> range:
+    """Which of the whole model's KV heads this tensor-parallel rank has, ``num_kv_heads`` of them.
+
+    Where there are more ranks than heads, neighbours have the same one.
+    """
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    if num_ranks == 1:
+        return range(num_kv_heads)
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    first = get_tensor_model_parallel_rank() * total // num_ranks
+    return range(first, first + num_kv_heads)
+
+
 def drawn_by_position(
-    layer_name: str, chunk: PromptChunk, num_kv_heads: int, device: torch.device
+    layer_name: str, chunk: PromptChunk, heads: range, device: torch.device
 ) -> torch.Tensor:
     """[end, H], float32: what tokens of the ``random`` policy are stored with, to a chunk's end."""
     position = torch.arange(chunk.position_end, device=device)
     seed = torch.full_like(position, chunk.seed)
-    return random_scores(seed, extract_layer_index(layer_name), num_kv_heads, position)
+    return random_scores(seed, extract_layer_index(layer_name), heads, position)
 
 
 def _orders(plan: RequestPlan, token: int) -> tuple[int, ...]:
