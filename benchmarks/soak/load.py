@@ -9,14 +9,22 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
 
 from benchmarks.soak.server import VOCABULARY, Server
 
-BUDGETS: tuple[float | int | str | None, ...] = (None,)
+Budget = float | int | str | None
+BUDGETS: tuple[Budget, ...] = (None, None, 0.1, 512, "full")
 """What requests ask for as ``kv_budget``; None asks for nothing."""
+BAD_BUDGETS: tuple[dict[str, Budget], ...] = (
+    {"kv_budget": 0},
+    {"kv_budget": 1.5},
+    {"kv_budget": "half"},
+    {"kv-budget": 64},
+)
 
 WELL_FORMED = ("whole", "whole", "stream", "stream", "disconnect", "abort", "samples")
 PATIENCE = 300
@@ -59,24 +67,29 @@ class Canary:
         name: for the report.
         prompt_len: tokens of its prompt.
         max_tokens: that follow.
+        budget: of its own.
 
     """
 
     name: str
     prompt_len: int
     max_tokens: int
+    budget: Budget = None
 
     @property
     def body(self) -> dict[str, Any]:
         """First in any queue, so that it is the last to be preempted."""
         tokens = _tokens(random.Random(self.name), self.prompt_len)
-        return {"prompt": tokens, "max_tokens": self.max_tokens, "temperature": 0, "priority": -1}
+        body = {"prompt": tokens, "max_tokens": self.max_tokens, "temperature": 0, "priority": -1}
+        return {**body, **_asking(self.budget)}
 
 
 CANARIES = (
     Canary("within the budget", 12, 40),
     Canary("past the budget", 60, 120),
     Canary("evicted prompt", 400, 48),
+    Canary("smaller budget", 150, 60, 64),
+    Canary("all is kept", 300, 40, "full"),
 )
 
 
@@ -109,6 +122,10 @@ def _tokens(chance: random.Random, length: int) -> list[int]:
     return [chance.randrange(3, VOCABULARY) for _ in range(length)]
 
 
+def _asking(budget: Budget) -> dict[str, Any]:
+    return {} if budget is None else {"vllm_xargs": {"kv_budget": budget}}
+
+
 def malformed(max_model_len: int) -> list[tuple[bytes, int]]:
     """Bodies that vLLM refuses, and the status that it refuses them with."""
     bodies: list[tuple[dict[str, Any], int]] = [
@@ -121,6 +138,7 @@ def malformed(max_model_len: int) -> list[tuple[bytes, int]]:
         ({"prompt": "w5", "temperature": -2}, 400),
         ({"prompt": "w5", "n": 0}, 400),
         ({"prompt": "w5", "model": "another"}, 404),
+        *(({"prompt": "w5", "vllm_xargs": xargs}, 400) for xargs in BAD_BUDGETS),
     ]
     return [
         (b"{not json", 400),
@@ -199,16 +217,16 @@ class Load:
             await asyncio.sleep(self.chance.uniform(1, 5))
 
     async def _keep_asking(self) -> None:
-        """One canary after the other."""
+        """All canaries at once, round after round."""
         for number in range(10**9):
             if not self._goes_on():
                 return
-            canary = CANARIES[number % len(CANARIES)]
-            await self._send("canary", lambda c=canary, n=number: self._ask(c, n))
+            asks = [partial(self._ask, canary, number) for canary in CANARIES]
+            await asyncio.gather(*(self._send("canary", ask) for ask in asks))
             await asyncio.sleep(0.2)
 
     async def _ask(self, canary: Canary, number: int) -> str:
-        name = f"canary-{number}-"
+        name = f"canary-{number}-{CANARIES.index(canary)}-"
         text = await self._text(canary.body, name)
         self.outcome.canaries.append((name, canary.name, text == self.expected[canary.name]))
         return "answered"
@@ -236,10 +254,7 @@ class Load:
             "ignore_eos": True,
             "a field that nobody reads": 1,
         }
-        budget = chance.choice(BUDGETS)
-        if budget is not None:
-            body["vllm_xargs"] = {"kv_budget": budget}
-        return {**body, **fixed}
+        return {**body, **_asking(chance.choice(BUDGETS)), **fixed}
 
     def _post(self, body: dict[str, Any], request_id: str | None = None) -> Any:
         headers = {"X-Request-Id": request_id} if request_id else {}
