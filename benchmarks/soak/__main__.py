@@ -30,7 +30,7 @@ from benchmarks.soak.server import PAGE, Server, write_model
 
 BUDGET = 128
 SHORT = Shape(
-    seconds=40, requests=0, clients=8, max_model_len=1024, pages=52, long_prompt=900,
+    seconds=240, requests=300, clients=8, max_model_len=1024, pages=52, long_prompt=900,
     burst=24, least_requests=100, growth_mib=100,
 )  # fmt: skip
 LONG = Shape(
@@ -173,14 +173,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description=__doc__.splitlines()[0] if __doc__ else None
     )
-    parser.add_argument("--short", action="store_true", help="less than a minute of load")
-    parser.add_argument("--seconds", type=float, default=None, help="of load (900)")
-    parser.add_argument("--requests", type=int, default=0, help="most to send (no end)")
+    parser.add_argument("--short", action="store_true", help="300 requests, smaller ones")
+    parser.add_argument("--seconds", type=float, default=None, help="of load at most (900)")
+    parser.add_argument("--requests", type=int, default=None, help="to send at most (no end)")
     parser.add_argument("--csv", type=Path, default=None, help="append the figures to it")
     parser.add_argument("--log", type=Path, default=None, help="a new folder for models and logs")
     args = parser.parse_args()
     shape = SHORT if args.short else LONG
-    shape = replace(shape, seconds=args.seconds or shape.seconds, requests=args.requests)
+    given = {"seconds": args.seconds, "requests": args.requests}
+    shape = replace(shape, **{name: value for name, value in given.items() if value})
     with tempfile.TemporaryDirectory(prefix="vllm-h2o-soak-") as scratch:
         folder = args.log or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.soak.__main__ import SHORT, run
 
 
+@pytest.mark.timeout(1200)
 def test_soak(tmp_path: Path) -> None:
     """Nothing is wrong with answers, canaries, memory, pages or death; and the load was a load."""
     report = run(SHORT, tmp_path, ("worker",))
