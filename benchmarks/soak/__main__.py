@@ -29,6 +29,8 @@ from benchmarks.soak.load import CANARIES, Load, Outcome, Shape
 from benchmarks.soak.server import PAGE, Server, write_model
 
 BUDGET = 128
+PREFILL = {"window": "--enable-prefix-caching", "full": "--no-enable-prefix-caching"}
+"""How prompts are evicted from, and whether pages can be shared then."""
 SHORT = Shape(
     seconds=240, requests=300, clients=8, max_model_len=1024, pages=52, long_prompt=900,
     burst=24, least_requests=100, growth_mib=100,
@@ -47,6 +49,7 @@ class Report:
 
     Args:
         shape: its sizes.
+        prefill: a key of :data:`PREFILL`.
         outcome: of the load.
         figures: of the audit, after the load.
         usage: share of the pool that vLLM says is in use, after the load.
@@ -56,6 +59,7 @@ class Report:
     """
 
     shape: Shape
+    prefill: str
     outcome: Outcome
     figures: Figures
     usage: float
@@ -92,6 +96,7 @@ class Report:
             "machine": machine_name(),
             "vllm": version("vllm"),
             "torch": version("torch"),
+            "prefill": self.prefill,
             "seconds": round(outcome.seconds),
             "requests": outcome.num_requests,
             **{result.replace(" ", "_"): sent[result] for result in results},
@@ -113,12 +118,12 @@ class Report:
         }
 
 
-def flags(shape: Shape) -> list[str]:
+def flags(shape: Shape, prefill: str) -> list[str]:
     """Of ``vllm serve``, with the policy or without."""
     return [
+        PREFILL[prefill],
         "--dtype=float32",
         "--enforce-eager",
-        "--no-enable-prefix-caching",
         "--scheduling-policy=priority",
         f"--block-size={PAGE}",
         f"--max-model-len={shape.max_model_len}",
@@ -127,11 +132,12 @@ def flags(shape: Shape) -> list[str]:
     ]
 
 
-def run(shape: Shape, folder: Path, killed: Sequence[str]) -> Report:
+def run(shape: Shape, prefill: str, folder: Path, killed: Sequence[str]) -> Report:
     """The whole soak.
 
     Args:
         shape: its sizes.
+        prefill: a key of :data:`PREFILL`.
         folder: takes the model and the logs.
         killed: roles of processes to kill, each in a server of its own, and stock vLLM's likewise.
 
@@ -139,7 +145,9 @@ def run(shape: Shape, folder: Path, killed: Sequence[str]) -> Report:
     model, audit = folder / "model", folder / "audit"
     write_model(model, shape.max_model_len)
     plant(audit)
-    policy = [*flags(shape), "--kv-policy=h2o", f"--kv-policy-config.budget={BUDGET}"]
+    stock = flags(shape, prefill)
+    policy = [*stock, "--kv-policy=h2o", f"--kv-policy-config.budget={BUDGET}"]
+    policy.append(f"--kv-policy-config.prefill={prefill}")
     deaths: dict[str, Witness] = {}
     with Server(model, folder / "h2o.log", policy, audit) as server:
         load = Load(server, shape)
@@ -152,9 +160,9 @@ def run(shape: Shape, folder: Path, killed: Sequence[str]) -> Report:
         if role not in deaths:
             with Server(model, folder / f"h2o-{role}.log", policy, None) as server:
                 deaths[role] = asyncio.run(kill(server, role, DYING.body))
-        with Server(model, folder / f"stock-{role}.log", flags(shape), None) as server:
+        with Server(model, folder / f"stock-{role}.log", stock, None) as server:
             pairs[role] = deaths[role], asyncio.run(kill(server, role, DYING.body))
-    return Report(shape, outcome, figures, usage, pairs, load.expected[DYING.name])
+    return Report(shape, prefill, outcome, figures, usage, pairs, load.expected[DYING.name])
 
 
 def _at_rest(server: Server, audit: Path) -> tuple[Figures, float]:
@@ -174,6 +182,10 @@ def main() -> int:
         prog="python -m benchmarks.soak", description=__doc__.splitlines()[0] if __doc__ else None
     )
     parser.add_argument("--short", action="store_true", help="300 requests, smaller ones")
+    parser.add_argument(
+        "--prefill", choices=tuple(PREFILL), default="window",
+        help="window, with prefix caching (default), or full, without it",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=None, help="of load at most (900)")
     parser.add_argument("--requests", type=int, default=None, help="to send at most (no end)")
     parser.add_argument("--csv", type=Path, default=None, help="append the figures to it")
@@ -185,7 +197,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="vllm-h2o-soak-") as scratch:
         folder = args.log or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        report = run(shape, folder, ("worker",) if args.short else ("worker", "engine"))
+        report = run(
+            shape, args.prefill, folder, ("worker",) if args.short else ("worker", "engine")
+        )
     row, faults = report.row(), list(report.faults())
     for name, value in row.items():
         print(f"{name:30} {value}")

@@ -112,11 +112,12 @@ def _checked(method: Any, figures: Figures, out: Path) -> Any:
 
 
 def _count(scheduler: HeavyHitterScheduler, figures: Figures, out: Path) -> None:
-    pool = scheduler.manager.block_pool
+    pool, tables = scheduler.manager.block_pool, scheduler.manager.req_to_blocks.values()
     figures.checks += 1
     figures.requests = len(scheduler.requests)
     figures.free, figures.total = pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
-    figures.held = sum(len(blocks) for blocks in scheduler.manager.req_to_blocks.values())
+    held = {block.block_id for blocks in tables for block in blocks if not block.is_null}
+    figures.held = len(held)
     figures.peak_held = max(figures.peak_held, figures.held)
     if figures.failure or not figures.requests or figures.checks % EVERY == 0:
         partial = out.with_suffix(".partial")

@@ -79,7 +79,7 @@ class Canary:
     @property
     def body(self) -> dict[str, Any]:
         """First in any queue, so that it is the last to be preempted."""
-        tokens = _tokens(random.Random(self.name), self.prompt_len)
+        tokens = _prompt(random.Random(self.name), self.prompt_len)
         body = {"prompt": tokens, "max_tokens": self.max_tokens, "temperature": 0, "priority": -1}
         return {**body, **_asking(self.budget)}
 
@@ -120,6 +120,12 @@ class Outcome:
 
 def _tokens(chance: random.Random, length: int) -> list[int]:
     return [chance.randrange(3, VOCABULARY) for _ in range(length)]
+
+
+def _prompt(chance: random.Random, length: int) -> list[int]:
+    """Random tokens; half of all prompts begin with more or less of the same ones."""
+    common = _tokens(random.Random(0), chance.randrange(length + 1) if chance.random() < 0.5 else 0)
+    return [*common, *_tokens(chance, length - len(common))]
 
 
 def _asking(budget: Budget) -> dict[str, Any]:
@@ -244,7 +250,7 @@ class Load:
         chance, longest = self.chance, self.shape.max_model_len
         prompt_len = chance.choice([1, 15, 16, 17, 40, 100, 130, longest // 8, longest // 5])
         body: dict[str, Any] = {
-            "prompt": _tokens(chance, prompt_len),
+            "prompt": _prompt(chance, prompt_len),
             "max_tokens": chance.choice([1, 2, 16, 33, 100, 180]),
             # Without a seed: on a CPU stock vLLM 0.32 dies of a seeded sample whose prompt is
             # computed in chunks (torch's generator there has no offset to set back).
@@ -284,7 +290,7 @@ class Load:
         return "answered"
 
     async def _long(self) -> str:
-        prompt = _tokens(self.chance, self.shape.long_prompt)
+        prompt = _prompt(self.chance, self.shape.long_prompt)
         await self._answer(self._body(prompt=prompt, max_tokens=20))
         return "answered"
 

@@ -83,7 +83,13 @@ OUTCOME = Outcome(
 )
 FIGURES = Figures(checks=20, steps=10, preempted=["cmpl-x"], free=9, total=9, peak_held=9)
 GOOD = Report(
-    SHORT, OUTCOME, FIGURES, 0.0, {"worker": (Witness(DEATH, ["w1"]), Witness(DEATH, []))}, "w1 w2"
+    SHORT,
+    "full",
+    OUTCOME,
+    FIGURES,
+    0.0,
+    {"worker": (Witness(DEATH, ["w1"]), Witness(DEATH, []))},
+    "w1 w2",
 )
 
 

@@ -12,7 +12,7 @@ from benchmarks.soak.__main__ import SHORT, run
 @pytest.mark.timeout(1200)
 def test_soak(tmp_path: Path) -> None:
     """Nothing is wrong with answers, canaries, memory, pages or death; and the load was a load."""
-    report = run(SHORT, tmp_path, ("worker",))
+    report = run(SHORT, "window", tmp_path, ("worker",))
     assert not list(report.faults())
     assert {kind for kind, _ in report.outcome.counts} == {
         "whole", "stream", "disconnect", "abort", "samples", "malformed", "long", "burst", "canary",
