@@ -6,9 +6,10 @@ PYTHON ?= python3
 STAMP := .venv/.setup-complete
 KERNELS := vllm_h2o/kernels/cpu
 LIBRARIES := $(KERNELS)/h2o_portable.so
+PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native demo test bench bench-quality gpu-check lint clean
+.PHONY: help venv native demo test soak bench bench-quality gpu-check lint clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,8 +21,11 @@ native: $(LIBRARIES)  ## compile the C++ kernels again, if their sources have ch
 demo: $(STAMP)  ## run the demonstration on a small real model
 	@$(BIN)/python -m demo
 
-test: lint $(LIBRARIES)  ## lint, then all tests
-	@$(BIN)/python -m pytest
+test: lint $(LIBRARIES)  ## lint, then all tests, in two processes (`PROCESSES=` for another number)
+	@$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
+
+soak: $(STAMP) $(LIBRARIES)  ## a server under load, then killed (16 minutes; `SOAK=` passes options)
+	@$(BIN)/python -m benchmarks.soak --csv benchmarks/results/soak.csv $(SOAK)
 
 bench: $(STAMP) $(LIBRARIES)  ## stock vLLM against h2o: table, CSV and chart (1 to 2 hours on two cores)
 	@$(BIN)/python -m benchmarks.throughput

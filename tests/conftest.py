@@ -8,6 +8,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     TRITON_INTERPRET="1",  # kernels for GPUs run on a CPU, a program at a time
     VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # else two engines at a time get the same core each
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",

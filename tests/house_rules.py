@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -28,9 +29,9 @@ class Module:
     path: str
     text: str
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
-        """The syntax tree."""
+        """The syntax tree, parsed once for all rules."""
         return ast.parse(self.text)
 
     @property
@@ -54,6 +55,7 @@ class Module:
         return (node for node in ast.walk(self.tree) if isinstance(node, Function))
 
 
+@cache
 def package() -> list[Module]:
     """All modules of the package, the patches among them."""
     files = [*(ROOT / "vllm_h2o").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]

@@ -6,6 +6,7 @@ import re
 import statistics
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -117,14 +118,18 @@ def test_every_rule_is_tested() -> None:
     assert BANNED_PARTS
 
 
-@pytest.mark.parametrize("rule", [sizes, untyped, names, broad_excepts])
-def test_rule_beside_the_package(rule: Rule) -> None:
-    """Tests, demo and benchmarks keep the rules that are about reading, not about layers."""
+@cache
+def _beside() -> list[Module]:
     files = [
         file for part in ("tests", "demo", "benchmarks") for file in (ROOT / part).rglob("*.py")
     ]
-    modules = [Module(str(file.relative_to(ROOT)), file.read_text()) for file in files]
-    broken = [f"{module.path}: {what}" for module in modules for what in rule(module)]
+    return [Module(str(file.relative_to(ROOT)), file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("rule", [sizes, untyped, names, broad_excepts])
+def test_rule_beside_the_package(rule: Rule) -> None:
+    """Tests, demo and benchmarks keep the rules that are about reading, not about layers."""
+    broken = [f"{module.path}: {what}" for module in _beside() for what in rule(module)]
     assert not broken, "\n".join(broken)
 
 

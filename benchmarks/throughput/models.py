@@ -75,11 +75,11 @@ def folder_of(name: str) -> tuple[Path, list[str]]:
     folder = CACHE / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config))
-    _write_tokenizer(folder, model.config["vocab_size"])
+    write_tokenizer(folder, model.config["vocab_size"])
     return folder, ["--load-format", "dummy", "--dtype", model.config["torch_dtype"]]
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """A word for each token, so that random prompts keep their length through text and back."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,0 +1,1 @@
+"""A server under a mixed load, with its pages counted at every step, and then killed."""

@@ -1,0 +1,215 @@
+"""A server under a mixed load for minutes, its pages counted at every step; then it is killed.
+
+Usage::
+
+    python -m benchmarks.soak [--short] [--seconds 900] [--requests N] [--csv F] [--log FOLDER]
+
+The exit status is 0 when nothing was wrong; what was is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import append_rows, machine_name
+from benchmarks.soak import verdict
+from benchmarks.soak.audit import Figures, plant, read
+from benchmarks.soak.chaos import Witness, kill
+from benchmarks.soak.load import CANARIES, Load, Outcome, Shape
+from benchmarks.soak.server import PAGE, Server, write_model
+
+BUDGET = 128
+PREFILL = {"window": "--enable-prefix-caching", "full": "--no-enable-prefix-caching"}
+"""How prompts are evicted from, and whether pages can be shared then."""
+SHORT = Shape(
+    seconds=240, requests=300, clients=8, max_model_len=1024, pages=52, long_prompt=900,
+    burst=24, least_requests=100, growth_mib=100,
+)  # fmt: skip
+LONG = Shape(
+    seconds=900, requests=0, clients=16, max_model_len=12288, pages=420, long_prompt=10_000,
+    burst=120, least_requests=2000, growth_mib=4,
+)  # fmt: skip
+DYING = CANARIES[1]
+"""What is being answered when a process is killed."""
+
+
+@dataclass
+class Report:
+    """A soak.
+
+    Args:
+        shape: its sizes.
+        prefill: a key of :data:`PREFILL`.
+        outcome: of the load.
+        figures: of the audit, after the load.
+        usage: share of the pool that vLLM says is in use, after the load.
+        deaths: by the role of the killed process: with the policy, and stock vLLM.
+        expected: the answer that was being given at each death.
+
+    """
+
+    shape: Shape
+    prefill: str
+    outcome: Outcome
+    figures: Figures
+    usage: float
+    deaths: dict[str, tuple[Witness, Witness]]
+    expected: str
+
+    def faults(self) -> Iterator[str]:
+        """All that is wrong."""
+        yield from verdict.of_load(self.outcome, self.shape, self.figures.preempted)
+        yield from verdict.of_pages(self.figures, self.usage)
+        for ours, stock in self.deaths.values():
+            yield from verdict.of_death(ours, stock, self.expected)
+
+    def row(self) -> dict[str, Any]:
+        """The figures, as the CSV has them."""
+        outcome, figures = self.outcome, self.figures
+        sent: Counter[str] = Counter()
+        for (kind, result), count in outcome.counts.items():
+            sent[result] += count
+            sent[kind] += count
+        compared = verdict.untouched(outcome, figures.preempted)
+        first, last = outcome.memory[0][1], outcome.memory[-1][1]
+        memory = {
+            f"{role}_{name}": round(value, 2)
+            for role in ("server", "engine", "worker")
+            for name, value in (
+                ("mib_at_start", first[role] / verdict.MIB),
+                ("mib_at_end", last[role] / verdict.MIB),
+                ("mib_per_1000_requests", verdict.growth(outcome.memory, role)),
+            )
+        }
+        results = ("answered", "left", "refused with 400", "refused with 404")
+        return {
+            "machine": machine_name(),
+            "vllm": version("vllm"),
+            "torch": version("torch"),
+            "prefill": self.prefill,
+            "seconds": round(outcome.seconds),
+            "requests": outcome.num_requests,
+            **{result.replace(" ", "_"): sent[result] for result in results},
+            "surprises": len(outcome.surprises),
+            "long_prompts": sent["long"],
+            "longest_prompt": self.shape.long_prompt,
+            "steps": figures.steps,
+            "checks": figures.checks,
+            "preemptions": len(figures.preempted),
+            "pool_pages": figures.total,
+            "peak_pages": figures.peak_held,
+            "pages_held_at_end": figures.held,
+            "canaries": len(outcome.canaries),
+            "canaries_compared": len(compared),
+            "canaries_different": sum(not same for _, same in compared),
+            **memory,
+            "killed": " ".join(self.deaths),
+            "faults": len(list(self.faults())),
+        }
+
+
+def flags(shape: Shape, prefill: str) -> list[str]:
+    """Of ``vllm serve``, with the policy or without."""
+    return [
+        PREFILL[prefill],
+        "--dtype=float32",
+        "--enforce-eager",
+        "--scheduling-policy=priority",
+        f"--block-size={PAGE}",
+        f"--max-model-len={shape.max_model_len}",
+        "--max-num-batched-tokens=1024",
+        f"--num-gpu-blocks-override={shape.pages}",
+    ]
+
+
+def run(shape: Shape, prefill: str, folder: Path, killed: Sequence[str]) -> Report:
+    """The whole soak.
+
+    Args:
+        shape: its sizes.
+        prefill: a key of :data:`PREFILL`.
+        folder: takes the model and the logs.
+        killed: roles of processes to kill, each in a server of its own, and stock vLLM's likewise.
+
+    """
+    model, audit = folder / "model", folder / "audit"
+    write_model(model, shape.max_model_len)
+    plant(audit)
+    stock = flags(shape, prefill)
+    policy = [*stock, "--kv-policy=h2o", f"--kv-policy-config.budget={BUDGET}"]
+    policy.append(f"--kv-policy-config.prefill={prefill}")
+    deaths: dict[str, Witness] = {}
+    with Server(model, folder / "h2o.log", policy, audit) as server:
+        load = Load(server, shape)
+        outcome = asyncio.run(load.run())
+        figures, usage = _at_rest(server, audit)
+        if killed:
+            deaths[killed[0]] = asyncio.run(kill(server, killed[0], DYING.body))
+    pairs = {}
+    for role in killed:
+        if role not in deaths:
+            with Server(model, folder / f"h2o-{role}.log", policy, None) as server:
+                deaths[role] = asyncio.run(kill(server, role, DYING.body))
+        with Server(model, folder / f"stock-{role}.log", stock, None) as server:
+            pairs[role] = deaths[role], asyncio.run(kill(server, role, DYING.body))
+    return Report(shape, prefill, outcome, figures, usage, pairs, load.expected[DYING.name])
+
+
+def _at_rest(server: Server, audit: Path) -> tuple[Figures, float]:
+    """The audit and vLLM's own metric, when nothing is left to be done: at once, or it is wrong."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        busy = sum(server.metric(f"vllm:num_requests_{what}") for what in ("running", "waiting"))
+        if not busy and not read(audit).requests:
+            break
+        time.sleep(0.5)
+    return read(audit), server.metric("vllm:kv_cache_usage_perc")
+
+
+def main() -> int:
+    """Run it, print what was wrong, append the row."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    parser.add_argument("--short", action="store_true", help="300 requests, smaller ones")
+    parser.add_argument(
+        "--prefill", choices=tuple(PREFILL), default="window",
+        help="window, with prefix caching (default), or full, without it",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=None, help="of load at most (900)")
+    parser.add_argument("--requests", type=int, default=None, help="to send at most (no end)")
+    parser.add_argument("--csv", type=Path, default=None, help="append the figures to it")
+    parser.add_argument("--log", type=Path, default=None, help="a new folder for models and logs")
+    args = parser.parse_args()
+    shape = SHORT if args.short else LONG
+    given = {"seconds": args.seconds, "requests": args.requests}
+    shape = replace(shape, **{name: value for name, value in given.items() if value})
+    with tempfile.TemporaryDirectory(prefix="vllm-h2o-soak-") as scratch:
+        folder = args.log or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        report = run(
+            shape, args.prefill, folder, ("worker",) if args.short else ("worker", "engine")
+        )
+    row, faults = report.row(), list(report.faults())
+    for name, value in row.items():
+        print(f"{name:30} {value}")
+    for role, (ours, stock) in report.deaths.items():
+        print(f"{role} killed: {ours.death}\n{'stock vLLM':>{len(role) + 7}}: {stock.death}")
+    if args.csv:
+        append_rows(args.csv, [row])
+    print(*(f"wrong: {fault}" for fault in faults), sep="\n", file=sys.stderr)
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

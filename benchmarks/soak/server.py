@@ -1,0 +1,147 @@
+"""A ``vllm serve`` of a small model of random weights, and the processes that it consists of."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+PAGE = 32
+VOCABULARY = 512
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+START_SECONDS = 600
+
+
+def write_model(folder: Path, max_len: int) -> None:
+    """A Llama with a word for each token; its weights are wide, so that first choices are clear.
+
+    Args:
+        folder: where it goes.
+        max_len: tokens of its longest sequence.
+
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.throughput.models import write_tokenizer
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_len,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, VOCABULARY)
+
+
+class Server:
+    """The processes of one ``vllm serve``; as a context it is there until the end.
+
+    Args:
+        model: the model's folder.
+        log: takes what the server prints.
+        flags: options of ``vllm serve``.
+        plugins: a folder with an entry point that its processes load, or None.
+
+    """
+
+    def __init__(self, model: Path, log: Path, flags: list[str], plugins: Path | None) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.model, self.log, self.url = str(model), log, f"http://127.0.0.1:{port}"
+        self.children: list[psutil.Process] = []
+        path = [str(plugins), str(ROOT)] if plugins else []
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", self.model]
+        command += ["--host=127.0.0.1", f"--port={port}", *flags]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)},
+            )
+
+    def __enter__(self) -> Server:
+        with ExitStack() as stack:
+            stack.callback(self.stop)
+            self._wait()
+            self.children = psutil.Process(self.process.pid).children(recursive=True)
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.3)
+        raise RuntimeError(f"the server does not answer:\n{self.log.read_text()[-3000:]}")
+
+    def stop(self) -> None:
+        """End it and whatever it has started."""
+        if self.process.poll() is None:  # it may not have come to the end of its start
+            self.children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for process in psutil.wait_procs(self.children, timeout=30)[1]:
+            process.kill()
+
+    def get(self, path: str) -> str:
+        """The body at ``path``."""
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric of ``/metrics`` over its labels."""
+        found = re.findall(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", self.get("/metrics"), re.M)
+        if not found:
+            raise KeyError(name)
+        return sum(map(float, found))
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """By what they are: ``server``, ``engine`` and ``worker``."""
+        found = {"server": psutil.Process(self.process.pid)}
+        for process in self.children:
+            for role, title in (("engine", "VLLM::EngineCore"), ("worker", "VLLM::Worker")):
+                if " ".join(process.cmdline()).startswith(title):
+                    found[role] = process
+        return found
