@@ -22,6 +22,16 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(f"{_MANAGER}.allocate_new_blocks", "660850b46199"),
     Symbol(f"{_MANAGER}.pop_blocks_for_free", "74ba80779a77"),
     Symbol(f"{_MANAGER}.free", "06218d237019"),
+    # Which of the two schedulers' hand-over of tokens a step takes is this package's choice.
+    Symbol(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule", "60faeadbc775"
+    ),
+    Symbol(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output",
+        "8ba2a99bc677",
+    ),
+    Symbol(f"{_SCHEDULER}._update_after_schedule", "d5a56f538750"),
+    Symbol(f"{_SCHEDULER}._update_request_with_output", "ffcaec8de983"),
     # What is found in the prefix cache is asked for here, once, and held before new pages are; what
     # is computed is published after them. A chunk is cut where the scheduler says.
     Symbol(f"{_SCHEDULER}._get_local_prefix_cache_hit", "b7126708b364"),

@@ -58,6 +58,13 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         {"speculative_config": NGRAM},
         "leave --speculative-config out",
     ),
+    (
+        "prefix caching, and a prefill of which cached queries would score or evict",
+        LLAMA,
+        {"enable_prefix_caching": True},
+        "use --kv-policy-config.prefill window (of at least 2 queries), a policy without scores, "
+        "or leave --enable-prefix-caching out",
+    ),
     ("a quantised KV cache", LLAMA, {"kv_cache_dtype": "fp8"}, "use --kv-cache-dtype auto"),
     ("LoRA", LLAMA, {"enable_lora": True}, "leave --enable-lora out"),
     (
@@ -149,9 +156,54 @@ def test_other_platforms(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_config(config, policy_of(config))
 
 
+WINDOWS = "prefix caching, and chunks of prompts that may be smaller than the observation window"
+
+
+@pytest.mark.parametrize(
+    ("limits", "fits"),
+    [
+        ({"max_num_batched_tokens": 96, "max_num_seqs": 65}, True),
+        ({"max_num_batched_tokens": 96, "max_num_seqs": 66}, False),
+        ({"max_num_seqs": 8, "long_prefill_token_threshold": 31}, False),
+        ({"max_num_seqs": 8, "long_prefill_token_threshold": 32}, True),
+    ],
+)
+def test_windows_that_a_step_may_cut(models: Path, limits: dict[str, int], fits: bool) -> None:
+    """32 queries must find room in one step, whatever the others take."""
+    options = {"budget": 64, "prefill": "window"}
+    asked = {"enable_prefix_caching": True, "kv_policy": "h2o", "kv_policy_config": options}
+    if fits:
+        assert engine_config(folder(models, LLAMA), **limits, **asked)
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        engine_config(folder(models, LLAMA), **limits, **asked)
+    (remedy,) = {refusal.remedy for refusal in REFUSALS if refusal.what == WINDOWS}
+    assert str(caught.value) == expected(WINDOWS, remedy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "shares"),
+    [
+        ("h2o", {"prefill": "window"}, True),
+        ("h2o", {"prefill": "window", "observation_window": 1}, False),
+        ("h2o", {"prefill": "chunked"}, False),
+        ("h2o_mean", {}, False),
+        ("streaming", {}, True),
+        ("streaming", {"prefill": "chunked"}, False),
+        ("local", {}, True),
+        ("random", {}, True),
+        ("full", {}, True),
+    ],
+)
+def test_who_shares_prefixes(policy: str, options: dict[str, Any], shares: bool) -> None:
+    """Where survivors follow from what each request computes itself."""
+    assert KVPolicyConfig.from_options(policy, options).shares_prefixes == shares
+
+
 def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
     tested = {what for what, *_ in [*REFUSED, *TURNED]} | {"a platform other than CPU and CUDA"}
+    tested |= {WINDOWS}
     assert tested == {refusal.what for refusal in REFUSALS}
 
 
@@ -175,7 +227,6 @@ OPTIONS: list[tuple[str, dict[str, Any], str, str]] = [
     ("attention_backend", {"attention_backend": "CPU_ATTN"}, CPU, CUSTOM),
     ("attention_backend", {"attention_backend": "cpu_attn"}, CPU, CUSTOM),
     ("attention_backend", {"attention_config": {"backend": "CPU_ATTN"}}, CPU, CUSTOM),
-    ("enable_prefix_caching", {"enable_prefix_caching": True}, "True", "False"),
 ]
 
 
@@ -192,8 +243,6 @@ def test_foreign_options(
         f"kv-policy: asked: {option}={asked} with --kv-policy h2o; "
         f"is: the policy needs {option}={needed}; why not: only its "
     )
-    if option == "enable_prefix_caching":
-        start = start.replace("only its ", "survivors are packed into a sequence's own pages")
     assert message.startswith(start)
     assert message.endswith(f"what to do: leave {option} out, or run without --kv-policy.")
 
