@@ -151,7 +151,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "KV cache events",
         lambda c: c.kv_events_config is not None and c.kv_events_config.enable_kv_cache_events,
-        "events describe prefix-cached pages, and there are none",
+        "it has not been tried",
         "leave --kv-events-config out",
     ),
     Refusal(
@@ -171,7 +171,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "speculative decoding",
         lambda c: c.speculative_config is not None,
-        "a rejected draft would have evicted a token already",
+        "which token goes depends on attention of the token before it: a rejected draft would have "
+        "evicted one already, and scored",
         "leave --speculative-config out",
     ),
     Refusal(
