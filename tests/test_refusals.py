@@ -66,7 +66,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         "or leave --enable-prefix-caching out",
     ),
     ("a quantised KV cache", LLAMA, {"kv_cache_dtype": "fp8"}, "use --kv-cache-dtype auto"),
-    ("LoRA", LLAMA, {"enable_lora": True}, "leave --enable-lora out"),
     (
         "data parallelism",
         LLAMA,

@@ -182,15 +182,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --kv-cache-dtype auto",
     ),
     Refusal(
-        "LoRA",
-        lambda c: c.lora_config is not None,
-        "it has not been tried",
-        "leave --enable-lora out",
-    ),
-    Refusal(
         "data parallelism",
         lambda c: c.parallel_config.data_parallel_size > 1,
-        "it has not been tried",
+        "it has not been brought to run on a CPU, where it could be tested",
         "run engines of their own behind a load balancer",
     ),
     Refusal(

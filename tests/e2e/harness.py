@@ -35,7 +35,7 @@ def tiny_llama(folder: Path, num_heads: int, num_kv_heads: int) -> str:
         num_key_value_heads=num_kv_heads,
         max_position_embeddings=512,
     )
-    return _save(config, folder)
+    return save(config, folder)
 
 
 def tiny_opt(folder: Path) -> str:
@@ -49,15 +49,16 @@ def tiny_opt(folder: Path) -> str:
         max_position_embeddings=512,
         word_embed_proj_dim=128,
     )
-    return _save(config, folder)
+    return save(config, folder)
 
 
 def opt_125m(folder: Path) -> str:
     """An OPT of random weights in the shape of the published OPT-125M."""
-    return _save(OPTConfig(max_position_embeddings=2048), folder, std=0.02)
+    return save(OPTConfig(max_position_embeddings=2048), folder, std=0.02)
 
 
-def _save(config: PretrainedConfig, folder: Path, std: float = 0.15) -> str:
+def save(config: PretrainedConfig, folder: Path, std: float = 0.15) -> str:
+    """A model of random weights in a folder."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():  # sharper than the default, so that heads differ
