@@ -4,7 +4,8 @@ Symbol: vllm.v1.engine.input_processor:InputProcessor.process_inputs
 Why no seam: what vLLM validates of ``extra_args`` goes through logits processors, which would run
     in every step, and knows neither the prompt's length nor the engine's configuration.
 What changes: a request with a ``kv_budget`` in its ``extra_args`` is checked when it is complete; a
-    refusal is a ValueError, which vLLM's server answers with HTTP 400. Any other passes untouched.
+    refusal is a VLLMClientError, too, which vLLM's server answers with HTTP 400, where a mere
+    ValueError is a 500. Any other request passes untouched.
 Upstream: none yet.
 Drop when: vLLM calls plugins with each finished request.
 """
@@ -14,15 +15,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.exceptions import VLLMClientError
+
+from vllm_h2o.errors import ConfigError
 from vllm_h2o.patches._patch import Patch, Symbol
 from vllm_h2o.request import check_request
+
+
+class RefusedRequestError(ConfigError, VLLMClientError):
+    """A request's own budget cannot be used; vLLM's server knows its own errors alone."""
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """``original``, and a check of what it returns."""
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return check_request(original(self, *args, **kwargs), self.vllm_config)
+        request = original(self, *args, **kwargs)
+        try:
+            return check_request(request, self.vllm_config)
+        except ConfigError as error:
+            raise RefusedRequestError(*error.args) from error
 
     return process_inputs
 

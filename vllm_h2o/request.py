@@ -1,6 +1,6 @@
 """A request's own budget: ``extra_args={"kv_budget": 0.1}``; over HTTP, ``vllm_xargs``.
 
-Checked where a request enters (a ValueError there is HTTP 400 and harms no other), and read again
+Checked where a request enters (a refusal there is HTTP 400 and harms no other), and read again
 where it is scheduled.
 """
 

@@ -33,7 +33,7 @@ PREFILL = {"window": "--enable-prefix-caching", "full": "--no-enable-prefix-cach
 """How prompts are evicted from, and whether pages can be shared then."""
 SHORT = Shape(
     seconds=240, requests=300, clients=8, max_model_len=1024, pages=52, long_prompt=900,
-    burst=24, least_requests=100, growth_mib=100,
+    burst=24, least_requests=100, growth_mib=1000,
 )  # fmt: skip
 LONG = Shape(
     seconds=900, requests=0, clients=16, max_model_len=12288, pages=420, long_prompt=10_000,

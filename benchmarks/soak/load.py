@@ -173,7 +173,8 @@ class Load:
     async def run(self) -> Outcome:
         """Ask for each canary alone, then send everything until the shape's end."""
         timeout = aiohttp.ClientTimeout(total=PATIENCE)
-        connector = aiohttp.TCPConnector(limit=0)
+        # A connection each: one that is used again may just be being closed by the server.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             self.session = session
             for canary in CANARIES:
