@@ -195,6 +195,14 @@ SHADES = (
 )
 
 
+DETAIL = "document.getElementById('detail').innerText"
+TO_THE_END = (
+    "document.getElementById('text').dispatchEvent(new KeyboardEvent('keydown', {key: 'End'}))"
+)
+CHOOSE = "{{const s = document.getElementById('{}'); s.value = {}; {}}}"
+CHANGED = "s.dispatchEvent(new Event('change'))"
+
+
 def kept_share(background: str) -> float:
     """The share that a colour says: its blue runs from 255 to 32."""
     return 0.0 if not background else (255 - int(re.findall(r"\d+", background)[2])) / 223
@@ -240,15 +248,13 @@ def test_a_token_and_a_pair(browser: Tab, trace: Trace, tmp_path: Path) -> None:
     browser.run("document.getElementById('text').focus()")
     browser.press("Home")
     assert browser.run(DETAIL).startswith("Token 0")
-    browser.run(
-        "document.getElementById('text').dispatchEvent(new KeyboardEvent('keydown', {key: 'End'}))"
-    )
+    browser.run(TO_THE_END)
     text = browser.run(DETAIL)
     assert text.startswith(f"Token {last}")
     assert "generated, in the recent window" in text
     assert "kept by 6 of 6 layer-head pairs" in text
-    browser.run(CHOOSE.format("layer", 2))
-    browser.run(CHOOSE.format("head", 1))
+    browser.run(CHOOSE.format("layer", 2, CHANGED))
+    browser.run(CHOOSE.format("head", 1, CHANGED))
     scores = frame.score[2, 1]
     place = 1 + int((scores > scores[-1]).sum())
     text = browser.run(DETAIL)
