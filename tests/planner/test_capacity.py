@@ -14,16 +14,16 @@ from vllm_h2o.planner.capacity import Row, Workload, policy_row, stock_row
 from vllm_h2o.planner.model import Model, load
 from vllm_h2o.scheduler.footprint import CacheShape
 
-MEMORY = 3_456_789
-WORK = Workload(max_model_len=512, prompt_len=512, block_size=16, max_num_batched_tokens=64)
+MEMORY = 1 << 30
+"""What the suite's settings give every engine on a CPU."""
+WORK = Workload(max_model_len=512, prompt_len=512, block_size=32, max_num_batched_tokens=64)
 SETTINGS: dict[str, Any] = {
     "block_size": WORK.block_size,
-    "kv_cache_memory_bytes": MEMORY,
     "max_num_batched_tokens": WORK.max_num_batched_tokens,
 }
 LINE = (
     r"past its prompt a sequence holds (?:at most )?(\d+) tokens \((\d+) heavy, (\d+) recent, .*"
-    r" = (\d+) pages of 16; the pool of (\d+) pages holds (\d+) sequences of max_model_len=512 at "
+    r" = (\d+) pages of 32; the pool of (\d+) pages holds (\d+) sequences of max_model_len=512 at "
     r"once, stock vLLM in the same memory (\d+)\."
 )
 SHAPES = {"gqa1": (4, 4), "gqa3": (6, 2), "gqa8": (8, 1)}
@@ -90,9 +90,9 @@ def test_the_scheduler_says_the_same(
 
 
 def llm_page_bytes(shape: CacheShape) -> int:
-    """K, V, score and position of 16 slots, written out."""
+    """K, V, score and position of 32 slots, written out."""
     heads = shape.num_layers * shape.num_kv_heads
-    return 16 * heads * (2 * shape.head_size * shape.element_size + 4 + 4)
+    return 32 * heads * (2 * shape.head_size * shape.element_size + 4 + 4)
 
 
 @pytest.mark.parametrize("prompt_len", [16, 80])
@@ -104,7 +104,7 @@ def test_so_many_run_at_once(prompt_len: int, tmp_path_factory: pytest.TempPathF
     work = Workload(80 + 40, prompt_len, 16, 1024)
     row = policy_row(shape, memory, work, KVPolicyConfig(budget=32))
     assert (row.sequences, row.sequences_with_a_prompt) == (5, {16: 5, 80: 3}[prompt_len])
-    settings = {"block_size": 16, "kv_cache_memory_bytes": memory, "max_num_batched_tokens": 1024}
+    settings = {"block_size": 16, "num_gpu_blocks_override": 11, "max_num_batched_tokens": 1024}
     settings["max_model_len"] = work.max_model_len
     with engine(model, "h2o", {"budget": 32}, **settings) as llm:
         probe = Probe(llm)
@@ -114,26 +114,27 @@ def test_so_many_run_at_once(prompt_len: int, tmp_path_factory: pytest.TempPathF
 
 
 def test_rows_by_hand() -> None:
-    """100 pages of 16; a longest sequence of 512 tokens."""
+    """100 pages of 32; a longest sequence of 512 tokens."""
     shape = CacheShape(num_layers=2, num_kv_heads=3, head_size=8, element_size=2)
     assert (shape.stock_slot_bytes, shape.slot_bytes) == (2 * 3 * 32, 2 * 3 * 40)
-    row = policy_row(shape, 100 * 16 * 240, WORK, KVPolicyConfig(budget=0.25))
+    memory = 100 * 32 * 240
+    row = policy_row(shape, memory, WORK, KVPolicyConfig(budget=0.25))
     assert (row.pool.num_blocks, row.pool.num_pages) == (100, 99)
-    assert (row.slots, row.pages, row.num_bytes) == (128, 8, 8 * 16 * 240)
-    assert (row.sequences, row.prompt_pages, row.sequences_with_a_prompt) == (12, 32, 9)
+    assert (row.slots, row.pages, row.num_bytes) == (128, 4, 4 * 32 * 240)
+    assert (row.sequences, row.prompt_pages, row.sequences_with_a_prompt) == (24, 16, 21)
     assert row.starts
-    stock = stock_row(shape, 100 * 16 * 240, WORK)
-    assert (stock.pool.num_blocks, stock.sequences, stock.concurrency) == (125, 3, 125 / 32)
+    stock = stock_row(shape, memory, WORK)
+    assert (stock.pool.num_blocks, stock.sequences, stock.concurrency) == (125, 7, 125 / 16)
     chunked = KVPolicyConfig(budget=0.25, prefill="chunked")
-    assert policy_row(shape, 100 * 16 * 240, WORK, chunked).prompt_pages == 12  # 127 + 64 tokens
+    assert policy_row(shape, memory, WORK, chunked).prompt_pages == 6  # 127 + 64 tokens
 
 
 def test_too_small_a_pool() -> None:
-    """Nothing fits: no sequence, and no start."""
+    """Nothing fits: no longest sequence, and no start."""
     shape = CacheShape(2, 3, 8, 2)
     rows: list[Row] = [
-        stock_row(shape, 30 * 16 * 192, WORK),
-        policy_row(shape, 30 * 16 * 240, WORK, KVPolicyConfig(budget=0.25)),
+        stock_row(shape, 15 * 32 * 192, WORK),
+        policy_row(shape, 15 * 32 * 240, WORK, KVPolicyConfig(budget=0.25)),
     ]
     assert [row.starts for row in rows] == [False, False]
     assert [row.sequences for row in rows] == [0, 3]
@@ -152,4 +153,4 @@ def test_budgets_of_requests() -> None:
 def test_the_policy_that_evicts_nothing() -> None:
     """It has the longest sequence, in pages with scores."""
     row = policy_row(CacheShape(2, 3, 8, 2), MEMORY, WORK, KVPolicyConfig(name="full"))
-    assert (row.label, row.slots, row.pages) == ("full", 512, 32)
+    assert (row.label, row.slots, row.pages) == ("full", 512, 16)

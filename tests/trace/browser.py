@@ -101,12 +101,12 @@ def tab(program: str, profile: Path) -> Iterator[Tab]:
             assert process.stderr is not None
             line = next(line for line in process.stderr if "DevTools listening on " in line)
             browser = line.rpartition(" ")[2].strip()
-            with connect(browser, max_size=None) as socket:
+            with connect(browser, max_size=None, open_timeout=120) as socket:
                 socket.send(json.dumps({"id": 0, "method": "Target.getTargets"}))
                 targets = json.loads(socket.recv(timeout=60))["result"]["targetInfos"]
             page = next(target["targetId"] for target in targets if target["type"] == "page")
             address = f"{browser.partition('/devtools/')[0]}/devtools/page/{page}"
-            with connect(address, max_size=None) as socket:
+            with connect(address, max_size=None, open_timeout=120) as socket:
                 yield Tab(socket)
         finally:
             process.terminate()

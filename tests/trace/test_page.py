@@ -118,7 +118,7 @@ def trace(model: str) -> Trace:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt = tokenizer(PROMPT)["input_ids"]
     settings = {"block_size": 16, "max_model_len": len(prompt) + 40}
-    with engine(model, "h2o", {"budget": 32}, kv_cache_memory_bytes=8 << 20, **settings) as llm:
+    with engine(model, "h2o", {"budget": 32}, **settings) as llm:
         layers, token_ids, frames = record(llm, prompt, every=9, max_tokens=40)
     pieces = texts(tokenizer, token_ids)
     return Trace("a <model>, h2o", pieces, len(prompt), layers, 16, 0, True, frames)

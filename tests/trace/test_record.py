@@ -74,7 +74,7 @@ def recorded(
     request: pytest.FixtureRequest, model: str
 ) -> Iterator[tuple[list[Frame], list[Frame], Truth]]:
     """The frames of each step, those of each seventh in the same engine, and the truth."""
-    settings = {"block_size": 16, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 8 << 20}
+    settings = {"block_size": 16, "max_num_batched_tokens": 64}
     with engine(model, "h2o", request.param, **settings) as llm:
         with pytest.MonkeyPatch.context() as patch:
             truth = Truth(patch, Replay(Probe(llm).scheduler).install(patch))
