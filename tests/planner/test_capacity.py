@@ -76,8 +76,9 @@ def test_the_scheduler_says_the_same(
         caplog.clear()
         with engine(folder, "h2o", options, **SETTINGS) as llm:
             assert blocks(llm) == row.pool.num_blocks
-        (line,) = (found for found in map(re.compile(LINE).search, caplog.messages) if found)
-        capacity, _, _, pages, pool, sequences, stock = map(int, line.groups())
+        found = map(re.compile(LINE).search, caplog.messages)
+        (line,) = {match.groups() for match in found if match}
+        capacity, _, _, pages, pool, sequences, stock = map(int, line)
         assert (capacity, pages) == (row.slots, row.pages)
         assert (pool, sequences) == (row.pool.num_pages, row.sequences)
         # The line knows of whole pages alone, and not of the rest of the memory.
