@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from tests.e2e.harness import Probe, engine, generate, tiny_llama
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.planner.capacity import Row, Workload, policy_row, stock_row
 from vllm_h2o.planner.model import Model, load
+from vllm_h2o.scheduler import scheduler
 from vllm_h2o.scheduler.footprint import CacheShape
 
 MEMORY = 1 << 30
@@ -64,21 +64,22 @@ def test_stock_vllm(model: tuple[str, str, Model]) -> None:
 
 
 def test_the_scheduler_says_the_same(
-    model: tuple[str, str, Model], caplog: pytest.LogCaptureFixture
+    model: tuple[str, str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots, pages and sequences of the line at the start, for several budgets."""
     name, folder, read = model
     shape = read.cache("auto")
-    caplog.set_level(logging.INFO, logger="vllm.kv_policy")
-    logging.getLogger("vllm.kv_policy").addHandler(caplog.handler)
+    said: list[str] = []
+    monkeypatch.setattr(scheduler.logger, "info", lambda text, *args: said.append(text % args))
     for options in BUDGETS[name]:
         row = policy_row(shape, MEMORY, WORK, KVPolicyConfig.from_options("h2o", options))
-        caplog.clear()
+        said.clear()
         with engine(folder, "h2o", options, **SETTINGS) as llm:
             assert blocks(llm) == row.pool.num_blocks
-        found = map(re.compile(LINE).search, caplog.messages)
-        (line,) = {match.groups() for match in found if match}
-        capacity, _, _, pages, pool, sequences, stock = map(int, line)
+        (line,) = said
+        found = re.search(LINE, line)
+        assert found is not None, line
+        capacity, _, _, pages, pool, sequences, stock = map(int, found.groups())
         assert (capacity, pages) == (row.slots, row.pages)
         assert (pool, sequences) == (row.pool.num_pages, row.sequences)
         # The line knows of whole pages alone, and not of the rest of the memory.

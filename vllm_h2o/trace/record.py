@@ -173,6 +173,7 @@ def _engine(
         block_size=block_size,
         enforce_eager=True,
         max_num_seqs=1,
+        enable_prefix_caching=False,  # survivors would need room for a copy
         kv_policy=config.name,
         kv_policy_config=config.to_dict(),
     )

@@ -115,8 +115,7 @@ class RecordsPages:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[H, kept] positions and scores, in the order of slots; a hole is left out."""
         page = Page.of(layer.kv_cache, layer.impl.head_size)
-        num_pages = -(-plan.resident_end // page.block_size)
-        blocks = self._blocks(request_id, layer.layer_name, num_pages)
+        blocks = self._blocks(request_id, layer.layer_name, plan, page.block_size)
         rows = page_rows(blocks, page.num_kv_heads)
         position = page.position[rows].flatten(1)[:, : plan.resident_end]
         score = page.score[rows].flatten(1)[:, : plan.resident_end]
@@ -130,8 +129,12 @@ class RecordsPages:
             score[taken].view(page.num_kv_heads, -1),
         )
 
-    def _blocks(self, request_id: str, layer_name: str, num_pages: int) -> torch.Tensor:
-        """The first pages of a request, from the runner's block table."""
+    def _blocks(
+        self, request_id: str, layer_name: str, plan: RequestPlan, block_size: int
+    ) -> torch.Tensor:
+        """The request's pages after the step, from the runner's block table."""
+        first = plan.pack_page or plan.first_page
+        own = slice(first, first - (-plan.resident_end // block_size))
         runner = self.model_runner
         groups = runner.kv_cache_config.kv_cache_groups
         (group,) = (i for i, group in enumerate(groups) if layer_name in group.layer_names)
@@ -141,7 +144,7 @@ class RecordsPages:
         else:
             row = runner.input_batch.req_id_to_index[request_id]
             table = runner.input_batch.block_table[group].get_device_tensor(row + 1)
-        return table[row, :num_pages].long()
+        return table[row, own].long()
 
     def _first_head(self) -> int:
         """The first of this rank's KV heads in the whole model."""
