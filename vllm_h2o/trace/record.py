@@ -105,14 +105,7 @@ def run(
     tokenizer = _tokenizer(model)
     prompt = tokenizer(text)["input_ids"]
     longest = max_model_len or len(prompt) + max_tokens
-    most = min(longest, loaded.max_len or longest)
-    if not prompt or len(prompt) + max_tokens > most:
-        raise ConfigError(
-            f"a trace of {len(prompt)} tokens of prompt and {max_tokens} more",
-            f"a sequence may have {most}",
-            "the two do not fit" if prompt else "there is nothing to run",
-            "give another prompt, fewer --max-tokens or a larger --max-model-len",
-        )
+    _check_fit(len(prompt), max_tokens, min(longest, loaded.max_len or longest))
     llm = _engine(loaded, model, config, longest, block_size)
     try:
         every = every or max(1, -(-max_tokens // FRAMES))
@@ -140,6 +133,16 @@ def run(
         scored=config.score_power > 0,
         frames=[frame.ranked_by_age() for frame in frames] if config.score_by_age else frames,
     )
+
+
+def _check_fit(prompt_len: int, max_tokens: int, most: int) -> None:
+    if not prompt_len or prompt_len + max_tokens > most:
+        raise ConfigError(
+            f"a trace of {prompt_len} tokens of prompt and {max_tokens} more",
+            f"a sequence may have {most}",
+            "the two do not fit" if prompt_len else "there is nothing to run",
+            "give another prompt, fewer --max-tokens or a larger --max-model-len",
+        )
 
 
 def _tokenizer(model: str) -> Any:
