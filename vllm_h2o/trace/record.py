@@ -12,6 +12,7 @@ import numpy as np
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.planner.model import Model, load
+from vllm_h2o.policy import Budget
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -122,9 +123,7 @@ def run(
     budget = config.resolve_request(longest, block_size, len(prompt), max_tokens)
     budget = budget or config.resolve(longest, block_size)
     return Trace(
-        title=f"{Path(model).name}, {config.name}: {budget.capacity} tokens a head "
-        f"({budget.num_heavy} heavy, {budget.num_recent} recent, {budget.num_sinks} sinks, "
-        "1 in turn)",
+        title=f"{Path(model).name}, {config.name}: {_meaning(budget)}",
         tokens=texts(tokenizer, token_ids),
         prompt_len=len(prompt),
         layers=layers,
@@ -133,6 +132,11 @@ def run(
         scored=config.score_power > 0,
         frames=[frame.ranked_by_age() for frame in frames] if config.score_by_age else frames,
     )
+
+
+def _meaning(budget: Budget) -> str:
+    parts = f"{budget.num_heavy} heavy, {budget.num_recent} recent, {budget.num_sinks} sinks"
+    return f"{budget.capacity} tokens a head ({parts}, 1 in turn)"
 
 
 def _check_fit(prompt_len: int, max_tokens: int, most: int) -> None:
