@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 from transformers import PretrainedConfig
-from vllm.transformers_utils.model_arch_config_convertor import (
+from vllm.config.model import (
     MODEL_ARCH_CONFIG_CONVERTORS,
     ModelArchConfigConvertorBase,
 )
