@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, LlamaConfig
+from vllm.distributed import cleanup_dist_env_and_memory
 
 from demo.smollm2 import model_dir
 from tests.e2e.harness import _save, engine
 from tests.trace.browser import Tab, chromium, tab
+from vllm_h2o.cli import main
 from vllm_h2o.trace.page import render
 from vllm_h2o.trace.record import Frame, Trace, record, texts
 
@@ -157,21 +156,17 @@ def test_its_size() -> None:
     assert len(page) < 2.5e6
 
 
-def test_the_command_in_an_engine_of_its_own_process(
-    model: str, trace: Trace, tmp_path: Path
+def test_the_command(
+    model: str, trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``vllm-h2o trace``, as a user runs it, writes what the run in this process recorded."""
+    """``vllm-h2o trace`` starts an engine of its own, and writes what the other one recorded."""
     (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     files = ("--prompt-file", str(tmp_path / "prompt.txt"), "--out", str(tmp_path / "trace.html"))
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_h2o.cli", "trace", model, *ARGUMENTS, *files],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "6 steps of 3 layers x 2 KV heads" in done.stdout
+    try:
+        assert main(["trace", model, *ARGUMENTS, *files]) == 0
+    finally:
+        cleanup_dist_env_and_memory()
+    assert "7 steps of 3 layers x 2 KV heads" in capsys.readouterr().out
     data, frames = decode((tmp_path / "trace.html").read_text(encoding="utf-8"))
     assert data["tokens"] == trace.tokens
     assert data["title"].endswith(
