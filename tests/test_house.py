@@ -45,6 +45,9 @@ TESTED_ELSEWHERE = {
     "vllm_h2o/kernels/triton/decode.py": ("tests/kernels/test_agree.py", "test_decode"),
     "vllm_h2o/kernels/triton/pack.py": ("tests/kernels/test_agree.py", "test_pack"),
     "vllm_h2o/kernels/triton/prompt.py": ("tests/kernels/test_agree.py", "test_prefill"),
+    "vllm_h2o/planner/show.py": ("tests/test_cli.py", "as it is printed"),
+    "vllm_h2o/scheduler/footprint.py": ("tests/planner/test_capacity.py", "against engines"),
+    "vllm_h2o/worker/inspect.py": ("tests/trace/test_record.py", "needs an engine"),
     "vllm_h2o/scheduler/spec.py": (
         "tests/scheduler/test_manager.py",
         "its pages are counted there",

@@ -87,7 +87,7 @@ IN_LAYERS = {
 """What an attention layer asks for in its arguments, and the policy's attention refuses."""
 WHY_IN_LAYERS = "the policy's attention does not compute it"
 
-REFUSALS: tuple[Refusal, ...] = (
+MODEL_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "a pooling model",
         lambda c: c.model_config.runner_type != "generate",
@@ -136,6 +136,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "the policy works where every layer is full attention",
         ANOTHER_MODEL,
     ),
+)
+"""Those that ask the model alone: ``applies`` reads nothing but ``model_config``."""
+REFUSALS: tuple[Refusal, ...] = (
+    *MODEL_REFUSALS,
     Refusal(
         "an attention backend for one kind of cache",
         lambda c: bool(c.attention_config.backend_per_kind),

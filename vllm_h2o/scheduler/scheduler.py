@@ -18,6 +18,7 @@ from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.policy import Budget
 from vllm_h2o.request import asked_budget, budget_of
+from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
@@ -168,11 +169,13 @@ class HeavyHitterScheduler(AsyncScheduler):
     def _log_meaning(self, config: KVPolicyConfig) -> None:
         budget, spec = self.ledger.budget, self.manager.kv_cache_spec
         assert isinstance(spec, HeavyHitterSpec)
-        pages = self.kv_cache_config.num_blocks - 1
-        per_sequence = self.ledger.num_pages(min(budget.capacity, self.max_model_len))
+        num_blocks, slots = (
+            self.kv_cache_config.num_blocks,
+            min(budget.capacity, self.max_model_len),
+        )
+        pool = Pool(num_blocks, self.manager.block_size)
         kv_bytes = (spec.head_size + spec.head_size_v) * get_dtype_size(spec.dtype)
-        stock_pages = pages * spec.state_content_size_bytes // kv_bytes
-        stock_per_sequence = self.ledger.num_pages(self.max_model_len)
+        stock = Pool(num_blocks * spec.state_content_size_bytes // kv_bytes, pool.block_size)
         logger.info(
             "%s: past its prompt a sequence holds %s%d tokens (%d heavy, %d recent, %d sinks, "
             "1 in turn) = %d pages of %d; the pool of %d pages holds %d sequences of "
@@ -183,10 +186,10 @@ class HeavyHitterScheduler(AsyncScheduler):
             budget.num_heavy,
             budget.num_recent,
             budget.num_sinks,
-            per_sequence,
-            self.manager.block_size,
-            pages,
-            pages // per_sequence,
+            pool.pages_of(slots),
+            pool.block_size,
+            pool.num_pages,
+            pool.num_sequences(slots),
             self.max_model_len,
-            stock_pages // stock_per_sequence,
+            stock.num_sequences(self.max_model_len),
         )

@@ -9,9 +9,7 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_h2o.config import KVPolicyConfig
-
-SCORE_AND_POSITION_BYTES = 8
-"""float32 score and int32 position of one slot of one KV head."""
+from vllm_h2o.scheduler.footprint import SCORE_AND_POSITION_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

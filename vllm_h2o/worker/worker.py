@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm.platforms import current_platform
 
 from vllm_h2o.plugin import activate
+from vllm_h2o.worker.inspect import RecordsPages
 from vllm_h2o.worker.step import PublishesSteps
 
 activate()
@@ -15,5 +16,5 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-class HeavyHitterWorker(PublishesSteps, PlatformWorker):
-    """vLLM's worker, which publishes each step's plan while it runs."""
+class HeavyHitterWorker(RecordsPages, PublishesSteps, PlatformWorker):
+    """vLLM's worker, which publishes each step's plan while it runs, and records on demand."""

@@ -1,0 +1,162 @@
+"""What the planner says is what engines report, and what they then hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.harness import Probe, engine, generate, tiny_llama
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.planner.capacity import Row, Workload, policy_row, stock_row
+from vllm_h2o.planner.model import Model, load
+from vllm_h2o.scheduler import scheduler
+from vllm_h2o.scheduler.footprint import CacheShape
+
+MEMORY = 1 << 30
+"""What the suite's settings give every engine on a CPU."""
+WORK = Workload(max_model_len=512, prompt_len=512, block_size=32, max_num_batched_tokens=64)
+SETTINGS: dict[str, Any] = {
+    "block_size": WORK.block_size,
+    "max_num_batched_tokens": WORK.max_num_batched_tokens,
+}
+LINE = (
+    r"past its prompt a sequence holds (?:at most )?(\d+) tokens \((\d+) heavy, (\d+) recent, .*"
+    r" = (\d+) pages of 32; the pool of (\d+) pages holds (\d+) sequences of max_model_len=512 at "
+    r"once, stock vLLM in the same memory (\d+)\."
+)
+SHAPES = {"gqa1": (4, 4), "gqa3": (6, 2), "gqa8": (8, 1)}
+BUDGETS: dict[str, list[dict[str, Any]]] = {
+    "gqa1": [{"budget": 100}],
+    "gqa3": [{"budget": 0.07}, {"budget": 40, "prefill": "chunked"}],
+    "gqa8": [{"budget": 0.5, "num_sink_tokens": 4}],
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, str, Model]:
+    """The name of a shape, its folder, and what the planner reads in it."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(folder, *SHAPES[request.param])
+    return request.param, str(folder), load(str(folder), "float32")
+
+
+def blocks(llm: Any) -> int:
+    """Pages of an engine's pool, the null page among them."""
+    return int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+
+
+def test_stock_vllm(model: tuple[str, str, Model]) -> None:
+    """Its pages, its own figure of concurrency, and the bytes of the weights."""
+    _, folder, read = model
+    row = stock_row(read.cache("auto"), MEMORY, WORK)
+    with engine(folder, **SETTINGS) as llm:
+        assert blocks(llm) == row.pool.num_blocks
+        assert llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency == row.concurrency
+    # Of the file: on a CPU the engine's own are packed anew, and are parameters no more.
+    weights = load_file(Path(folder) / "model.safetensors").values()
+    assert sum(weight.nbytes for weight in weights) == read.parameter_bytes()
+
+
+def test_the_scheduler_says_the_same(
+    model: tuple[str, str, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots, pages and sequences of the line at the start, for several budgets."""
+    name, folder, read = model
+    shape = read.cache("auto")
+    said: list[str] = []
+
+    def info(text: str, *args: Any, **_: Any) -> None:
+        said.append(text % args)
+
+    monkeypatch.setattr(scheduler.logger, "info", info)
+    for options in BUDGETS[name]:
+        row = policy_row(shape, MEMORY, WORK, KVPolicyConfig.from_options("h2o", options))
+        said.clear()
+        with engine(folder, "h2o", options, **SETTINGS) as llm:
+            assert blocks(llm) == row.pool.num_blocks
+        (line,) = filter(None, map(re.compile(LINE).search, said))
+        capacity, _, _, pages, pool, sequences, stock = map(int, line.groups())
+        assert (capacity, pages) == (row.slots, row.pages)
+        assert (pool, sequences) == (row.pool.num_pages, row.sequences)
+        # The line knows of whole pages alone, and not of the rest of the memory.
+        used = row.pool.num_blocks * WORK.block_size * shape.slot_bytes
+        assert stock == stock_row(shape, used, WORK).sequences
+        assert row.num_bytes == pages * llm_page_bytes(shape)
+
+
+def llm_page_bytes(shape: CacheShape) -> int:
+    """K, V, score and position of 32 slots, written out."""
+    heads = shape.num_layers * shape.num_kv_heads
+    return 32 * heads * (2 * shape.head_size * shape.element_size + 4 + 4)
+
+
+@pytest.mark.parametrize(("prompt_len", "most"), [(16, 5), (80, 32)])
+def test_so_many_run_at_once(
+    prompt_len: int, most: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Ten pages: five sequences of two, and three while prompts of five pages come in.
+
+    Short prompts are let in before they have grown, by stock vLLM as well: so no more than five.
+    """
+    model = tiny_llama(tmp_path_factory.mktemp("model"), 4, 4)
+    shape = load(model, "float32").cache("auto")
+    memory = 11 * 16 * shape.slot_bytes
+    work = Workload(80 + 40, prompt_len, 16, 1024)
+    row = policy_row(shape, memory, work, KVPolicyConfig(budget=32))
+    assert (row.sequences, row.sequences_with_a_prompt) == (5, {16: 5, 80: 3}[prompt_len])
+    settings = {"block_size": 16, "num_gpu_blocks_override": 11, "max_num_batched_tokens": 1024}
+    settings |= {"max_model_len": work.max_model_len, "max_num_seqs": most}
+    with engine(model, "h2o", {"budget": 32}, **settings) as llm:
+        probe = Probe(llm)
+        generate(llm, [list(range(1, prompt_len + 1))] * 8, max_tokens=40)
+    assert probe.num_preemptions == 0
+    assert max(map(len, probe.held)) == row.sequences_with_a_prompt
+
+
+def test_rows_by_hand() -> None:
+    """100 pages of 32; a longest sequence of 512 tokens."""
+    shape = CacheShape(num_layers=2, num_kv_heads=3, head_size=8, element_size=2)
+    assert (shape.stock_slot_bytes, shape.slot_bytes) == (2 * 3 * 32, 2 * 3 * 40)
+    memory = 100 * 32 * 240
+    row = policy_row(shape, memory, WORK, KVPolicyConfig(budget=0.25))
+    assert (row.pool.num_blocks, row.pool.num_pages) == (100, 99)
+    assert (row.slots, row.pages, row.num_bytes) == (128, 4, 4 * 32 * 240)
+    assert (row.sequences, row.prompt_pages, row.sequences_with_a_prompt) == (24, 16, 21)
+    assert row.starts
+    stock = stock_row(shape, memory, WORK)
+    assert (stock.pool.num_blocks, stock.sequences, stock.concurrency) == (125, 7, 125 / 16)
+    chunked = KVPolicyConfig(budget=0.25, prefill="chunked")
+    assert policy_row(shape, memory, WORK, chunked).prompt_pages == 6  # 127 + 64 tokens
+
+
+def test_too_small_a_pool() -> None:
+    """Nothing fits: no longest sequence, and no start."""
+    shape = CacheShape(2, 3, 8, 2)
+    rows: list[Row] = [
+        stock_row(shape, 15 * 32 * 192, WORK),
+        policy_row(shape, 15 * 32 * 240, WORK, KVPolicyConfig(budget=0.25)),
+    ]
+    assert [row.starts for row in rows] == [False, False]
+    assert [row.sequences for row in rows] == [0, 3]
+    assert [row.sequences_with_a_prompt for row in rows] == [0, 0]
+
+
+def test_budgets_of_requests() -> None:
+    """A share of the prompt is a share of the longest one."""
+    config = KVPolicyConfig(budget=0.5, budget_basis="prompt")
+    work = Workload(max_model_len=512, prompt_len=128, block_size=16, max_num_batched_tokens=64)
+    row = policy_row(CacheShape(2, 3, 8, 2), MEMORY, work, config)
+    assert row.slots == 64
+    assert row.label == "h2o 50 %"
+
+
+def test_the_policy_that_evicts_nothing() -> None:
+    """It has the longest sequence, in pages with scores."""
+    row = policy_row(CacheShape(2, 3, 8, 2), MEMORY, WORK, KVPolicyConfig(name="full"))
+    assert (row.label, row.slots, row.pages) == ("full", 512, 16)

@@ -1,0 +1,120 @@
+"""What is read in a config is what vLLM reads there, and what the engine refuses is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import PretrainedConfig
+from vllm.config.model import (
+    MODEL_ARCH_CONFIG_CONVERTORS,
+    ModelArchConfigConvertorBase,
+)
+
+from tests.tiny_models import CONFIGS, engine_config, folder
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.planner.model import load
+from vllm_h2o.refusals import MODEL_REFUSALS
+
+_SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+SHAPES: list[PretrainedConfig] = [
+    transformers.LlamaConfig(**_SMALL, num_key_value_heads=2, head_dim=24),
+    transformers.Qwen3Config(**_SMALL, num_key_value_heads=1, head_dim=32),
+    transformers.Qwen2Config(**_SMALL, num_key_value_heads=2, use_sliding_window=False),
+    transformers.MixtralConfig(**_SMALL, num_key_value_heads=2, sliding_window=None),
+    transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=128),
+    transformers.GPTNeoXConfig(**_SMALL),
+    transformers.OPTConfig(**_SMALL, word_embed_proj_dim=64),
+    transformers.FalconConfig(**_SMALL, multi_query=True),
+    transformers.FalconConfig(**_SMALL, new_decoder_architecture=True, num_kv_heads=2),
+    transformers.GPTBigCodeConfig(n_embd=64, n_layer=2, n_head=4, multi_query=True),
+]
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=lambda config: type(config).__name__)
+def test_shapes(config: PretrainedConfig, tmp_path: Path) -> None:
+    """Layers, KV heads, head size and the longest sequence, as vLLM converts them."""
+    config.architectures = ["SomeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    kind = MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, ModelArchConfigConvertorBase)
+    vllm = kind(config, config.get_text_config()).convert()
+    model = load(str(tmp_path))
+    model.refuse()
+    cache = model.cache("auto")
+    assert cache.num_layers == vllm.total_num_hidden_layers
+    assert cache.num_kv_heads == vllm.total_num_kv_heads
+    assert cache.head_size == vllm.head_size
+    length, _ = vllm.derived_max_model_len_and_key
+    assert model.max_len in (length, None)
+    assert model.parameter_bytes() > 0
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_refusals_are_the_engine_s(
+    architecture: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The same reason for the same models, from the config alone."""
+    path = folder(tmp_path_factory.mktemp("models"), architecture)
+    try:
+        engine_config(path, kv_policy="h2o", kv_policy_config={"budget": 64})
+        why = None
+    except UnsupportedError as refused:
+        why = refused.why
+    try:
+        load(path).refuse()
+    except UnsupportedError as refused:
+        assert refused.why == why
+        assert architecture in refused.asked
+    else:
+        assert why is None
+
+
+def test_some_are_refused(tmp_path: Path) -> None:
+    """A pooling model, a hybrid and a multimodal one, each with its reason."""
+    text = {**_SMALL, "num_key_value_heads": 2}
+    configs = {
+        "a pooling model": transformers.BertConfig(architectures=["BertModel"], **_SMALL),
+        "an attention-free or hybrid (state-space) model": transformers.JambaConfig(
+            architectures=["JambaForCausalLM"], **text
+        ),
+        "a multimodal model": transformers.LlavaConfig(
+            architectures=["LlavaForConditionalGeneration"],
+            text_config=transformers.LlamaConfig(**text),
+        ),
+    }
+    for what, config in configs.items():
+        assert what in {refusal.what for refusal in MODEL_REFUSALS}
+        config.save_pretrained(tmp_path / config.model_type)
+        with pytest.raises(UnsupportedError) as caught:
+            load(str(tmp_path / config.model_type)).refuse()
+        assert caught.value.found == f"it has or is {what}"
+
+
+@pytest.mark.parametrize(
+    ("written", "dtype", "element_size"),
+    [("bfloat16", "bfloat16", 2), ("float16", "float16", 2), ("float32", "bfloat16", 2)],
+)
+def test_auto_is_no_float32(written: str, dtype: str, element_size: int, tmp_path: Path) -> None:
+    """What vLLM's "auto" takes; the cache is as the model, unless told otherwise."""
+    transformers.LlamaConfig(**_SMALL, dtype=written).save_pretrained(tmp_path)
+    model = load(str(tmp_path))
+    assert model.dtype == dtype
+    assert model.cache("auto").element_size == element_size
+    assert model.cache("float32").element_size == 4
+    assert load(str(tmp_path), "float32").cache("auto").element_size == 4
+
+
+def test_no_config(tmp_path: Path) -> None:
+    """A folder without one."""
+    with pytest.raises(UnsupportedError, match="what to do: give a folder with a config.json"):
+        load(str(tmp_path))
+
+
+def test_quantised_weights_are_not_counted(tmp_path: Path) -> None:
+    """Their bytes do not follow from the config."""
+    quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    config = transformers.LlamaConfig(**_SMALL, quantization_config=quantised)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="its weights are quantised.*give the memory"):
+        load(str(tmp_path)).parameter_bytes()

@@ -1,0 +1,199 @@
+"""The commands as a user sees them: help, tables, pictures, and refusals without a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.house_rules import ROOT
+from vllm_h2o.cli import main
+
+MEMORY = ("--kv-memory", "64MiB")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a config, and nothing else."""
+    folder = tmp_path_factory.mktemp("models") / "small-llama"
+    transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        dtype="bfloat16",
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def table(printed: str) -> dict[str, list[str]]:
+    """The table's rows by their labels."""
+    head, _, rest = printed.partition("and a prompt\n")
+    assert head.count("slots") == 1
+    lines = rest.partition("\n\n")[0].splitlines()
+    cells = [line.replace("  ", "\t").split("\t") for line in lines]
+    return {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in cells}
+
+
+def test_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 MiB of tokens with 256 bytes of K and V, and 32 of scores and positions."""
+    assert main(["plan", model, *MEMORY, "--budget", "512", "0.5", "--prompt-len", "1024"]) == 0
+    printed = capsys.readouterr().out
+    assert "small-llama: 2 layers, 2 KV heads of 16, bfloat16; 256 B of K and V a token" in printed
+    assert "memory for the cache: 64.0 MiB\n" in printed
+    assert table(printed) == {
+        "stock vLLM": ["2048", "128", "512.0 KiB", "127", "1.00", "127"],
+        "h2o 512 tokens": ["512", "32", "144.0 KiB", "455", "3.58", "454"],
+        "h2o 50 %": ["1024", "64", "288.0 KiB", "227", "1.79", "227"],
+    }
+    bars = [line.count("█") for line in printed.splitlines() if "█" in line]
+    assert bars[1] > bars[2] > bars[0] > 0
+    assert "stock vLLM will log a maximum concurrency of 128.00x" in printed
+
+
+def test_plan_of_a_device(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The share of the memory, less the parameters."""
+    assert main(["plan", model, "--gpu-memory", "1GiB", "--gpu-memory-utilization", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    config = transformers.AutoConfig.from_pretrained(model)
+    parameters = 2 * sum(
+        p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()
+    )
+    assert f"(0.5 of 1.0 GiB, less {parameters / 1024:.1f} KiB of parameters" in printed
+    assert list(table(printed)) == ["stock vLLM", *(f"h2o {n} %" for n in (5, 10, 20, 50))]
+
+
+def test_plan_of_what_does_not_start(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Less than one longest sequence."""
+    assert main(["plan", model, "--kv-memory", "256KiB", "--kv-policy", "full"]) == 0
+    printed = capsys.readouterr().out
+    assert table(printed)["stock vLLM"][3:] == ["0", "-", "0"]
+    assert "full does not start: vLLM wants room for one longest sequence, 128 pages" in printed
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_plot(model: str, ending: str, tmp_path: Path) -> None:
+    """A picture of the bars, in either form."""
+    path = tmp_path / f"plan.{ending}"
+    assert main(["plan", model, *MEMORY, "--plot", str(path)]) == 0
+    picture = path.read_bytes()
+    assert picture.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[ending])
+    assert len(picture) > 5000
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (["--budget", "1"], "asked: budget=1;"),
+    (["--kv-policy", "h3o"], "did you mean 'h2o'?"),
+    (["--kv-policy-config", "{"], "not JSON"),
+    (["--plot", "plan.txt"], "end the name in .png or .svg"),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), REFUSED)
+def test_refused(
+    model: str,
+    options: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Four parts on the error stream, status 2."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", model, *MEMORY, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kv-policy: asked: ")
+    assert all(part in error for part in ("; is: ", "; why not: ", "; what to do: ", expected))
+
+
+def test_a_model_larger_than_the_memory(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is left for a cache."""
+    assert main(["plan", model, "--gpu-memory", "64KiB"]) == 2
+    assert "nothing is left for the cache" in capsys.readouterr().err
+
+
+def test_refused_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model with sliding windows is refused by both commands, before an engine starts."""
+    config = transformers.MistralConfig(architectures=["MistralForCausalLM"], sliding_window=16)
+    config.save_pretrained(tmp_path)
+    trace = ["trace", str(tmp_path), "--prompt", "a", "--out", str(tmp_path / "t.html")]
+    for command in (["plan", str(tmp_path), *MEMORY], trace):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "asked: a kv-policy for MistralForCausalLM; is: it has or is sliding-win" in error
+    assert not (tmp_path / "t.html").exists()
+
+
+def test_no_prompt_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt that cannot be read."""
+    missing = str(tmp_path / "none.txt")
+    assert main(["trace", model, "--prompt-file", missing, "--out", "t.html"]) == 2
+    assert "none.txt" in capsys.readouterr().err
+
+
+MISUSED: list[tuple[list[str], str]] = [
+    (["--kv-memory", "much"], "'much' is no memory; give e.g. 24GiB"),
+    (["--kv-memory", "0"], "'0' is no memory"),
+    (["--block-size", "0"], "'0' is no whole number above 0"),
+    (["--kv-memory", "1GiB", "--gpu-memory", "1GiB"], "not allowed with"),
+    (["--kv-dtype", "fp8"], "invalid choice: 'fp8'"),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), MISUSED)
+def test_misused(options: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What argparse refuses, it refuses with status 2 as well."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "model", *options])
+    assert stopped.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1KiB", 1024), ("2 MiB", 2 << 20), ("1.5G", 1_500_000_000), ("24GB", 24 * 10**9), ("77", 77)],
+)
+def test_memory(text: str, expected: int) -> None:
+    """Units of 1024 and of 1000, and bytes."""
+    from vllm_h2o.cli import _memory
+
+    assert _memory(text) == expected
+
+
+@pytest.mark.parametrize("command", ["plan", "trace"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each option is explained."""
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--budget" in printed
+    assert "--kv-policy-config" in printed
+
+
+def test_the_entry_point() -> None:
+    """The console script names a function that exists."""
+    tomllib: Any = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["vllm-h2o"].partition(":")
+    assert vars(import_module(module))[name] is main
+
+
+def test_a_plan_loads_no_vllm(model: str) -> None:
+    """It takes long, and is not needed."""
+    code = (
+        "import sys; from vllm_h2o.cli import main; "
+        f"assert main(['plan', {model!r}, '--gpu-memory', '1GiB']) == 0; "
+        "print('vllm' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

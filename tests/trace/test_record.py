@@ -1,0 +1,190 @@
+"""What is recorded is what the engine's pages hold, and what the reference says they should."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.e2e.harness import TEXT, Probe, engine, smollm2, tiny_llama
+from tests.e2e.replay import Replay, Where
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.errors import ConfigError, UnsupportedError
+from vllm_h2o.trace.record import Frame, merge, record, run, texts
+from vllm_h2o.worker.inspect import Recorder
+
+PROMPT = [ord(c) % 256 for c in TEXT[:100]]
+GENERATED = 24
+NUM_LAYERS, NUM_KV_HEADS = 2, 2
+Held = dict[tuple[int, int], dict[int, float]]
+"""(Layer, KV head) -> position -> score."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of two KV heads."""
+    return tiny_llama(tmp_path_factory.mktemp("model"), 6, NUM_KV_HEADS)
+
+
+class Truth:
+    """The reference's strips after each step that the worker reads."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, replay: Replay) -> None:
+        self.steps: dict[int, Held] = {}
+        original = Recorder.add
+
+        def add(recorder: Recorder, frame: dict[str, Any], due: bool) -> None:
+            self.steps[frame["logical_len"]] = {
+                self._pair(where): self._held(head.strip) for where, head in replay.heads.items()
+            }
+            # Any executor can send it, to another process as well.
+            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(frame))
+            assert sent == frame
+            original(recorder, sent, due)
+
+        patch.setattr(Recorder, "add", add)
+
+    def _pair(self, where: Where) -> tuple[int, int]:
+        return int(where[0].split(".")[2]), where[1]
+
+    def _held(self, strip: Any) -> dict[int, float]:
+        pairs = zip(strip.position.tolist(), strip.score.tolist(), strict=True)
+        return {position: score for position, score in pairs if position >= 0}
+
+
+def held(frame: Frame) -> Held:
+    """A frame in the form of the truth."""
+    rows = (frame.position, frame.score)
+    return {
+        (layer, head): dict(zip(*(own[layer, head].tolist() for own in rows), strict=True))
+        for layer in range(NUM_LAYERS)
+        for head in range(NUM_KV_HEADS)
+    }
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"budget": 32},
+    {"granularity": "block", "recent_ratio": 0.1, "budget": 80, "num_sink_tokens": 2},
+]
+
+
+@pytest.fixture(scope="module", params=OPTIONS, ids=["token", "block"])
+def recorded(
+    request: pytest.FixtureRequest, model: str
+) -> Iterator[tuple[list[Frame], list[Frame], Truth]]:
+    """The frames of each step, those of each seventh in the same engine, and the truth."""
+    settings = {"block_size": 16, "max_num_batched_tokens": 64}
+    with engine(model, "h2o", request.param, **settings) as llm:
+        with pytest.MonkeyPatch.context() as patch:
+            truth = Truth(patch, Replay(Probe(llm).scheduler).install(patch))
+            layers, token_ids, frames = record(llm, PROMPT, every=1, max_tokens=GENERATED)
+        assert layers == [0, 1]
+        assert token_ids[: len(PROMPT)] == PROMPT
+        assert llm.collective_rpc("take_recording") == [[]]
+        _, again, fewer = record(llm, PROMPT, every=7, max_tokens=GENERATED)
+        assert again == token_ids
+        yield frames, fewer, truth
+
+
+def test_each_step_is_what_the_reference_keeps(
+    recorded: tuple[list[Frame], list[Frame], Truth],
+) -> None:
+    """The prompt's end and every token after it: the same positions, and the same scores."""
+    frames, _, truth = recorded
+    assert [frame.logical_len for frame in frames] == list(
+        range(len(PROMPT), len(PROMPT) + GENERATED)
+    )
+    for frame in frames:
+        expected, found = truth.steps[frame.logical_len], held(frame)
+        assert found.keys() == expected.keys()
+        for pair, scores in found.items():
+            assert scores.keys() == expected[pair].keys()
+            assert [*scores.values()] == pytest.approx(
+                [expected[pair][position] for position in scores], rel=1e-3, abs=1e-5
+            )
+        assert (np.diff(frame.position) > 0).all()
+    assert len({frozenset(scores) for scores in held(frames[-1]).values()}) > 1
+
+
+def test_fewer_steps(recorded: tuple[list[Frame], list[Frame], Truth]) -> None:
+    """Each seventh is the same as among all, and the last one is there though it is not due."""
+    frames, fewer, _ = recorded
+    lengths = [frame.logical_len - len(PROMPT) for frame in fewer]
+    assert lengths == [0, 1, 8, 15, 22, 23]
+    for frame in fewer:
+        whole = frames[frame.logical_len - len(PROMPT)]
+        assert (frame.position == whole.position).all()
+        assert (frame.score == whole.score).all()
+
+
+def part(layers: list[int], first_head: int, numbers: np.ndarray) -> dict[str, Any]:
+    """What one rank recorded: [layers, heads, kept] numbers, as positions and as scores."""
+    return {
+        "request_id": "0",
+        "logical_len": 9,
+        "layers": layers,
+        "first_head": first_head,
+        "num_kv_heads": numbers.shape[1],
+        "positions": numbers.astype(np.int32).tobytes(),
+        "scores": numbers.astype(np.float32).tobytes(),
+    }
+
+
+def test_ranks_are_put_together() -> None:
+    """Two pipeline ranks of four tensor ranks each, which have two KV heads between them."""
+    rng = np.random.default_rng(0)
+    whole = np.stack([rng.permutation(9)[:5] for _ in range(6)]).reshape(3, 2, 5)
+    ranks = [
+        [part(layers, head, whole[layers, head : head + 1])]
+        for layers in ([0, 1], [2])
+        for head in (0, 0, 1, 1)
+    ]
+    layers, (frame,) = merge(ranks)
+    assert layers == [0, 1, 2]
+    assert frame.logical_len == 9
+    assert (frame.position == np.sort(whole)).all()
+    assert (frame.score == np.sort(whole)).all()
+
+
+def test_by_age() -> None:
+    """A mean is over the queries that came since the token, its own among them."""
+    frame = Frame(10, np.array([[[0, 4, 9]]]), np.array([[[5.0, 3.0, 1.0]]], dtype=np.float32))
+    assert frame.ranked_by_age().score.tolist() == [[[0.5, 0.5, 1.0]]]
+
+
+def test_texts_join() -> None:
+    """Joined, the pieces are the text, characters of several tokens included."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2())
+    text = "  A café — <b>日本</b> 🙂\n\n\tend"
+    token_ids = tokenizer(text)["input_ids"]
+    pieces = texts(tokenizer, token_ids)
+    assert len(pieces) == len(token_ids)
+    assert "".join(pieces) == text
+    assert "" in pieces
+
+
+ARGUMENTS: dict[str, Any] = {
+    "every": None,
+    "temperature": 0.0,
+    "max_model_len": None,
+    "block_size": 16,
+    "dtype": "auto",
+}
+
+
+def test_what_does_not_fit() -> None:
+    """More tokens than the sequence may have: said before an engine starts."""
+    arguments = {**ARGUMENTS, "max_model_len": 64}
+    with pytest.raises(ConfigError, match="a trace of 2 tokens of prompt and 100 more; is: a seq"):
+        run(smollm2(), "Hello there", KVPolicyConfig(), max_tokens=100, **arguments)
+
+
+def test_without_a_tokenizer(model: str, tmp_path: Path) -> None:
+    """A model whose folder has none."""
+    with pytest.raises(UnsupportedError, match="needs the model's tokenizer"):
+        run(model, "Hello", KVPolicyConfig(), max_tokens=4, **ARGUMENTS)

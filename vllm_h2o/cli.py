@@ -1,0 +1,292 @@
+"""``vllm-h2o``: how much fits, and what is kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.errors import ConfigError, KVPolicyError
+from vllm_h2o.policy import POLICIES
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", start=1)}
+_DTYPES = ("float32", "bfloat16", "float16")
+
+_BUDGETS = ("0.05", "0.1", "0.2", "0.5")
+_PLAN = """\
+How many sequences fit into a memory, with stock vLLM and with each budget, from the model's config
+alone: nothing is loaded, and no engine starts.
+
+--kv-memory is the memory for the cache itself, as vLLM's --kv-cache-memory-bytes: its numbers are
+those that the engine will log. --gpu-memory is a device's memory: the share that vLLM may use, less
+the model's parameters. What activations and CUDA graphs take is not in the config, so that is an
+upper bound.
+"""
+_TRACE = """\
+Runs one prompt in the engine with a policy and writes one HTML page, which needs no network: the
+text, shaded by how many layers and KV heads kept each token, step by step, with the scores.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 2 and a message in four parts for what cannot be done."""
+    parser = argparse.ArgumentParser(prog="vllm-h2o", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_plan(commands)
+    _add_trace(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except KVPolicyError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="how many sequences fit, by budget",
+        description=_PLAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--gpu-memory", type=_memory, metavar="24GiB", help="memory of a device; 24GiB by default"
+    )
+    memory.add_argument("--kv-memory", type=_memory, metavar="4GiB", help="memory for the cache")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="of --gpu-memory, what vLLM may use; 0.9 by default",
+    )
+    parser.add_argument(
+        "--budget",
+        nargs="+",
+        metavar="B",
+        help="budgets to compare: tokens (512) or shares (0.2); 0.05 0.1 0.2 0.5 by default",
+    )
+    parser.add_argument(
+        "--prompt-len",
+        type=_count,
+        metavar="N",
+        help="longest prompt, which is held whole until its end; --max-model-len by default",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=_count,
+        default=2048,
+        metavar="N",
+        help="tokens of a chunk, where a policy has prefill=chunked; 2048 by default",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("auto", *_DTYPES),
+        default="auto",
+        help="of the cache; auto: as the model runs",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write the bars as a picture, .png or .svg"
+    )
+    _add_common(parser)
+    parser.set_defaults(run=_plan)
+
+
+def _add_trace(commands: Any) -> None:
+    parser = commands.add_parser(
+        "trace",
+        help="an HTML page of what was kept, step by step",
+        description=_TRACE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder or a name, as for vLLM")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="e.g. trace.html")
+    parser.add_argument(
+        "--max-tokens", type=_count, default=128, metavar="N", help="to generate; 128 by default"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0, greedy, by default"
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="B",
+        help="tokens (64), or a share of --max-model-len (0.2, the default)",
+    )
+    parser.add_argument(
+        "--every",
+        type=_count,
+        metavar="K",
+        help="record the prompt's end and each K-th token; by default so that it is 60 times",
+    )
+    _add_common(parser)
+    parser.set_defaults(run=_trace)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(POLICIES)
+    parser.add_argument(
+        "--kv-policy", default="h2o", metavar="NAME", help=f"one of {names}; h2o by default"
+    )
+    parser.add_argument(
+        "--kv-policy-config",
+        default="{}",
+        metavar="JSON",
+        help="options of the policy, e.g. '{\"num_sink_tokens\": 4}'",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=_count,
+        metavar="N",
+        help="longest sequence; plan: the model's own by default; trace: just enough",
+    )
+    parser.add_argument(
+        "--block-size", type=_count, default=16, metavar="N", help="tokens a page; 16 by default"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *_DTYPES),
+        default="auto",
+        help="in which the model runs; auto: vLLM's choice",
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from vllm_h2o.planner import capacity, model, show
+
+    loaded = model.load(arguments.model, arguments.dtype)
+    loaded.refuse()
+    longest = arguments.max_model_len or loaded.max_len
+    if longest is None:
+        raise ConfigError(
+            "a plan without --max-model-len",
+            "the model's config names no longest sequence",
+            "pages are counted for sequences of some length",
+            "give --max-model-len",
+        )
+    prompt_len = min(arguments.prompt_len or longest, longest)
+    chunk = arguments.max_num_batched_tokens
+    work = capacity.Workload(longest, prompt_len, arguments.block_size, chunk)
+    evicts = _config(arguments, None).policy.evicts
+    budgets = arguments.budget or (_BUDGETS if evicts else (None,))
+    configs = [_config(arguments, budget) for budget in budgets]
+    shape = loaded.cache(arguments.kv_dtype)
+    memory, meaning = _cache_memory(arguments, loaded)
+    rows = capacity.plan(shape, memory, work, configs)
+    cached = f"{show.memory_text(shape.stock_slot_bytes)} of K and V a token"
+    heads = f"{shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_size}"
+    name = Path(arguments.model).name
+    print(f"{name}: {heads}, {loaded.dtype}; {cached}")
+    print(f"memory for the cache: {show.memory_text(memory)}{meaning}")
+    print(f"sequences of {longest} tokens, pages of {work.block_size}\n")
+    print(show.table(rows), show.bars(rows, shutil.get_terminal_size().columns), sep="\n\n")
+    print(f"\n{show.notes(rows, work)}")
+    if arguments.plot:
+        title = f"{name}: sequences of {longest} tokens in "
+        show.save_plot(rows, title + f"{show.memory_text(memory)} of cache", arguments.plot)
+        print(f"written: {arguments.plot}")
+
+
+def _cache_memory(arguments: argparse.Namespace, loaded: Any) -> tuple[int, str]:
+    """Bytes for the cache, and what they are."""
+    from vllm_h2o.planner.show import memory_text
+
+    if arguments.kv_memory:
+        return arguments.kv_memory, ""
+    device = arguments.gpu_memory or 24 * 1024**3
+    share, parameters = arguments.gpu_memory_utilization, loaded.parameter_bytes()
+    memory = int(device * share) - parameters
+    if memory <= 0:
+        raise ConfigError(
+            f"--gpu-memory {memory_text(device)} with --gpu-memory-utilization {share:g}",
+            f"the model's parameters take {memory_text(parameters)}",
+            "nothing is left for the cache",
+            "give more memory, or a smaller --dtype",
+        )
+    return memory, (
+        f" ({share:g} of {memory_text(device)}, less {memory_text(parameters)} of parameters; "
+        "activations not counted)"
+    )
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    from vllm_h2o.trace import record
+
+    text = arguments.prompt
+    if text is None:
+        text = _read(arguments.prompt_file)
+    trace = record.run(
+        arguments.model,
+        text,
+        _config(arguments, arguments.budget),
+        max_tokens=arguments.max_tokens,
+        every=arguments.every,
+        temperature=arguments.temperature,
+        max_model_len=arguments.max_model_len,
+        block_size=arguments.block_size,
+        dtype=arguments.dtype,
+    )
+    from vllm_h2o.trace.page import render
+
+    page = render(trace)
+    arguments.out.write_text(page, encoding="utf-8")
+    print(
+        f"written: {arguments.out}, {len(page) / 2**20:.1f} MiB: {len(trace.frames)} steps of "
+        f"{len(trace.layers)} layers x {trace.num_kv_heads} KV heads"
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--prompt-file {path}", str(error), "the prompt is read from it", "give a text file"
+        ) from error
+
+
+def _config(arguments: argparse.Namespace, budget: str | None) -> KVPolicyConfig:
+    """The policy of the options, with this budget."""
+    options = KVPolicyConfig.from_options(arguments.kv_policy, arguments.kv_policy_config)
+    if budget is None:
+        return options
+    given = json.loads(arguments.kv_policy_config)
+    return KVPolicyConfig.from_options(arguments.kv_policy, {**given, "budget": budget})
+
+
+def _memory(text: str) -> int:
+    """Bytes: ``24GiB``, ``24GB``, ``24G`` or a plain number."""
+    number = text.rstrip("BbIiKkMmGgTt ")
+    unit = text[len(number) :].strip().upper().removesuffix("B")
+    try:
+        value = int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        value = 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no memory; give e.g. 24GiB")
+    return value
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

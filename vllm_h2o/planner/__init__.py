@@ -1,0 +1,1 @@
+"""How many sequences fit, from a model's config alone: no engine, no vLLM, no weights."""

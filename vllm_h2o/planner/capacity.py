@@ -1,0 +1,158 @@
+"""How many sequences fit into a memory: with stock vLLM, and with each budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.footprint import CacheShape, Pool
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the engine is to hold, and in which pages.
+
+    Args:
+        max_model_len: longest sequence, in tokens.
+        prompt_len: longest prompt, in tokens.
+        block_size: slots of a page.
+        max_num_batched_tokens: most tokens of one step; read where ``prefill`` is ``chunked``.
+
+    """
+
+    max_model_len: int
+    prompt_len: int
+    block_size: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine.
+
+    Args:
+        label: how it is called.
+        pool: the pages of its memory.
+        slots: most tokens that a sequence holds past its prompt.
+        slot_bytes: bytes of a token.
+        prompt_slots: tokens that the longest prompt holds until its end.
+        start_slots: tokens for which vLLM wants room before it starts.
+
+    """
+
+    label: str
+    pool: Pool
+    slots: int
+    slot_bytes: int
+    prompt_slots: int
+    start_slots: int
+
+    @property
+    def pages(self) -> int:
+        """Pages of a sequence past its prompt."""
+        return self.pool.pages_of(self.slots)
+
+    @property
+    def prompt_pages(self) -> int:
+        """Pages of the longest prompt until its end, at its peak."""
+        return self.pool.pages_of(self.prompt_slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a sequence past its prompt."""
+        return self.pages * self.pool.block_size * self.slot_bytes
+
+    @property
+    def sequences(self) -> int:
+        """Sequences past their prompts that fit at once."""
+        return self.pool.num_sequences(self.slots)
+
+    @property
+    def sequences_with_a_prompt(self) -> int:
+        """Sequences that fit while one of them is a prompt just before its end."""
+        peak = max(self.prompt_pages, self.pages)
+        left = self.pool.num_pages - peak
+        return 0 if left < 0 else 1 + left // self.pages
+
+    @property
+    def starts(self) -> bool:
+        """Whether vLLM starts: it wants room for one longest sequence."""
+        return self.pool.num_pages >= self.pool.pages_of(self.start_slots)
+
+    @property
+    def concurrency(self) -> float:
+        """What vLLM itself logs as its maximum concurrency."""
+        return self.pool.num_blocks / self.pool.pages_of(self.start_slots)
+
+
+def stock_row(shape: CacheShape, memory: int, work: Workload) -> Row:
+    """Stock vLLM.
+
+    Args:
+        shape: the model's cache.
+        memory: bytes for the cache.
+        work: what it is to hold.
+
+    """
+    pool = Pool(memory // (shape.stock_slot_bytes * work.block_size), work.block_size)
+    longest = work.max_model_len
+    return Row("stock vLLM", pool, longest, shape.stock_slot_bytes, work.prompt_len, longest)
+
+
+def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyConfig) -> Row:
+    """An engine with a policy.
+
+    Args:
+        shape: the model's cache.
+        memory: bytes for the cache.
+        work: what it is to hold.
+        config: the policy.
+
+    Raises:
+        ConfigError: when the budget comes to too few slots.
+
+    """
+    pool = Pool(memory // (shape.slot_bytes * work.block_size), work.block_size)
+    budget = config.resolve(work.max_model_len, work.block_size)
+    longest, prompt = work.max_model_len, work.prompt_len
+    if config.prefill == "chunked":
+        most = budget.kept + work.max_num_batched_tokens
+        longest, prompt = min(longest, most), min(prompt, most)
+    slots = min(_own(config, work, budget).capacity, work.max_model_len)
+    return Row(_label(config), pool, slots, shape.slot_bytes, prompt, longest)
+
+
+def plan(
+    shape: CacheShape, memory: int, work: Workload, configs: Sequence[KVPolicyConfig]
+) -> list[Row]:
+    """Stock vLLM, and then each policy.
+
+    Args:
+        shape: the model's cache.
+        memory: bytes for the cache.
+        work: what it is to hold.
+        configs: the policies.
+
+    Raises:
+        ConfigError: when a budget comes to too few slots.
+
+    """
+    rows = [policy_row(shape, memory, work, config) for config in configs]
+    return [stock_row(shape, memory, work), *rows]
+
+
+def _own(config: KVPolicyConfig, work: Workload, budget: Budget) -> Budget:
+    """The budget of a request with the longest prompt, where it depends on the request."""
+    rest = work.max_model_len - work.prompt_len
+    own = config.resolve_request(work.max_model_len, work.block_size, work.prompt_len, rest)
+    return own or budget
+
+
+def _label(config: KVPolicyConfig) -> str:
+    if not config.policy.evicts:
+        return config.name
+    share = isinstance(config.budget, float)
+    budget = f"{100 * config.budget:g} %" if share else f"{config.budget} tokens"
+    return f"{config.name} {budget}"

@@ -1,0 +1,180 @@
+"""A model from its config alone: what it caches, how long it runs, how large it is."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.refusals import MODEL_REFUSALS
+from vllm_h2o.scheduler.footprint import CacheShape
+
+ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element, by the name of its type."""
+
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ChatModel", "ForConditionalGeneration")
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
+_STATE_SPACE = {"mamba", "mamba2", "conv", "linear_attention", "recurrent", "rwkv"}
+_STATE_SPACE_KEYS = {"layers_block_type", "hybrid_override_pattern", "attn_layer_period"}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a config says.
+
+    Args:
+        config: transformers' config.
+        dtype: name of the type that it runs in.
+
+    """
+
+    config: Any
+    dtype: str
+
+    @property
+    def text(self) -> Any:
+        """The config of the part that writes text."""
+        return self.config.get_text_config()
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer; 0 where there is no attention."""
+        return _first(self.text, ("num_attention_heads",)) or 0
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
+        # Falcon's and StarCoder's word for one KV head; Falcon's later models override it.
+        newer = _first(self.text, ("new_decoder_architecture",))
+        if _first(self.text, ("multi_query",)) and not newer:
+            return 1
+        return _first(self.text, _KV_HEADS) or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Elements of K of one head."""
+        return _first(self.text, ("head_dim",)) or self.text.hidden_size // self.num_heads
+
+    @property
+    def max_len(self) -> int | None:
+        """Longest sequence that the config knows, if it says."""
+        return _first(self.text, _LENGTHS)
+
+    def cache(self, kv_dtype: str) -> CacheShape:
+        """What it keeps of each token, in elements of ``kv_dtype`` ("auto": as it runs)."""
+        element_size = ELEMENT_SIZES[self.dtype if kv_dtype == "auto" else kv_dtype]
+        layers = self.text.num_hidden_layers
+        return CacheShape(layers, self.num_kv_heads, self.head_size, element_size)
+
+    def parameter_bytes(self) -> int:
+        """Bytes of its parameters, counted without any memory for them.
+
+        Raises:
+            UnsupportedError: when transformers does not know the architecture, or the weights are
+                quantised.
+
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if _first(self.config, ("quantization_config",)):
+            raise _uncounted("its weights are quantised", "their size is not in the config")
+        try:
+            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+                model = AutoModelForCausalLM.from_config(self.text)
+        except ValueError as error:
+            raise _uncounted(
+                str(error).splitlines()[0], "its parameters are counted by it"
+            ) from error
+        return sum(p.numel() for p in model.parameters()) * ELEMENT_SIZES[self.dtype]
+
+    def refuse(self) -> None:
+        """Stop at what the plugin refuses in this model.
+
+        Raises:
+            UnsupportedError: as the engine would, as far as the config shows it.
+
+        """
+        shown = SimpleNamespace(model_config=self._as_vllm_sees_it())
+        for refusal in MODEL_REFUSALS:
+            if refusal.applies(shown):
+                raise UnsupportedError(
+                    f"a kv-policy for {_name(self.config)}",
+                    f"it has or is {refusal.what}",
+                    refusal.why,
+                    refusal.remedy,
+                )
+
+    def _as_vllm_sees_it(self) -> SimpleNamespace:
+        """What :data:`MODEL_REFUSALS` read of vLLM's ModelConfig."""
+        text, names = self.text, self.config.architectures or ()
+        kinds = set(_first(text, ("layer_types",)) or ())
+        states = {key for key in text.to_dict() if key.startswith(("mamba_", "ssm_"))}
+        full = bool(kinds) and kinds <= {"attention", "full_attention"}
+        multimodal = text is not self.config and not self.config.is_encoder_decoder
+        return SimpleNamespace(
+            hf_text_config=text,
+            runner_type="generate" if any(n.endswith(_GENERATES) for n in names) else "pooling",
+            is_encoder_decoder=bool(self.config.is_encoder_decoder),
+            use_mla=_first(text, ("kv_lora_rank",)) is not None,
+            is_attention_free=not self.num_heads,
+            is_hybrid=not full
+            and bool(states or kinds & _STATE_SPACE or _STATE_SPACE_KEYS & text.to_dict().keys()),
+            is_multimodal_model=multimodal,
+            is_diffusion=_first(self.config, ("canvas_length",)) is not None,
+            get_sliding_window=lambda: _first(text, ("sliding_window",)),
+        )
+
+
+def load(name: str, dtype: str = "auto") -> Model:
+    """Read a model's config.
+
+    Args:
+        name: a folder, or a model's name on its hub.
+        dtype: name of the type that it runs in; "auto" is vLLM's choice.
+
+    Raises:
+        UnsupportedError: when there is no config to read.
+
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(
+            f"the model {name!r}",
+            str(error).strip().splitlines()[0],
+            "its config says what it keeps of each token",
+            "give a folder with a config.json, or the name of a model that transformers knows",
+        ) from error
+    return Model(config, _running_dtype(config) if dtype == "auto" else dtype)
+
+
+def _running_dtype(config: Any) -> str:
+    """VLLM's choice: what the weights are in, but no float32."""
+    written = _first(config, ("dtype",)) or _first(config.get_text_config(), ("dtype",))
+    name = str(written).removeprefix("torch.")
+    return name if name in ("bfloat16", "float16") else "bfloat16"
+
+
+def _first(config: Any, names: tuple[str, ...]) -> Any:
+    """The first of these attributes that a config has; configs translate names themselves."""
+    values = (getattr(config, name) for name in names if hasattr(config, name))
+    return next((value for value in values if value is not None), None)
+
+
+def _name(config: Any) -> str:
+    return ", ".join(config.architectures or ()) or config.model_type
+
+
+def _uncounted(found: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        "a plan for --gpu-memory, less the model's parameters",
+        found,
+        why,
+        "give the memory for the cache itself: --kv-memory 4GiB",
+    )

@@ -1,0 +1,112 @@
+"""A plan as text for a terminal, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.planner.capacity import Row, Workload
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_TITLES = ("", "slots", "pages", "a sequence", "at once", "x stock", "and a prompt")
+
+
+def memory_text(num_bytes: float) -> str:
+    """Bytes in the unit that leaves a number below 1024."""
+    for unit in _UNITS[:-1]:
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} {_UNITS[-1]}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line a row; the first row is stock vLLM."""
+    stock = rows[0].sequences
+    lines: list[tuple[str, ...]] = [_TITLES]
+    for row in rows:
+        times = f"{row.sequences / stock:.2f}" if stock else "-"
+        numbers = (row.slots, row.pages, memory_text(row.num_bytes), row.sequences, times)
+        lines.append((row.label, *map(str, numbers), str(row.sequences_with_a_prompt)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"{line[0]:<{widths[0]}}"
+        + "".join(f"  {cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        for line in lines
+    )
+
+
+def bars(rows: Sequence[Row], columns: int) -> str:
+    """Sequences at once as bars.
+
+    Args:
+        rows: stock vLLM first.
+        columns: width of the terminal.
+
+    """
+    most = max(row.sequences for row in rows) or 1
+    label = max(len(row.label) for row in rows)
+    room = max(columns - label - len(str(most)) - 3, 10)
+    return "\n".join(
+        f"{row.label:<{label}} {'█' * round(room * row.sequences / most)} {row.sequences}"
+        for row in rows
+    )
+
+
+def notes(rows: Sequence[Row], work: Workload) -> str:
+    """What the numbers mean, and what does not start."""
+    peaks = {row.prompt_pages for row in rows}
+    held = ", ".join(f"{row.label} {row.prompt_pages}" for row in rows)
+    peak = f"{max(peaks)} pages" if len(peaks) == 1 else f"these pages: {held}"
+    lines = [
+        f"at once: sequences that grow to {work.max_model_len} tokens, past their prompts",
+        f"and a prompt: while one of them is a prompt of {work.prompt_len} tokens just before its "
+        f"end, when it holds {peak}",
+        f"stock vLLM will log a maximum concurrency of {rows[0].concurrency:.2f}x",
+    ]
+    lines += [
+        f"{row.label} does not start: vLLM wants room for one longest sequence, "
+        f"{row.pool.pages_of(row.start_slots)} pages, and there are {row.pool.num_pages}"
+        for row in rows
+        if not row.starts
+    ]
+    return "\n".join(lines)
+
+
+def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Write the bars as a picture; the file's ending says in which form.
+
+    Raises:
+        UnsupportedError: without matplotlib, or for an ending that it does not write.
+
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            f"--plot {path}",
+            "matplotlib is not installed",
+            "it draws the picture",
+            "pip install matplotlib, or leave --plot out: the bars are printed, too",
+        ) from error
+    figure = Figure(figsize=(7, 1.2 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    names = [row.label for row in rows]
+    drawn = axes.barh(names, [row.sequences for row in rows], color="#4477aa")
+    drawn.patches[0].set_color("#bbbbbb")
+    axes.bar_label(drawn, padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("sequences at once")
+    axes.set_title(title, fontsize=10, loc="left")
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise UnsupportedError(
+            f"--plot {path}",
+            str(error).splitlines()[0],
+            "the ending names the form of the picture",
+            "end the name in .png or .svg",
+        ) from error

@@ -1,0 +1,65 @@
+"""Pages and bytes that sequences take: counted here for the engine's log and for the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCORE_AND_POSITION_BYTES = 8
+"""float32 score and int32 position of one slot of one KV head."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The pages of a memory.
+
+    Args:
+        num_blocks: pages, among them the null page, which is nobody's.
+        block_size: slots of a page.
+
+    """
+
+    num_blocks: int
+    block_size: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that sequences can hold."""
+        return max(self.num_blocks - 1, 0)
+
+    def pages_of(self, num_slots: int) -> int:
+        """Pages that hold ``num_slots`` slots."""
+        return -(-num_slots // self.block_size)
+
+    def num_sequences(self, num_slots: int) -> int:
+        """Sequences of ``num_slots`` slots that fit at once."""
+        return self.num_pages // self.pages_of(num_slots)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model keeps of each token.
+
+    Args:
+        num_layers: layers that keep K and V.
+        num_kv_heads: KV heads of a layer.
+        head_size: elements of K, and of V, of one head.
+        element_size: bytes of an element.
+
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    element_size: int
+
+    @property
+    def stock_slot_bytes(self) -> int:
+        """Bytes of a token in all layers: K and V."""
+        return self.num_layers * self.num_kv_heads * 2 * self.head_size * self.element_size
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token in all layers: K, V, score and position."""
+        return self.stock_slot_bytes + (
+            self.num_layers * self.num_kv_heads * SCORE_AND_POSITION_BYTES
+        )

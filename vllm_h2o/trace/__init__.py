@@ -1,0 +1,1 @@
+"""What the cache kept of one prompt, step by step, and a page that shows it."""

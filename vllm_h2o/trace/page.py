@@ -1,0 +1,60 @@
+"""A trace as one HTML page: the template beside this file, with the data inside.
+
+The data is JSON, and in it one blob: frame after frame, deflated, in base64::
+
+    kept, a bit a position [pairs, ceil(len / 8)] | score's high bytes [pairs, kept] | low bytes
+
+for the pairs of layer and KV head, layer by layer. A bit mask has the positions in order, and the
+scores follow that order, as bfloat16: two to three digits, in planes that deflate well.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from importlib import resources
+
+import numpy as np
+
+from vllm_h2o.trace.record import Frame, Trace
+
+PLACE = "__TRACE__"
+"""Where the template takes the data."""
+
+
+def render(trace: Trace) -> str:
+    """The page. It needs no network, and no text of a prompt is markup in it."""
+    template = resources.files("vllm_h2o.trace").joinpath("page.html").read_text(encoding="utf-8")
+    before, after = template.split(PLACE)
+    # In JSON, so that no text ends the element that it stands in.
+    return before + json.dumps(payload(trace), ensure_ascii=False).replace("<", "\\u003c") + after
+
+
+def payload(trace: Trace) -> dict[str, object]:
+    """What the page is given."""
+    frames = b"".join(encode(frame) for frame in trace.frames)
+    return {
+        "title": trace.title,
+        "tokens": trace.tokens,
+        "promptLen": trace.prompt_len,
+        "layers": trace.layers,
+        "heads": trace.num_kv_heads,
+        "recent": trace.num_recent,
+        "sinks": trace.num_sinks,
+        "scored": trace.scored,
+        "frames": [[frame.logical_len, frame.position.shape[2]] for frame in trace.frames],
+        "data": base64.b64encode(zlib.compress(frames, 9)).decode("ascii"),
+    }
+
+
+def encode(frame: Frame) -> bytes:
+    """One frame: the mask, then the scores."""
+    pairs = frame.position.reshape(-1, frame.position.shape[2])
+    kept = np.zeros((len(pairs), frame.logical_len), dtype=bool)
+    np.put_along_axis(kept, pairs.astype(np.int64), True, axis=1)
+    mask = np.packbits(kept, axis=1, bitorder="little")
+    bits = np.ascontiguousarray(frame.score, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    high, low = (rounded >> 8).astype(np.uint8), (rounded & 0xFF).astype(np.uint8)
+    return mask.tobytes() + high.tobytes() + low.tobytes()

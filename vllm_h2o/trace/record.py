@@ -1,0 +1,265 @@
+"""One prompt through the real engine, and what its pages held after each recorded step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.errors import ConfigError, UnsupportedError
+from vllm_h2o.planner.model import Model, load
+from vllm_h2o.policy import Budget
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+FRAMES = 60
+"""Steps that are recorded when nobody says how many."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What all layers and KV heads held after one step.
+
+    Args:
+        logical_len: tokens computed by then.
+        position: [layers, heads, kept], int32, ascending.
+        score: [layers, heads, kept], float32, as the pages hold it.
+
+    """
+
+    logical_len: int
+    position: np.ndarray
+    score: np.ndarray
+
+    def ranked_by_age(self) -> Frame:
+        """With means over the queries since each token came, where those are what ranks."""
+        return replace(self, score=self.score / (self.logical_len - self.position))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A run.
+
+    Args:
+        title: the model and the policy, for people.
+        tokens: the text of each token, prompt first; joined they are the whole text.
+        prompt_len: tokens of the prompt.
+        layers: indices of the layers.
+        num_recent: most recent positions that are never evicted.
+        num_sinks: first positions that are never evicted.
+        scored: whether the scores mean anything.
+        frames: the steps.
+
+    """
+
+    title: str
+    tokens: list[str]
+    prompt_len: int
+    layers: list[int]
+    num_recent: int
+    num_sinks: int
+    scored: bool
+    frames: list[Frame]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of a layer."""
+        return int(self.frames[0].position.shape[1])
+
+
+def run(
+    model: str,
+    text: str,
+    config: KVPolicyConfig,
+    *,
+    max_tokens: int,
+    every: int | None,
+    temperature: float,
+    max_model_len: int | None,
+    block_size: int,
+    dtype: str,
+) -> Trace:
+    """Start an engine, run one prompt, and stop it.
+
+    Args:
+        model: a folder or a name, as for vLLM.
+        text: the prompt.
+        config: the policy.
+        max_tokens: most tokens to generate.
+        every: record each so-manyth token; None: so that there are about :data:`FRAMES`.
+        temperature: of the sampling; 0 is greedy.
+        max_model_len: longest sequence; None is just enough.
+        block_size: slots of a page.
+        dtype: in which the model runs; "auto" is vLLM's choice.
+
+    Raises:
+        KVPolicyError: for a prompt that does not fit, and for what the engine refuses.
+
+    """
+    loaded = load(model, dtype)
+    loaded.refuse()
+    tokenizer = _tokenizer(model)
+    prompt = tokenizer(text)["input_ids"]
+    longest = max_model_len or len(prompt) + max_tokens
+    _check_fit(len(prompt), max_tokens, min(longest, loaded.max_len or longest))
+    llm = _engine(loaded, model, config, longest, block_size)
+    try:
+        every = every or max(1, -(-max_tokens // FRAMES))
+        layers, token_ids, frames = record(llm, prompt, every, max_tokens, temperature)
+    finally:
+        llm.llm_engine.engine_core.shutdown(timeout=60)
+    if not frames:
+        raise ConfigError(
+            f"a trace with --max-tokens {max_tokens}",
+            "nothing was evicted from the prompt, and its one token was the last",
+            "there is no step to show",
+            "give a larger --max-tokens, or a smaller budget",
+        )
+    budget = config.resolve_request(longest, block_size, len(prompt), max_tokens)
+    budget = budget or config.resolve(longest, block_size)
+    return Trace(
+        title=f"{Path(model).name}, {config.name}: {_meaning(budget)}",
+        tokens=texts(tokenizer, token_ids),
+        prompt_len=len(prompt),
+        layers=layers,
+        num_recent=budget.num_recent,
+        num_sinks=budget.num_sinks,
+        scored=config.score_power > 0,
+        frames=[frame.ranked_by_age() for frame in frames] if config.score_by_age else frames,
+    )
+
+
+def _meaning(budget: Budget) -> str:
+    parts = f"{budget.num_heavy} heavy, {budget.num_recent} recent, {budget.num_sinks} sinks"
+    return f"{budget.capacity} tokens a head ({parts}, 1 in turn)"
+
+
+def _check_fit(prompt_len: int, max_tokens: int, most: int) -> None:
+    if not prompt_len or prompt_len + max_tokens > most:
+        raise ConfigError(
+            f"a trace of {prompt_len} tokens of prompt and {max_tokens} more",
+            f"a sequence may have {most}",
+            "the two do not fit" if prompt_len else "there is nothing to run",
+            "give another prompt, fewer --max-tokens or a larger --max-model-len",
+        )
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(
+            f"a trace of {model!r}",
+            str(error).strip().splitlines()[0],
+            "the prompt is text, and needs the model's tokenizer",
+            "give a folder with a model and its tokenizer, or the name of one",
+        ) from error
+
+
+def _engine(
+    loaded: Model, model: str, config: KVPolicyConfig, longest: int, block_size: int
+) -> LLM:
+    """An engine for one sequence, with no more memory than that needs."""
+    from vllm import LLM
+
+    num_blocks = -(-longest // block_size) + 1
+    return LLM(
+        model=model,
+        dtype=loaded.dtype,
+        num_gpu_blocks_override=num_blocks,
+        # Not read, but where memory is given in bytes none is profiled.
+        kv_cache_memory_bytes=num_blocks * block_size * loaded.cache("auto").slot_bytes,
+        max_model_len=longest,
+        block_size=block_size,
+        enforce_eager=True,
+        max_num_seqs=1,
+        enable_prefix_caching=False,  # survivors would need room for a copy
+        kv_policy=config.name,
+        kv_policy_config=config.to_dict(),
+    )
+
+
+def record(
+    llm: LLM, prompt: Sequence[int], every: int, max_tokens: int, temperature: float = 0.0
+) -> tuple[list[int], list[int], list[Frame]]:
+    """Run one prompt in an engine with a policy, recording.
+
+    Args:
+        llm: the engine; it runs nothing else meanwhile.
+        prompt: token ids.
+        every: record each so-manyth token past the prompt.
+        max_tokens: most tokens to generate.
+        temperature: of the sampling; 0 is greedy.
+
+    Returns:
+        Indices of the layers, the ids of all tokens, and the frames.
+
+    """
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=temperature, max_tokens=max_tokens, seed=0, detokenize=False
+    )
+    llm.collective_rpc("start_recording", args=(every,))
+    prompts = [{"prompt_token_ids": list(prompt)}]
+    (output,) = llm.generate(prompts, sampling, use_tqdm=False)
+    layers, frames = merge(llm.collective_rpc("take_recording"))
+    return layers, [*prompt, *output.outputs[0].token_ids], frames
+
+
+def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[Frame]]:
+    """What the workers recorded, as one model: pipeline ranks have layers, tensor ranks heads.
+
+    Args:
+        ranks: what each worker's ``take_recording`` returned.
+
+    Returns:
+        Indices of the layers, and the frames.
+
+    """
+    layers = sorted({layer for rank in ranks for part in rank[:1] for layer in part["layers"]})
+    heads = max((p["first_head"] + p["num_kv_heads"] for r in ranks for p in r[:1]), default=0)
+    frames = []
+    for parts in zip(*ranks, strict=True):
+        kept = len(parts[0]["positions"]) // (
+            4 * len(parts[0]["layers"]) * parts[0]["num_kv_heads"]
+        )
+        position = np.empty((len(layers), heads, kept), dtype=np.int32)
+        score = np.empty(position.shape, dtype=np.float32)
+        for part in parts:
+            rows = [layers.index(layer) for layer in part["layers"]]
+            own = slice(part["first_head"], part["first_head"] + part["num_kv_heads"])
+            shape = (len(rows), part["num_kv_heads"], kept)
+            position[rows, own] = np.frombuffer(part["positions"], np.int32).reshape(shape)
+            score[rows, own] = np.frombuffer(part["scores"], np.float32).reshape(shape)
+        order = position.argsort(axis=-1)
+        frames.append(
+            Frame(
+                parts[0]["logical_len"],
+                np.take_along_axis(position, order, axis=-1),
+                np.take_along_axis(score, order, axis=-1),
+            )
+        )
+    return layers, frames
+
+
+def texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token adds; none for one that is only part of a character."""
+    from vllm.tokenizers.detokenizer_utils import detokenize_incrementally
+
+    pieces: list[str] = []
+    tokens: list[str] = []
+    prefix = read = 0
+    for index in range(len(token_ids)):
+        ids = list(token_ids[index : index + 1])
+        added, text, prefix, read = detokenize_incrementally(tokenizer, ids, tokens, prefix, read)
+        tokens = [*tokens, *added]
+        pieces.append(text)
+    return pieces
