@@ -144,10 +144,6 @@ class HeavyHitterManager(FullAttentionManager):
         end = self.ledger.residencies[request.request_id].shared_end
         super().cache_blocks(request, min(num_tokens, end), *args, **kwargs)
 
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> int:
-        """None: pages of a row that were dropped are not attended to."""
-        return 0
-
     def new_step_starts(self) -> None:
         """Free the pages around the survivors that the last step packed."""
         for request_id in self._packed:
