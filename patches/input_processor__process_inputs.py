@@ -15,26 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.exceptions import VLLMClientError
-
-from vllm_h2o.errors import ConfigError
 from vllm_h2o.patches._patch import Patch, Symbol
 from vllm_h2o.request import check_request
-
-
-class RefusedRequestError(ConfigError, VLLMClientError):
-    """A request's own budget cannot be used; vLLM's server knows its own errors alone."""
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """``original``, and a check of what it returns."""
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = original(self, *args, **kwargs)
-        try:
-            return check_request(request, self.vllm_config)
-        except ConfigError as error:
-            raise RefusedRequestError(*error.args) from error
+        return check_request(original(self, *args, **kwargs), self.vllm_config)
 
     return process_inputs
 

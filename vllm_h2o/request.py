@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from vllm.exceptions import VLLMClientError
+
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.parsing import number
 from vllm_h2o.policy import Budget
 
 KEY = "kv_budget"
+
+
+class RefusedRequestError(ConfigError, VLLMClientError):
+    """A request's own budget cannot be used: HTTP 400. Of a mere ValueError vLLM makes 500."""
 
 
 def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | None:
@@ -77,9 +83,16 @@ def check_request(request: Any, vllm_config: Any) -> Any:
         ``request``.
 
     Raises:
-        ConfigError: in four parts.
+        RefusedRequestError: in four parts.
 
     """
+    try:
+        return _checked(request, vllm_config)
+    except ConfigError as error:
+        raise RefusedRequestError(*error.args) from error
+
+
+def _checked(request: Any, vllm_config: Any) -> Any:
     params = request.sampling_params
     asked = asked_budget(params.extra_args) if params is not None else None
     if asked is None:

@@ -111,8 +111,8 @@ def test_a_preempted_canary_may_differ() -> None:
     ("bad", "start"),
     [
         (
-            {"outcome": {"memory": [(n, {"engine": n * MIB}) for n in range(99)]}},
-            "engine gains 1000",
+            {"outcome": {"memory": [(n, {"engine": 2 * n * MIB}) for n in range(99)]}},
+            "engine gains 2000",
         ),
         (
             {"outcome": {"canaries": [(i, n, n[0] != "p") for i, n, _ in OUTCOME.canaries]}},
