@@ -37,7 +37,7 @@ SHORT = Shape(
 )  # fmt: skip
 LONG = Shape(
     seconds=900, requests=0, clients=16, max_model_len=12288, pages=420, long_prompt=10_000,
-    burst=120, least_requests=2000, growth_mib=4,
+    burst=120, least_requests=2000, growth_mib=20,
 )  # fmt: skip
 DYING = CANARIES[1]
 """What is being answered when a process is killed."""

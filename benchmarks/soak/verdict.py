@@ -9,8 +9,8 @@ from benchmarks.soak.audit import Figures
 from benchmarks.soak.chaos import Witness
 from benchmarks.soak.load import CANARIES, Outcome, Shape
 
-WARM_UP = 0.3
-"""Share of the requests before memory is looked at: caches and allocators fill."""
+WARM_UP = 0.5
+"""Share of the requests before memory is looked at: first come shapes that torch has not seen."""
 MIB = 2**20
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import smollm2
+from tests.e2e.harness import TEXT, smollm2
 from tests.house_rules import ROOT
 
 VLLM = str(Path(sys.executable).with_name("vllm"))
@@ -147,7 +147,7 @@ def test_bad_requests_are_refused_and_harm_nobody(server: Server, body: dict[str
 
 def test_a_request_with_a_budget_of_its_own(server: Server) -> None:
     """``full`` is taken; what cannot be used is refused in four parts while others run."""
-    prompt = "The old sailor told us about the storm. " * 12
+    prompt = TEXT[2000:3300]  # what it says is said once: evicted from, it goes on differently
     bodies: list[dict[str, Any]] = [{"vllm_xargs": {"kv_budget": "full"}}, {}]
     asked = ({"kv_budget": 1.5}, {"kv_budget": "half"}, {"kv-budget": 64}, {"kv_budget": 1})
     with ThreadPoolExecutor() as pool:
