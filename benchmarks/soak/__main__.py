@@ -32,7 +32,7 @@ BUDGET = 128
 PREFILL = {"window": "--enable-prefix-caching", "full": "--no-enable-prefix-caching"}
 """How prompts are evicted from, and whether pages can be shared then."""
 SHORT = Shape(
-    seconds=240, requests=300, clients=8, max_model_len=1024, pages=52, long_prompt=900,
+    seconds=240, requests=200, clients=8, max_model_len=1024, pages=52, long_prompt=900,
     burst=24, least_requests=100, growth_mib=1000,
 )  # fmt: skip
 LONG = Shape(
@@ -181,7 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.soak", description=__doc__.splitlines()[0] if __doc__ else None
     )
-    parser.add_argument("--short", action="store_true", help="300 requests, smaller ones")
+    parser.add_argument("--short", action="store_true", help="200 requests, smaller ones")
     parser.add_argument(
         "--prefill", choices=tuple(PREFILL), default="window",
         help="window, with prefix caching (default), or full, without it",
