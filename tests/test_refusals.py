@@ -163,6 +163,7 @@ WINDOWS = "prefix caching, and chunks of prompts that may be smaller than the ob
     [
         ({"max_num_batched_tokens": 96, "max_num_seqs": 65}, True),
         ({"max_num_batched_tokens": 96, "max_num_seqs": 66}, False),
+        ({"max_num_batched_tokens": 96, "max_num_scheduled_tokens": 40, "max_num_seqs": 10}, False),
         ({"max_num_seqs": 8, "long_prefill_token_threshold": 31}, False),
         ({"max_num_seqs": 8, "long_prefill_token_threshold": 32}, True),
     ],

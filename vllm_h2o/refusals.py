@@ -56,7 +56,8 @@ def _cuts_windows(vllm_config: Any) -> bool:
     if not vllm_config.cache_config.enable_prefix_caching or not config.score_power:
         return False
     # In the worst case every other sequence takes a token of the step.
-    room = limits.max_num_batched_tokens - limits.max_num_seqs + 1
+    most = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
+    room = most - limits.max_num_seqs + 1
     longest = limits.long_prefill_token_threshold or room
     return min(room, longest) < config.observation_window
 

@@ -32,7 +32,7 @@ def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | No
 
     """
     for key in extra_args or ():
-        if key != KEY and key.lower().replace("-", "_").startswith(KEY):
+        if key != KEY and str(key).lower().replace("-", "_").startswith(KEY):
             raise ConfigError(
                 f"{key!r} in a request",
                 f"its budget is read from {KEY!r} alone",

@@ -69,7 +69,7 @@ def test_a_hit_is_a_cold_run(
     with engine(model, policy, options, **settings) as llm:
         probe = Probe(llm)
         tokens, hits = run(llm, prompts, budgets)
-        assert hits >= 300
+        assert hits >= 100
         assert tokens == cold
         with monkeypatch.context() as patch:
             replay = Replay(probe.scheduler).install(patch)
@@ -112,6 +112,9 @@ def test_smollm2() -> None:
         with engine(model, "h2o", options, block_size=32) as llm:
             cold = token_ids(generate(llm, prompts, 40))
         with engine(model, "h2o", options, block_size=32, enable_prefix_caching=True) as llm:
+            # All at once: none finds what another computes in the same step.
+            assert token_ids(generate(llm, prompts, 40)) == cold
+            assert llm.reset_prefix_cache()
             for n, prompt in enumerate(prompts):
                 output = generate(llm, [prompt], 40)
                 assert token_ids(output) == [cold[n]]

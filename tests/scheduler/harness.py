@@ -98,6 +98,7 @@ class ShadowPool:
         self.block_size = block_size
         self.random = random.Random(seed)
         self.slots: dict[tuple[int, int], tuple[object, int]] = {}
+        self.before = dict(self.slots)
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.whole_until: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
@@ -123,6 +124,8 @@ class ShadowPool:
                 self.lives[request_id] += 1
             elif block_ids is not None:
                 self.tables[request_id].extend(block_ids[0])
+        # No request reads what another writes in the same step: kernels take them in any order.
+        self.before = dict(self.slots)
         for request_id, plan in output.residency_plan.requests.items():
             self._run(request_id, plan)
 
@@ -143,19 +146,22 @@ class ShadowPool:
         elif plan.in_prompt:
             self.whole_until[request_id] = plan.logical_end
         refilled, page = 0, plan.first_page
+        own = set()
         if plan.overwrites:
             assert plan.num_new == 1
             refilled = self.victims[request_id] + plan.refill
             slot = self._slot(request_id, refilled, page)
             self.slots[slot] = self._token(request_id, plan.logical_start)
+            own.add(slot)
         else:
             for i in range(plan.num_new):
                 slot = self._slot(request_id, plan.resident_start + i, page)
                 self.slots[slot] = self._token(request_id, plan.logical_start + i)
+                own.add(slot)
         hole = range(refilled + 1, refilled + 1 + plan.hole)
         indices = [index for index in range(plan.attended) if index not in hole]
         held = [self._slot(request_id, index, page) for index in indices]
-        tokens = [self.slots[slot] for slot in held]
+        tokens = [(self.slots if slot in own else self.before)[slot] for slot in held]
         positions = [token[1] for token in tokens]
         assert tokens == [self._token(request_id, p) for p in positions], (request_id, plan, tokens)
         assert len(set(positions)) == len(positions)

@@ -273,3 +273,18 @@ def test_protected_prompt_tokens(prompt_len: int, num_sinks: int) -> None:
     request = simulation.add(prompt_len, 20)
     plan = simulation.step().residency_plan.requests[request]
     assert (plan.num_sinks, plan.capacity) == (num_sinks, BUDGET)
+
+
+def test_what_was_published_for_a_step_that_never_ran() -> None:
+    """A request that is preempted in the schedule that would have computed its pages."""
+    config = vllm_config(BUDGET, 64, 8, "priority", False, SHARING[0])
+    simulation = Simulation(config, 40, depth=1)
+    request = simulation.scheduler.requests[simulation.add(prompt_len=20, max_tokens=5)]
+    pages = simulation.scheduler.kv_cache_manager
+    pages.new_step_starts()
+    assert pages.allocate_slots(request, 20) is not None
+    assert pages.get_computed_blocks(request)[1] == 16
+    pages.free(request)
+    assert pages.get_computed_blocks(request)[1] == 0
+    simulation.drain()
+    assert simulation.num_free == simulation.num_total

@@ -124,6 +124,11 @@ class Ledger:
         """What every request with pages holds, by request id."""
         return self._residencies
 
+    @property
+    def step(self) -> Mapping[str, RequestPlan]:
+        """Plans of the step that is being scheduled, by request id."""
+        return self._step
+
     def num_pages(self, num_slots: int) -> int:
         """Pages that hold ``num_slots`` slots."""
         return -(-num_slots // self.block_size)
@@ -144,7 +149,8 @@ class Ledger:
         if not self.row_pages:
             return 0
         budget = claim.budget or self.budget
-        if claim.longest <= budget.capacity:
+        # No request outgrows its row, whatever it may ask for.
+        if min(claim.longest, self.row_pages * self.block_size) <= budget.capacity:
             return NEVER
         if claim.prompt_len < self.block_size:
             return 0

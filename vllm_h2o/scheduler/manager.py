@@ -52,6 +52,7 @@ class HeavyHitterManager(FullAttentionManager):
         self._budget_of: BudgetOf = _no_budget_of_its_own
         self._largest_chunk = 0
         self._packed: list[str] = []
+        self._unwritten: set[int] = set()
 
     def bind(
         self,
@@ -142,7 +143,20 @@ class HeavyHitterManager(FullAttentionManager):
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Publish a prompt's full pages, which nobody rewrites; never those of survivors."""
         end = self.ledger.residencies[request.request_id].shared_end
+        before = self.num_cached_block.get(request.request_id, 0)
         super().cache_blocks(request, min(num_tokens, end), *args, **kwargs)
+        after = self.num_cached_block.get(request.request_id, 0)
+        blocks = self.req_to_blocks[request.request_id][before:after]
+        self._unwritten.update(block.block_id for block in blocks)
+
+    def num_written(self, blocks: Sequence[KVCacheBlock]) -> int:
+        """How many of the pages that a request finds, from the first, were computed before now.
+
+        vLLM publishes pages when their step is scheduled. Its own kernels write all tokens of a
+        step before any of them attends; the policy's write each request's as its turn comes.
+        """
+        ids = (block.block_id for block in blocks)
+        return next((n for n, i in enumerate(ids) if i in self._unwritten), len(blocks))
 
     def new_step_starts(self) -> None:
         """Free the pages around the survivors that the last step packed."""
@@ -158,9 +172,17 @@ class HeavyHitterManager(FullAttentionManager):
             # The row in the workers keeps its order: what was dropped in front leaves its place.
             blocks[:] = [self._null_block] * first + blocks[first:end]
         self._packed.clear()
+        self._unwritten.clear()
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Hand out the request's pages for freeing, and forget its lengths."""
+        """Hand out the request's pages for freeing, and forget its lengths.
+
+        What it published for a step that it is preempted from will not be computed.
+        """
+        if request_id in self.ledger.step:
+            held = {block.block_id for block in self.req_to_blocks.get(request_id, ())}
+            self.block_pool.evict_blocks(held & self._unwritten)
+            self._unwritten -= held
         self.ledger.close(request_id)
         return super().pop_blocks_for_free(request_id)
 

@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_h2o.config import KVPolicyConfig
-from vllm_h2o.errors import IntegrityError, UnsupportedError
+from vllm_h2o.errors import ConfigError, IntegrityError, UnsupportedError
 from vllm_h2o.policy import Budget
 from vllm_h2o.request import asked_budget, budget_of
 from vllm_h2o.scheduler.footprint import Pool
@@ -103,6 +103,7 @@ class HeavyHitterScheduler(AsyncScheduler):
         blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request)
         if num_cached:
             most = self.ledger.most_cached(self.manager.claim_of(request))
+            most = min(most, self.manager.num_written(blocks.blocks[0]) * self.manager.block_size)
             if num_cached > most:
                 blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, most)
                 num_cached = most
@@ -145,14 +146,19 @@ class HeavyHitterScheduler(AsyncScheduler):
     def _budget_of(self, request: Request) -> Budget | None:
         """A request's own budget, from its original prompt: the same when it is resumed."""
         params = request.sampling_params
-        return budget_of(
-            self.policy_config,
+        lengths = (
             self.max_model_len,
             self.manager.block_size,
             request.num_prompt_tokens,
             request.max_tokens,
-            asked_budget(params.extra_args) if params else None,
         )
+        try:
+            asked = asked_budget(params.extra_args) if params else None
+            return budget_of(self.policy_config, *lengths, asked)
+        except ConfigError as error:
+            # Checked where requests enter; the prompt of a session grows afterwards.
+            logger.warning_once("%s It gets the engine's budget.", error)
+            return budget_of(self.policy_config, *lengths, None)
 
     def _sole_manager(self, kv_cache_config: KVCacheConfig) -> HeavyHitterManager:
         managers = self.kv_cache_manager.coordinator.single_type_managers
