@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
-from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.config import CacheConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -130,6 +130,7 @@ def vllm_config(policy: str, options: tuple[tuple[str, object], ...] = ()) -> Vl
     """A config without a model, with the policy and the policy's worker."""
     return VllmConfig(
         additional_config={"kv_policy": {"name": policy, **dict(options)}},
+        cache_config=CacheConfig(enable_prefix_caching=False),
         parallel_config=ParallelConfig(worker_cls=WORKER),
     )
 

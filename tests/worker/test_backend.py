@@ -16,7 +16,6 @@ def test_a_full_attention_layer_gets_eight_bytes_a_slot() -> None:
     """Score and position, beside K and V."""
     spec = HeavyHitterBackend.customize_spec(FullAttentionSpec(**COMMON))
     assert spec.page_size_bytes == 2 * 16 * (2 * 64 * 2 + 8)
-    assert not spec.prefix_cacheable
 
 
 @pytest.mark.parametrize(

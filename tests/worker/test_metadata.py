@@ -144,6 +144,28 @@ def test_a_graphs_buffers_stay() -> None:
     assert batch.orders.data_ptr() in addresses and batch.order("attended").tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("make", [in_place, gathered])
+def test_where_pages_are_shared(make: Callable[[], HeavyHitterMetadataBuilder]) -> None:
+    """Decoding begins at a request's own pages; survivors go behind those of the prompt."""
+    made = make()
+    made.shares = True
+    plans = {
+        "moves": RequestPlan(29, 3, True, 29, 32, 31, 10, 2, 9, 20, pack_page=2),
+        "moved": RequestPlan(60, 1, False, 20, 32, 0, 0, 4, 2, first_page=2),
+    }
+    tables = []
+    for _ in range(2):
+        with publish(Step(ResidencyPlan(plans), lambda _: list(plans))):
+            metadata = made.build(0, common_metadata([3, 1], TABLE[[2, 0]]))
+        tables.append(metadata.decodes[0].table)
+        assert tables[-1][:, :2].tolist() == [[91, 92]]
+        assert metadata.decodes[0].owner.tolist() == [91]
+    assert (tables[0].data_ptr() == tables[1].data_ptr()) == (not made.kernels.gathers)
+    (chunk,) = metadata.prompts
+    assert chunk.into is not None and chunk.into.tolist() == [4, 95]
+    assert (chunk.scores_from, chunk.watch_from) == (3, 0)
+
+
 def test_order_is_the_batchs() -> None:
     """Rows may come in any order, whatever the plan's."""
     metadata = build(["growing", "last chunk", "becomes full", "first chunk"])
