@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.house_rules import (
     BANNED_PARTS,
@@ -184,6 +185,14 @@ def _tracked() -> list[Path]:
     return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
+def _text(path: Path) -> str:
+    """What a file says; of a picture what it says of itself, for its pixels may spell anything."""
+    if path.suffix == ".png":
+        with Image.open(path) as picture:
+            return str(picture.info)
+    return path.read_text(errors="replace")
+
+
 @pytest.mark.parametrize("what", FOREIGN)
 def test_foreign_words(what: str) -> None:
     """No tracked file says where it was written or fetched from."""
@@ -191,7 +200,7 @@ def test_foreign_words(what: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in _tracked()
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        for number, line in enumerate(_text(path).splitlines(), 1)
         if pattern.search(line)
     ]
     assert not found, "\n".join(found)
