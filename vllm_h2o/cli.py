@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError, KVPolicyError
+from vllm_h2o.parsing import number
 from vllm_h2o.policy import POLICIES
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -259,10 +260,8 @@ def _read(path: Path) -> str:
 def _config(arguments: argparse.Namespace, budget: str | None) -> KVPolicyConfig:
     """The policy of the options, with this budget."""
     options = KVPolicyConfig.from_options(arguments.kv_policy, arguments.kv_policy_config)
-    if budget is None:
-        return options
-    given = json.loads(arguments.kv_policy_config)
-    return KVPolicyConfig.from_options(arguments.kv_policy, {**given, "budget": budget})
+    own: dict[str, Any] = {} if budget is None else {"budget": number(budget)}
+    return replace(options, **own)
 
 
 def _memory(text: str) -> int:

@@ -16,7 +16,7 @@ from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.parsing import ADDITIONAL_CONFIG_KEY
 from vllm_h2o.policy import POLICIES
-from vllm_h2o.refusals import REFUSALS, WHY_OPTION
+from vllm_h2o.refusals import REFUSALS, WHY_OPTION, refuse
 
 SCHEDULER = "vllm_h2o.scheduler.scheduler.HeavyHitterScheduler"
 WORKER = "vllm_h2o.worker.worker.HeavyHitterWorker"
@@ -181,14 +181,7 @@ def check_config(vllm_config: Any, config: KVPolicyConfig | None) -> Any:
     """
     if config is None:
         return vllm_config
-    for refusal in REFUSALS:
-        if refusal.applies(vllm_config):
-            raise UnsupportedError(
-                f"--kv-policy {config.name}",
-                f"the engine has {refusal.what}",
-                refusal.why,
-                refusal.remedy,
-            )
+    refuse(REFUSALS, vllm_config, f"--kv-policy {config.name}", "the engine has")
     config.resolve(vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size)
     return vllm_config
 

@@ -65,8 +65,7 @@ def carried_options(additional_config: object) -> object:
     if not isinstance(additional_config, Mapping):
         return None
     for key in additional_config:
-        near = str(key).lower().replace("-", "_")
-        if near.startswith(ADDITIONAL_CONFIG_KEY) and key != ADDITIONAL_CONFIG_KEY:
+        if misspells(key, ADDITIONAL_CONFIG_KEY):
             raise ConfigError(
                 f"key {key!r} in additional_config",
                 f"the policy and its options are read from {ADDITIONAL_CONFIG_KEY!r} alone",
@@ -74,6 +73,11 @@ def carried_options(additional_config: object) -> object:
                 f'give {{"{ADDITIONAL_CONFIG_KEY}": {{"name": "h2o", "budget": 0.2}}}}',
             )
     return additional_config.get(ADDITIONAL_CONFIG_KEY)
+
+
+def misspells(key: object, wanted: str) -> bool:
+    """Whether a key is almost the wanted one, and not it."""
+    return key != wanted and str(key).lower().replace("-", "_").startswith(wanted)
 
 
 def number(value: object) -> object:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.errors import UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,25 @@ class Refusal:
     applies: Callable[[Any], bool]
     why: str
     remedy: str
+
+
+def refuse(refusals: Iterable[Refusal], vllm_config: Any, asked: str, subject: str) -> None:
+    """Stop at the first of some refusals that applies.
+
+    Args:
+        refusals: in their order.
+        vllm_config: what they look at.
+        asked: what was asked for.
+        subject: what has the thing that is refused.
+
+    Raises:
+        UnsupportedError: with the refusal's reason and remedy.
+
+    """
+    for refusal in refusals:
+        if refusal.applies(vllm_config):
+            found = f"{subject} {refusal.what}"
+            raise UnsupportedError(asked, found, refusal.why, refusal.remedy)
 
 
 def _alibi(vllm_config: Any) -> bool:

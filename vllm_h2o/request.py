@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMClientError
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError
-from vllm_h2o.parsing import number
+from vllm_h2o.parsing import misspells, number
 from vllm_h2o.policy import Budget
 
 KEY = "kv_budget"
@@ -32,7 +32,7 @@ def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | No
 
     """
     for key in extra_args or ():
-        if key != KEY and str(key).lower().replace("-", "_").startswith(KEY):
+        if misspells(key, KEY):
             raise ConfigError(
                 f"{key!r} in a request",
                 f"its budget is read from {KEY!r} alone",

@@ -331,6 +331,29 @@ class Simulation:
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.scheduler.check_integrity()
 
+    def run(self, ops: Sequence[tuple]) -> None:
+        """Do what a random schedule says, then all that is left.
+
+        Args:
+            ops: ("add", prompt length, most tokens, requests, fork) | ("steps", how many) |
+                ("abort", whom) | ("reset",).
+
+        """
+        for op in ops:
+            if op[0] == "add":
+                prompt_len = op[1]
+                for priority in range(op[3]):
+                    most = min(op[2], MAX_MODEL_LEN - prompt_len)
+                    self.add(prompt_len, most, -priority, fork=op[4])
+            elif op[0] == "steps":
+                for _ in range(op[1]):
+                    self.step()
+            elif op[0] == "reset":
+                self.reset()
+            elif live := sorted(self.scheduler.requests):
+                self.abort([live[op[1] % len(live)]])
+        self.drain()
+
     def drain(self, limit: int = 2000) -> None:
         """Run until nothing is left."""
         for _ in range(limit):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.harness import BLOCK_SIZE, MAX_MODEL_LEN, Simulation, vllm_config
+from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 
 BUDGET = 12
 OPTIONS = (
@@ -70,7 +70,7 @@ totals: Counter[str] = Counter()
     policy=st.sampled_from(["fcfs", "priority"]),
     seed=st.integers(0, 1000),
 )
-def test_no_page_is_lost_shared_or_freed_twice(
+def random_schedules(
     ops: list[tuple],
     budget: int,
     options: tuple[tuple[str, object], ...],
@@ -83,7 +83,7 @@ def test_no_page_is_lost_shared_or_freed_twice(
     policy: str,
     seed: int,
 ) -> None:
-    """Admit, chunk, decode, preempt, resume, abort, finish in any order.
+    """No page is lost, shared or freed twice.
 
     ``overlap`` is how many steps are in flight, in a pipeline or because scheduling is async.
     """
@@ -99,30 +99,17 @@ def test_no_page_is_lost_shared_or_freed_twice(
     config = vllm_config(size, max_batched, 8, policy, overlap[1], options)
     simulation = Simulation(config, 1 + num_pages * 4 // block_size, overlap[0], seed, block_size)
     simulation.stop_rate = stop_rate
-    for op in ops:
-        if op[0] == "add":
-            prompt_len = op[1]
-            for priority in range(op[3]):
-                most = min(op[2], MAX_MODEL_LEN - prompt_len)
-                simulation.add(prompt_len, most, -priority, fork=op[4])
-        elif op[0] == "steps":
-            for _ in range(op[1]):
-                simulation.step()
-        elif op[0] == "reset":
-            simulation.reset()
-        elif live := sorted(simulation.scheduler.requests):
-            simulation.abort([live[op[1] % len(live)]])
-    simulation.drain()
+    simulation.run(ops)
     assert simulation.num_free == simulation.num_total
     assert not simulation.scheduler.ledger.residencies
     totals.update(simulation.count)
     totals["evict"] += simulation.pool.num_evictions
 
 
-def test_the_schedules_covered_every_transition() -> None:
-    """The test above is worth something only if all of these really happened, many times."""
-    if not totals:
-        pytest.skip("runs after the random schedules")
+def test_no_page_is_lost_shared_or_freed_twice() -> None:
+    """Admit, chunk, decode, preempt, resume, abort, finish in any order: each really happened."""
+    totals.clear()
+    random_schedules()
     events = "add chunk decode preempt resume abort finish pack evict reset"
     for event in (*events.split(), "pack within a prompt", "refill", "move", "hit"):
         assert totals[event] >= 100, (event, totals)

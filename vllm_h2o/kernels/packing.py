@@ -23,6 +23,50 @@ def own_rows(page: Page, chunk: PromptChunk) -> torch.Tensor:
     return page_rows(chunk.table[:num_pages], page.num_kv_heads)
 
 
+def probabilities(
+    query: torch.Tensor, key: torch.Tensor, last_seen: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """``softmax(q K^T * scale)`` of a few queries, each over the slots that it sees.
+
+    Args:
+        query: [T, Hq, D].
+        key: [H, L, D], float32.
+        last_seen: [T]: the slot of each query's own token.
+        scale: of the logits.
+
+    Returns:
+        [H, G, T, L], float32: the queries of a GQA group side by side.
+
+    """
+    grouped = query.unflatten(1, (key.shape[0], -1)).permute(1, 2, 0, 3).to(torch.float32) * scale
+    logits = torch.matmul(grouped.flatten(1, 2), key.transpose(1, 2))
+    logits = logits.unflatten(1, (-1, query.shape[0]))
+    hidden = torch.arange(key.shape[1], device=key.device) > last_seen[:, None]
+    return torch.softmax(logits.masked_fill_(hidden, float("-inf")), dim=-1)
+
+
+def given(
+    probs: torch.Tensor, asked: torch.Tensor, position: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """What queries add to scores.
+
+    Args:
+        probs: [H, G, T, L].
+        asked: [T]: position of each query.
+        position: [H, L]: of each token.
+        scoring: what is added.
+
+    Returns:
+        [H, L]: sums over the queries and the GQA group.
+
+    """
+    each = probs.pow(scoring.power)
+    if scoring.skip_recent:
+        age = asked[:, None] - position[:, None, :]
+        each = each.masked_fill((age < scoring.skip_recent)[:, None], 0.0)
+    return each.sum(dim=(1, 2))
+
+
 def window_scores(
     page: Page, chunk: PromptChunk, query: torch.Tensor, scale: float, scoring: Scoring
 ) -> torch.Tensor:
@@ -42,21 +86,12 @@ def window_scores(
     rows, heads, end = own_rows(page, chunk), page.num_kv_heads, chunk.end
     key = page.key[rows].view(heads, -1, query.shape[2])[:, :end].to(torch.float32)
     position = page.position[rows].flatten(1)[:, :end]
-    slot = torch.arange(end, device=query.device)
     received = torch.zeros(heads, end, device=query.device)
     for first in range(chunk.watch_from, chunk.num_tokens, QUERY_TILE):
         tile = query[first : first + QUERY_TILE]
         asked = first + torch.arange(len(tile), device=query.device)
-        # [H, G, T, D]: the queries of a GQA group side by side.
-        grouped = tile.unflatten(1, (heads, -1)).permute(1, 2, 0, 3).to(torch.float32) * scale
-        logits = torch.matmul(grouped.flatten(1, 2), key.transpose(1, 2))
-        logits = logits.unflatten(1, (-1, len(tile)))
-        hidden = slot > (chunk.start + asked)[:, None]
-        given = torch.softmax(logits.masked_fill_(hidden, float("-inf")), dim=-1).pow(scoring.power)
-        if scoring.skip_recent:
-            age = (chunk.position + asked)[:, None] - position[:, None, :]
-            given = given.masked_fill((age < scoring.skip_recent)[:, None], 0.0)
-        received += given.sum(dim=(1, 2))
+        probs = probabilities(tile, key, chunk.start + asked, scale)
+        received += given(probs, chunk.position + asked, position, scoring)
     return received
 
 

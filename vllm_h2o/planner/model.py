@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_h2o.errors import UnsupportedError
-from vllm_h2o.refusals import MODEL_REFUSALS
+from vllm_h2o.refusals import MODEL_REFUSALS, refuse
 from vllm_h2o.scheduler.footprint import CacheShape
 
 ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -99,14 +99,7 @@ class Model:
 
         """
         shown = SimpleNamespace(model_config=self._as_vllm_sees_it())
-        for refusal in MODEL_REFUSALS:
-            if refusal.applies(shown):
-                raise UnsupportedError(
-                    f"a kv-policy for {_name(self.config)}",
-                    f"it has or is {refusal.what}",
-                    refusal.why,
-                    refusal.remedy,
-                )
+        refuse(MODEL_REFUSALS, shown, f"a kv-policy for {_name(self.config)}", "it has or is")
 
     def _as_vllm_sees_it(self) -> SimpleNamespace:
         """What :data:`MODEL_REFUSALS` read of vLLM's ModelConfig."""

@@ -186,6 +186,13 @@ class HeavyHitterManager(FullAttentionManager):
         self.ledger.close(request_id)
         return super().pop_blocks_for_free(request_id)
 
+    def num_held(self) -> int:
+        """Pages that requests hold; a shared one counts for each of them."""
+        rows = sum(map(len, self.req_to_blocks.values()))
+        held = self.ledger.residencies.items()
+        # Those that the last step packed have not dropped theirs yet.
+        return rows - sum(r.first_page for i, r in held if i not in self._packed)
+
     def check_integrity(self) -> None:
         """Count every page and every length.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -175,13 +174,10 @@ class HeavyHitterScheduler(AsyncScheduler):
     def _log_meaning(self, config: KVPolicyConfig) -> None:
         budget, spec = self.ledger.budget, self.manager.kv_cache_spec
         assert isinstance(spec, HeavyHitterSpec)
-        num_blocks, slots = (
-            self.kv_cache_config.num_blocks,
-            min(budget.capacity, self.max_model_len),
-        )
-        pool = Pool(num_blocks, self.manager.block_size)
-        kv_bytes = (spec.head_size + spec.head_size_v) * get_dtype_size(spec.dtype)
-        stock = Pool(num_blocks * spec.state_content_size_bytes // kv_bytes, pool.block_size)
+        slots = min(budget.capacity, self.max_model_len)
+        pool = Pool(self.kv_cache_config.num_blocks, self.manager.block_size)
+        num_bytes = pool.num_blocks * spec.unpadded_page_size_bytes
+        stock = Pool(num_bytes // spec.stock_page_size_bytes, pool.block_size)
         logger.info(
             "%s: past its prompt a sequence holds %s%d tokens (%d heavy, %d recent, %d sinks, "
             "1 in turn) = %d pages of %d; the pool of %d pages holds %d sequences of "

@@ -33,8 +33,8 @@ class HeavyHitterSpec(FullAttentionSpec):
     @property
     def stock_page_size_bytes(self) -> int:
         """Bytes of stock vLLM's page of as many slots: K and V alone."""
-        kv_bytes = (self.head_size + self.head_size_v) * get_dtype_size(self.dtype)
-        return self.unpadded_page_size_bytes // self.state_content_size_bytes * kv_bytes
+        slots = self.unpadded_page_size_bytes // self.state_content_size_bytes
+        return slots * (self.state_content_size_bytes - SCORE_AND_POSITION_BYTES)
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> HeavyHitterSpec:

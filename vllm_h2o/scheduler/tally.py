@@ -35,8 +35,7 @@ class Tally:
         counts, ledger.counts = ledger.counts, Counts()
         held = ledger.residencies.values()
         stock_pages = sum(ledger.num_pages(residency.logical_len) for residency in held)
-        # Shared ones count for each request that holds them, as stock vLLM's do above.
-        pages = sum(not b.is_null for blocks in manager.req_to_blocks.values() for b in blocks)
+        pages = manager.num_held()
         return PolicyStats(
             **asdict(counts),
             requests_at_capacity=sum(residency.is_full for residency in held),

@@ -119,13 +119,13 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self, layer: torch.nn.Module, page: Page, metadata: HeavyHitterMetadata, query: torch.Tensor
     ) -> None:
         """Keep, beside the pages, the scores of prompts whose survivors leave shared ones."""
-        scores = {}
-        for chunk in metadata.prompts:
-            if chunk.into is None:
-                continue
-            given = window_scores(page, chunk, query[chunk.tokens], self.scale, metadata.scoring)
-            scores[chunk.tokens.start] = given
-        metadata.watched[str(layer.layer_name)] = scores
+        metadata.watched[str(layer.layer_name)] = {
+            chunk.tokens.start: window_scores(
+                page, chunk, query[chunk.tokens], self.scale, metadata.scoring
+            )
+            for chunk in metadata.prompts
+            if chunk.into is not None
+        }
 
     def _victims(self, page: Page) -> torch.Tensor:
         """Made in a warm-up where there are graphs: before the first of them is captured."""

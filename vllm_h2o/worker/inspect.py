@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -19,6 +18,7 @@ from vllm_h2o.kernels.batch import page_rows
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
+from vllm_h2o.worker.metadata import heads_of_rank
 
 Frame = dict[str, Any]
 """What one request holds after one step, in plain values that any executor can send.
@@ -89,10 +89,11 @@ class RecordsPages:
 
     def _frame(self, request_id: str, plan: RequestPlan) -> Frame:
         context = self.vllm_config.compilation_config.static_forward_context
+        cached = self._layer_names()
         layers = {
             extract_layer_index(name): layer
             for name, layer in context.items()
-            if name in self._layer_names() and isinstance(layer.impl, HeavyHitterImpl)
+            if name in cached and isinstance(layer.impl, HeavyHitterImpl)
         }
         held = [self._held(layer, request_id, plan) for _, layer in sorted(layers.items())]
         num_kv_heads = held[0][0].shape[0]
@@ -100,7 +101,7 @@ class RecordsPages:
             "request_id": request_id,
             "logical_len": plan.logical_end,
             "layers": sorted(layers),
-            "first_head": self._first_head(),
+            "first_head": heads_of_rank(self.vllm_config, num_kv_heads).start,
             "num_kv_heads": num_kv_heads,
             "positions": torch.stack([position for position, _ in held]).cpu().numpy().tobytes(),
             "scores": torch.stack([score for _, score in held]).cpu().numpy().tobytes(),
@@ -145,10 +146,3 @@ class RecordsPages:
             row = runner.input_batch.req_id_to_index[request_id]
             table = runner.input_batch.block_table[group].get_device_tensor(row + 1)
         return table[row, own].long()
-
-    def _first_head(self) -> int:
-        """The first of this rank's KV heads in the whole model."""
-        size = self.vllm_config.parallel_config.tensor_parallel_size
-        total = self.vllm_config.model_config.get_total_num_kv_heads()
-        # Where there are more ranks than heads, neighbours have the same one.
-        return int(get_tensor_model_parallel_rank()) * total // size

@@ -8,11 +8,8 @@ from __future__ import annotations
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
-from vllm_h2o.kernels.packing import own_rows
+from vllm_h2o.kernels.packing import QUERY_TILE, given, own_rows, probabilities
 from vllm_h2o.kernels.page import Page
-
-QUERY_TILE = 128
-"""Queries whose probabilities are held at once: num_heads * QUERY_TILE * length floats."""
 
 
 def store(
@@ -68,28 +65,22 @@ def attend_and_score(
     value = page.value[rows].view(shape)[:, : chunk.end].to(torch.float32)
     position = page.position[rows].flatten(1)[:, : chunk.end]
     received = torch.zeros(num_kv_heads, chunk.end, device=query.device)
-    # [H, G, T, D]: the queries of a GQA group side by side.
-    grouped = query.view(num_queries, num_kv_heads, -1, head_size).permute(1, 2, 0, 3)
-    out = torch.empty(grouped.shape, device=query.device)
+    group = num_heads // num_kv_heads
+    out = torch.empty(num_kv_heads, group, num_queries, head_size, device=query.device)
     for first in range(0, num_queries, QUERY_TILE):
         last = min(first + QUERY_TILE, num_queries)
         visible = chunk.start + last
-        tile = grouped[:, :, first:last].to(torch.float32) * scale
-        logits = torch.matmul(tile.flatten(1, 2), key[:, :visible].transpose(1, 2))
-        logits = logits.unflatten(1, (-1, last - first))
-        last_seen = torch.arange(chunk.start + first, visible, device=query.device)
-        hidden = torch.arange(visible, device=query.device) > last_seen[:, None]
-        probs = torch.softmax(logits.masked_fill_(hidden, float("-inf")), dim=-1)
+        asked = torch.arange(first, last, device=query.device)
+        probs = probabilities(query[first:last], key[:, :visible], chunk.start + asked, scale)
         out[:, :, first:last] = torch.matmul(probs.flatten(1, 2), value[:, :visible]).unflatten(
             1, (-1, last - first)
         )
         if scoring.power and last > chunk.scores_from:
-            given = probs[:, :, max(chunk.scores_from - first, 0) :].pow(scoring.power)
-            if scoring.skip_recent:
-                asked = chunk.position + torch.arange(max(chunk.scores_from, first), last)
-                age = asked[:, None] - position[:, None, :visible]
-                given = given.masked_fill((age < scoring.skip_recent)[:, None], 0.0)
-            received[:, :visible] += given.sum(dim=(1, 2))
+            scores = slice(max(chunk.scores_from - first, 0), None)
+            from_here = chunk.position + asked[scores]
+            received[:, :visible] += given(
+                probs[:, :, scores], from_here, position[:, :visible], scoring
+            )
     if scoring.power:
         slot = torch.arange(chunk.end, device=query.device)
         row = rows[:, slot // page.block_size]
