@@ -18,7 +18,7 @@ from vllm_h2o.policy import Budget
         ("budget_basis", "max_model_len, prompt, request"),
         ("granularity", "token, block"),
         ("prefill", "full, window, chunked"),
-        ("score", "sum, sum_squares, mean, mean_squares"),
+        ("score", "sum, sum_squares, mean, mean_squares, replay"),
     ],
 )
 def test_choices_that_all_work(field: str, works: str) -> None:
@@ -83,6 +83,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], asked: str, fo
         ({"score": "mean"}, 1, True),
         ({"name": "h2o_mean"}, 2, True),
         ({"name": "h2o_mean", "score": "sum"}, 1, False),
+        ({"name": "h2o_replay"}, 2, True),
         ({"name": "random"}, 0, False),
     ],
 )
@@ -90,6 +91,7 @@ def test_scores(options: dict[str, Any], power: int, by_age: bool) -> None:
     """Each policy has a score of its own, which an option replaces."""
     config = KVPolicyConfig(**options)
     assert (config.score_power, config.score_by_age) == (power, by_age)
+    assert config.score_replays == (config.name == "h2o_replay")
 
 
 @pytest.mark.parametrize(

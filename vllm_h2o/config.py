@@ -17,7 +17,7 @@ _CHOICES = {
     "budget_basis": ("max_model_len", "prompt", "request"),
     "granularity": ("token", "block"),
     "prefill": ("full", "window", "chunked"),
-    "score": ("sum", "sum_squares", "mean", "mean_squares"),
+    "score": ("sum", "sum_squares", "mean", "mean_squares", "replay"),
     "kernels": ("auto", "native", "torch"),
 }
 """Field -> the values that it takes."""
@@ -38,7 +38,7 @@ class KVPolicyConfig:
     """What a user may set.
 
     Args:
-        name: policy: h2o, h2o_mean, streaming, local, random or full.
+        name: policy: h2o, h2o_mean, h2o_replay, streaming, local, random or full.
         budget: tokens a sequence may hold. An int is that many slots; a float in (0, 1] is that
             share of ``budget_basis``; ``full`` is every token. Rounded up to whole pages. A request
             may bring its own, as ``kv_budget``.
@@ -55,8 +55,9 @@ class KVPolicyConfig:
             scored by its last queries alone; ``chunked``, after each chunk of it.
         observation_window: those last queries.
         score: what ranks: the ``sum`` of probabilities or ``sum_squares``; ``mean`` and
-            ``mean_squares`` divide them by the queries since the token was stored; None is the
-            policy's own default.
+            ``mean_squares`` divide them by the queries since the token was stored; ``replay`` is
+            ``mean_squares``, and in a prompt that of its queries, asked again from behind it; None
+            is the policy's own default.
         score_skip_recent: a query scores tokens that are at least so many positions older.
         seed: of the ``random`` policy, for requests that bring no seed of their own.
         kernels: on a CPU ``native`` (C++) or ``torch``; ``auto`` takes the fastest that are there.
@@ -117,12 +118,17 @@ class KVPolicyConfig:
         """Of the probabilities that are added to scores; 0 where attention adds nothing."""
         if self.policy.score is not ScoreKind.SUM:
             return 0
-        return 2 if self._own_score.endswith("_squares") else 1
+        return 2 if self._own_score.endswith("_squares") or self.score_replays else 1
 
     @property
     def score_by_age(self) -> bool:
         """Whether scores are ranked as means over the queries since a token was stored."""
-        return self._own_score.startswith("mean")
+        return self._own_score.startswith("mean") or self.score_replays
+
+    @property
+    def score_replays(self) -> bool:
+        """Whether a prompt's queries are asked again, from behind its end."""
+        return self._own_score == "replay"
 
     @property
     def shares_prefixes(self) -> bool:

@@ -8,7 +8,8 @@ one token possible, and ``logprobs_mode="raw_logprobs"`` reports what the model 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,23 +61,17 @@ class Judged:
     first: list[bool]
 
 
-def judge(
-    model: str,
-    policy: str | None,
-    options: dict[str, Any] | None,
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
-    max_model_len: int,
-    progress: bool = True,
-) -> list[Judged]:
-    """Run an engine over prompts, each with the tokens that it is made to say.
+@contextmanager
+def forced_engine(
+    model: str, policy: str | None, options: dict[str, Any] | None, max_model_len: int
+) -> Iterator[LLM]:
+    """An engine that says what it is made to.
 
     Args:
         model: folder.
         policy: name; None: stock vLLM.
         options: of the policy.
-        texts: (prompt, forced tokens) of each request.
         max_model_len: of the engine.
-        progress: show a bar.
 
     """
     settings: dict[str, Any] = {} if policy is None else {"kv_policy": policy}
@@ -94,6 +89,30 @@ def judge(
         logprobs_mode="raw_logprobs",
         **settings,
     )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def force(
+    llm: LLM,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    budgets: Sequence[int | None],
+    progress: bool = True,
+) -> list[Judged]:
+    """Make an engine go on with prompts as it is told.
+
+    Args:
+        llm: of :func:`forced_engine`.
+        texts: (prompt, forced tokens) of each request.
+        budgets: slots of each request; None: the engine's.
+        progress: show a bar.
+
+    """
     params = [
         SamplingParams(
             temperature=0,
@@ -101,19 +120,26 @@ def judge(
             ignore_eos=True,
             detokenize=False,
             logprobs=0,
-            extra_args={"forced": list(forced)},
+            extra_args={"forced": list(forced)} | ({} if budget is None else {"kv_budget": budget}),
         )
-        for _, forced in texts
+        for (_, forced), budget in zip(texts, budgets, strict=True)
     ]
     prompts = [{"prompt_token_ids": list(prompt)} for prompt, _ in texts]
-    try:
-        outputs = llm.generate(prompts, params, use_tqdm=progress)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
+    outputs = llm.generate(prompts, params, use_tqdm=progress)
     return [_judged(out, forced) for out, (_, forced) in zip(outputs, texts, strict=True)]
+
+
+def judge(
+    model: str,
+    policy: str | None,
+    options: dict[str, Any] | None,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    max_model_len: int,
+    progress: bool = True,
+) -> list[Judged]:
+    """One engine's view of some texts; see :func:`forced_engine` and :func:`force`."""
+    with forced_engine(model, policy, options, max_model_len) as llm:
+        return force(llm, texts, [None] * len(texts), progress)
 
 
 def _judged(output: Any, forced: Sequence[int]) -> Judged:

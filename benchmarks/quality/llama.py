@@ -54,7 +54,7 @@ class Llama:
         q, k, v = (self._project(x, layer, f"self_attn.{name}_proj") for name in "qkv")
         shape = (*x.shape[:2], -1, self.head_size)
         q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
-        q, k = self._rotate(q, start), self._rotate(k, start)
+        q, k = self.rotate(q, start), self.rotate(k, start)
         return q.unflatten(1, (self.num_kv_heads, -1)), k, v
 
     def finish(self, layer: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -86,10 +86,11 @@ class Llama:
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weights[name], self.eps)
 
-    def _rotate(self, x: torch.Tensor, start: int) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, start: int, step: int = 1) -> torch.Tensor:
+        """[..., T, D], turned as far as positions ``start``, ``start + step``, ... are from 0."""
         half = self.head_size // 2
         inverse = self.theta ** (-torch.arange(half, dtype=torch.float32) / half)
-        position = torch.arange(start, start + x.shape[2], dtype=torch.float32)
+        position = start + step * torch.arange(x.shape[-2], dtype=torch.float32)
         angle = position[:, None] * inverse
         cos, sin = angle.cos(), angle.sin()
         a, b = x[..., :half], x[..., half:]

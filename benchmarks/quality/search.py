@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -13,69 +12,54 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.quality import tasks, texts
+from benchmarks.quality import tasks
 from benchmarks.quality.llama import Llama
+from benchmarks.quality.plans import slots
 from benchmarks.quality.simulate import Context, teacher_forced_nll
+from benchmarks.quality.tables import print_table, record, row
+from benchmarks.quality.tasks import Task
 from benchmarks.quality.variants import BASELINES, CANDIDATES, Variant
-from benchmarks.record import append_rows, machine_name
-from demo.smollm2 import MODEL, model_dir
+from demo.smollm2 import model_dir
 
-LENGTH, PROMPT = 1024, 256
 NAMES = ("moby_dick", "union_1850s", "union_1990s")
-WINDOWS = 2
-NLL_SLOTS, RECALL_SLOTS = (52, 103), (205, 307)
-"""5 and 10 per cent, 20 and 30 per cent of 1024."""
-CONTEXTS = {"passkey": 24, "pairs": 8}
 VARIANTS = (*BASELINES, *CANDIDATES)
+PROSE_SHARES, RECALL_SHARES = (0.05, 0.1, 0.2), (0.2, 0.3)
 
 
-def nll_rows(model: Llama, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def prose_rows(by: str, model: Llama, task: Task) -> Iterator[dict[str, Any]]:
     """Nats above the full cache's, over the tokens behind the prompt."""
-    windows = [texts.windows(tokenizer, name, WINDOWS, LENGTH) for name in NAMES]
-    ids = torch.cat(windows)
-    full = teacher_forced_nll(model, ids, PROMPT, None)
+    ids, prompt = torch.cat([task.context, task.tail], 1), task.context.shape[1]
+    anything = torch.zeros_like(task.tail)
+
+    def figures(variant: Variant | None, capacity: int) -> list[float]:
+        torch.manual_seed(0)
+        nats = teacher_forced_nll(model, ids, prompt, variant, capacity)
+        return task.figures(nats[:, prompt - 1 :], anything)
+
+    full = figures(None, 0)
+    yield row(by, task, "full", 1.0, task.length, full, full)
     for variant in VARIANTS:
-        for slots in NLL_SLOTS:
-            torch.manual_seed(0)
-            nll = teacher_forced_nll(model, ids, PROMPT, variant, slots)
-            excess = (nll - full)[:, PROMPT:].mean(1)
-            by_text = excess.view(len(NAMES), WINDOWS).mean(1).tolist()
-            named = {name: round(x, 4) for name, x in zip(NAMES, by_text, strict=True)}
-            yield {
-                "measure": "nll above full",
-                "variant": variant.name,
-                "slots": slots,
-                "mean": round(float(excess.mean()), 4),
-                "std": round(float(excess.std()), 4),
-                "count": len(excess),
-                **named,
-            }
+        for share in PROSE_SHARES:
+            kept = slots(share, task.length)
+            yield row(by, task, variant.name, share, kept, figures(variant, kept), full)
 
 
-def recall_rows(model: Llama, tokenizer: Tokenizer, name: str) -> Iterator[dict[str, Any]]:
+def recall_rows(by: str, model: Llama, task: Task) -> Iterator[dict[str, Any]]:
     """Answers found, of a context that is evicted from before the question is asked."""
-    task = {"passkey": tasks.passkey, "pairs": tasks.pairs}[name](tokenizer, CONTEXTS[name], LENGTH)
     everything = Variant("full")
     context = Context(model, task.context, (everything, *VARIANTS))
-    enough = LENGTH + task.tail.shape[1]
-    for variant in (everything, *VARIANTS):
-        for slots in (enough,) if variant is everything else RECALL_SLOTS:
-            torch.manual_seed(0)
-            hits = context.hits(task.tail, variant, slots)
-            found = [
-                float(answer)
-                for which in range(int(task.answers.max()) + 1)
-                for answer in hits[:, task.answers == which].all(1)
-            ]
-            yield {
-                "measure": name,
-                "variant": variant.name,
-                "slots": slots,
-                "mean": round(statistics.fmean(found), 4),
-                "std": round(statistics.stdev(found), 4),
-                "count": len(found),
-                **dict.fromkeys(NAMES, ""),
-            }
+    nothing = torch.zeros(task.tail.shape)
+
+    def figures(variant: Variant, capacity: int) -> list[float]:
+        torch.manual_seed(0)
+        return task.figures(nothing, context.hits(task.tail, variant, capacity))
+
+    full = figures(everything, task.length + task.tail.shape[1])
+    yield row(by, task, "full", 1.0, task.length, full, full)
+    for variant in VARIANTS:
+        for share in RECALL_SHARES:
+            kept = slots(share, task.length)
+            yield row(by, task, variant.name, share, kept, figures(variant, kept), full)
 
 
 def main() -> None:
@@ -89,22 +73,17 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     folder = model_dir("float32")
     model, tokenizer = Llama(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
-    same = {
-        "machine": machine_name(),
-        "torch": version("torch"),
-        "model": MODEL,
-        "length": LENGTH,
-        "prompt": PROMPT,
-    }
-    for rows in (
-        recall_rows(model, tokenizer, "passkey"),
-        nll_rows(model, tokenizer),
-        recall_rows(model, tokenizer, "pairs"),
-    ):
-        for row in rows:
-            print(*(row[key] for key in ("measure", "variant", "slots", "mean", "std")), flush=True)
-            if args.csv:
-                append_rows(args.csv, [same | row])
+    by = f"simulation, torch {version('torch')}"
+    rows = [
+        record(found, args.csv)
+        for rows in (
+            recall_rows(by, model, tasks.passkey(tokenizer, 24, 1024)),
+            recall_rows(by, model, tasks.pairs(tokenizer, 8, 1024)),
+            prose_rows(by, model, tasks.prose(tokenizer, NAMES, 2, 1024, 768)),
+        )
+        for found in rows
+    ]
+    print_table(rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 
 from benchmarks.quality.llama import Llama
-from benchmarks.quality.variants import Ranks, Variant, given, novelty, prompt_score
+from benchmarks.quality.variants import Ranks, Variant, given, novelty, prompt_score, replayed
 
 
 class Slots:
@@ -68,14 +68,45 @@ class Slots:
             self.victim = ranks.argmin(-1, keepdim=True)
 
 
+def ask_again(model: Llama, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Probabilities [W, H, G, n, n] of a prompt's queries, asked once more from behind its end.
+
+    Query ``i`` is turned to position ``n + i``, and sees every token: as if the prompt were read a
+    second time, by the queries that it had when it was read first.
+    """
+    again = model.rotate(query, key.shape[2], step=0) * model.scale
+    logits = torch.matmul(again.flatten(2, 3), key.transpose(2, 3))
+    return logits.softmax(-1).unflatten(2, query.shape[2:4])
+
+
 def attend_layer(
-    variant: Variant, capacity: int, prompt: int, logits: torch.Tensor, key: torch.Tensor
+    variant: Variant,
+    capacity: int,
+    prompt: int,
+    logits: torch.Tensor,
+    key: torch.Tensor,
+    again: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Turn a layer's logits [W, H, G, T, T] into probabilities of what is resident, in place."""
+    """Turn a layer's logits into probabilities of what is resident.
+
+    Args:
+        variant: what stays.
+        capacity: slots.
+        prompt: tokens that are evicted from at their end.
+        logits: [W, H, G, T, T], overwritten.
+        key: [W, H, T, D].
+        again: [W, H, G, n, n], of the prompt: see :func:`ask_again`.
+
+    Returns:
+        ``logits``.
+
+    """
     first = (..., slice(0, prompt), slice(0, prompt))
     causal = torch.ones(prompt, prompt, dtype=torch.bool).triu(1)
     probs = torch.softmax(logits[first].masked_fill(causal, -torch.inf), dim=-1)
     score = prompt_score(variant, probs)
+    if again is not None:
+        score = score + replayed(variant, again)
     logits[..., :prompt, :] = 0.0
     logits[first] = probs
     slots = Slots(variant, capacity, key[:, :, :prompt], score)
@@ -119,7 +150,10 @@ def teacher_forced_nll(
             causal = torch.ones(buffer.shape[-2:], dtype=torch.bool).triu(1)
             probs = buffer.masked_fill_(causal, -torch.inf).softmax(-1)
         else:
-            probs = attend_layer(variant, capacity, prompt, buffer, key)
+            again = None
+            if variant.replay:
+                again = ask_again(model, query[..., :prompt, :], key[:, :, :prompt])
+            probs = attend_layer(variant, capacity, prompt, buffer, key, again)
         attended = torch.matmul(probs.flatten(2, 3), value).view_as(query)
         x = model.finish(layer, x, attended)
     return model.nll(x[:, :-1], ids[:, 1:])
@@ -150,8 +184,12 @@ class Context:
                 probs = probs.softmax(-1)
                 outs.append(torch.matmul(probs.flatten(2, 3), v).view_as(q))
                 shared: dict[object, torch.Tensor] = {}
+                again = ask_again(model, q, k) if any(v.replay for v in variants) else probs
                 for variant in variants:
-                    scores[variant.name].append(prompt_score(variant, probs, shared))
+                    score = prompt_score(variant, probs, shared)
+                    if variant.replay:
+                        score = score + replayed(variant, again)
+                    scores[variant.name].append(score)
             x = model.finish(layer, x, torch.cat(outs))
             self.layers.append((key, value, {n: torch.cat(parts) for n, parts in scores.items()}))
         self.guess = model.logits(x[:, -1]).argmax(-1)

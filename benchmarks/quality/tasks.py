@@ -1,15 +1,15 @@
-"""Retrieval tasks of our own, seeded: a context, and questions about it that come afterwards."""
+"""What is asked of a model: a context, evicted from at its end, and what is forced afterwards."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.quality.texts import documents
+from benchmarks.quality.texts import documents, windows
 
 NOUNS = """
     lion river house table garden window mountain teacher bridge train doctor island captain kitchen
@@ -22,16 +22,60 @@ class Task:
     """W instances of one length.
 
     Args:
-        context: [W, n] token ids: what is to be remembered, in prose.
-        tail: [W, S] token ids: the question and its answer, or several of them.
-        answer: [S], bool: which tokens of the tail are answers.
-        answers: [S], int64: which answer, from 0, a token belongs to; -1 elsewhere.
+        name: in tables.
+        context: [W, n] token ids: a text, or what is to be remembered, in prose.
+        tail: [W, S] token ids: how it goes on, or the question and its answer, or several of them.
+        answers: [S], int64: which answer, from 0, a token belongs to; -1 elsewhere. Without any the
+            tail is prose, and judged by what it costs.
 
     """
 
+    name: str
     context: torch.Tensor
     tail: torch.Tensor
     answers: torch.Tensor
+
+    @property
+    def length(self) -> int:
+        """Of which budgets are shares: a text with its tail, a context without its questions."""
+        return int(self.context.shape[1]) + (int(self.tail.shape[1]) if self.costs else 0)
+
+    @property
+    def costs(self) -> bool:
+        """Whether figures are nats: less is better. Otherwise they are answers found."""
+        return bool((self.answers < 0).all())
+
+    def figures(self, nats: torch.Tensor, first: torch.Tensor) -> list[float]:
+        """One for each window, or for each answer.
+
+        The first token of a tail does not count as prose: it follows the context, from which
+        nothing was evicted while it was computed.
+
+        Args:
+            nats: [W, S], what tokens of the tail cost.
+            first: [W, S], whether each was the model's own choice.
+
+        """
+        if self.costs:
+            return list(nats[:, 1:].mean(1).tolist())
+        which = range(int(self.answers.max()) + 1)
+        return [float(hit) for i in which for hit in first[:, self.answers == i].all(1)]
+
+
+def prose(tokenizer: Tokenizer, names: Sequence[str], count: int, length: int, tail: int) -> Task:
+    """Windows of real texts, in the order of the texts: how does each go on?
+
+    Args:
+        tokenizer: of the model.
+        names: of texts.
+        count: windows of each.
+        length: of a window.
+        tail: the part of it that is forced.
+
+    """
+    ids = torch.cat([windows(tokenizer, name, count, length) for name in names])
+    cut = length - tail
+    return Task("prose", ids[:, :cut], ids[:, cut:], torch.full((tail,), -1))
 
 
 def passkey(tokenizer: Tokenizer, count: int, length: int, seed: int = 0) -> Task:
@@ -46,7 +90,7 @@ def passkey(tokenizer: Tokenizer, count: int, length: int, seed: int = 0) -> Tas
         question = "\n\nQuestion: What is the pass key?\nAnswer: The pass key is "
         return [(depth, fact)], [(question, key)]
 
-    return _build(tokenizer, count, length, seed, instance)
+    return _build("passkey", tokenizer, count, length, seed, instance)
 
 
 def pairs(tokenizer: Tokenizer, count: int, length: int, seed: int = 0) -> Task:
@@ -67,7 +111,7 @@ def pairs(tokenizer: Tokenizer, count: int, length: int, seed: int = 0) -> Task:
         asked = [(f"{'.' if j else ''}{q}", a) for j, (q, a) in enumerate(asked)]
         return said, asked
 
-    return _build(tokenizer, count, length, seed, instance)
+    return _build("pairs", tokenizer, count, length, seed, instance)
 
 
 Instance = Callable[[int, random.Random], tuple[list[tuple[float, str]], list[tuple[str, str]]]]
@@ -77,16 +121,18 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _build(tokenizer: Tokenizer, count: int, length: int, seed: int, instance: Instance) -> Task:
-    prose = _ids(tokenizer, "\n\n".join(documents("union_1920s")))
+def _build(
+    name: str, tokenizer: Tokenizer, count: int, length: int, seed: int, instance: Instance
+) -> Task:
+    hays = _ids(tokenizer, "\n\n".join(documents("union_1920s")))
     contexts, tails, answers = [], [], []
     for index in range(count):
         rng = random.Random(f"{seed} {index}")
         said, asked = instance(index, rng)
         facts = [(depth, _ids(tokenizer, text)) for depth, text in said]
         room = length - sum(len(fact) for _, fact in facts)
-        start = rng.randrange(len(prose) - room)
-        hay = prose[start : start + room]
+        start = rng.randrange(len(hays) - room)
+        hay = hays[start : start + room]
         context: list[int] = []
         used = 0
         for depth, fact in facts:
@@ -105,4 +151,4 @@ def _build(tokenizer: Tokenizer, count: int, length: int, seed: int, instance: I
         answers.append(which)
     if any(which != answers[0] for which in answers):
         raise ValueError("the questions differ in length")
-    return Task(torch.tensor(contexts), torch.tensor(tails), torch.tensor(answers[0]))
+    return Task(name, torch.tensor(contexts), torch.tensor(tails), torch.tensor(answers[0]))

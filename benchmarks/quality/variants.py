@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,7 @@ class Variant:
         age: the score is divided by the queries since the token came, to this power.
         diversity: share of the heavy slots that go to keys unlike the mean key (KeyDiff).
         random: rank by a number drawn for each token.
+        replay: weight of what a prompt's queries give when asked again from behind its end.
 
     """
 
@@ -35,6 +36,7 @@ class Variant:
     age: float = 0.0
     diversity: float = 0.0
     random: bool = False
+    replay: float = 0.0
 
 
 BASELINES = (
@@ -54,6 +56,9 @@ CANDIDATES = (
     Variant("sum / sqrt(age)", age=0.5),
     Variant("mean of squares", power=2, age=1.0),
     Variant("squares / sqrt(age)", power=2, age=0.5),
+    Variant("replay, squares", power=2, replay=1.0),
+    Variant("replay, mean of squares", power=2, age=1.0, replay=1.0),
+    Variant("replay x 4, mean of squares", recent=0.3, power=2, age=1.0, replay=4.0),
     Variant("key diversity", power=0, diversity=1.0),
     Variant("half key diversity", diversity=0.5),
     Variant("squares, half key diversity", power=2, diversity=0.5),
@@ -129,6 +134,23 @@ def prompt_score(
     if variant.decay != 1:
         received = received * (variant.decay ** (length - 1 - index).float())[:, None]
     return received.sum(2)
+
+
+def replayed(variant: Variant, probs: torch.Tensor) -> torch.Tensor:
+    """What a prompt's queries give to its tokens when asked once more, from behind its end.
+
+    Args:
+        variant: what is asked for; a mean is one over the queries that are asked again.
+        probs: [W, H, G, n, n], of every query over every token.
+
+    Returns:
+        [W, H, n].
+
+    """
+    length = probs.shape[-1]
+    received = variant.replay * given(replace(variant, skip_recent=0), probs, torch.zeros(1)).sum(2)
+    since = (length - torch.arange(length)) / length
+    return received * since.float() ** variant.age
 
 
 @dataclass

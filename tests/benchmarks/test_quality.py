@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks.quality.__main__ import QUICK, Bench
+from benchmarks.quality.__main__ import Bench
+from benchmarks.quality.plans import QUICK, slots
+from benchmarks.quality.tables import row
+from benchmarks.quality.tasks import Task
 from benchmarks.quality.texts import TextsUnavailableError, archive
 from demo.smollm2 import model_dir
 
@@ -16,19 +20,33 @@ def test_orders() -> None:
         archive()
     except TextsUnavailableError as error:
         pytest.skip(str(error))
-    bench = Bench(QUICK, model_dir("float32"), progress=False)
-    rows = {row["policy"]: row for row in bench.rows()}
-    above = {policy: row["nll_above_full"] for policy, row in rows.items()}
+    bench = Bench({"quick": QUICK}, model_dir("float32"), progress=False)
+    rows = {row["policy"]: row for row in bench.rows(QUICK.policies)}
+    above = {policy: row["above_full"] for policy, row in rows.items()}
     assert above["full"] == 0
     for policy in ("h2o", "h2o_mean"):
         assert 0 < above[policy] < 0.25 * min(above["local"], above["random"]), above
-    whole, _ = bench.judge("h2o", QUICK.length)
-    full, _ = bench.judge("full", None)
-    for ours, theirs in zip(whole, full, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-4)
+    with bench.engine("h2o", {}) as llm:
+        (whole,) = bench.figures(llm, "quick", [bench.tasks["quick"].length])
+    assert sum(whole) / len(whole) == pytest.approx(rows["full"]["mean"], abs=1e-4)
 
 
 def test_what_is_measured_comes_after_an_eviction() -> None:
     """Every scored token follows a prompt that is longer than the budget."""
     for share in QUICK.shares:
-        assert share * QUICK.length < QUICK.prompt
+        assert slots(share, 384) < 128
+
+
+def test_figures() -> None:
+    """Prose costs what its tokens but the first cost; an answer is all of its tokens."""
+    nats = torch.tensor([[9.0, 1.0, 2.0], [9.0, 3.0, 5.0]])
+    first = torch.tensor([[True, True, False], [False, True, True]])
+    context = torch.zeros(2, 5, dtype=torch.int64)
+    tail = torch.zeros(2, 3, dtype=torch.int64)
+    prose = Task("prose", context, tail, torch.tensor([-1, -1, -1]))
+    assert prose.figures(nats, first) == [1.5, 4.0]
+    asked = Task("asked", context, tail, torch.tensor([-1, 0, 1]))
+    assert asked.figures(nats, first) == [1.0, 1.0, 0.0, 1.0]
+    assert (prose.length, asked.length) == (8, 5)
+    found = row("test", prose, "h2o", 0.5, 16, [1.5, 4.0], [1.0, 4.0])
+    assert (found["mean"], found["above_full"], found["worse_than_full"]) == (2.75, 0.25, 1)

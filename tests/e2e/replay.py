@@ -159,6 +159,9 @@ class Replay:
         grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
         prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
         ends_prompt = plan.in_prompt and plan.logical_end == prompt_len
+        again = None
+        if impl.turn is not None and plan.num_new > 1:
+            again = self._turned(grouped[:, head], plan.num_new)
         return self.heads[where].step(
             grouped[:, head],
             key[:, head].double(),
@@ -166,6 +169,18 @@ class Replay:
             ends_prompt,
             scores,
             plan.scores_from,
+            again,
+        )
+
+    def _turned(self, query: torch.Tensor, distance: int) -> torch.Tensor:
+        """[T, G, D], as asked ``distance`` positions later, by the model's own theta."""
+        hf_config = self.scheduler.vllm_config.model_config.hf_config
+        half = query.shape[-1] // 2
+        powers = torch.arange(half, dtype=torch.float64) / half
+        angle = distance * hf_config.rope_parameters["rope_theta"] ** -powers
+        a, b = query[..., :half], query[..., half:]
+        return torch.cat(
+            [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
         )
 
     def _compare(

@@ -91,6 +91,8 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"budget": 0.5, "budget_basis": "prompt"},
         {"granularity": "block", "recent_ratio": 0.1, "budget": 80, "num_sink_tokens": 2},
         {"budget": 0.4, "budget_basis": "request", "min_budget": 32, "score": "mean"},
+        {"score": "replay", "num_sink_tokens": 2},
+        {"score": "replay", "prefill": "chunked"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

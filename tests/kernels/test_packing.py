@@ -11,6 +11,7 @@ from vllm_h2o.kernels.batch import PromptChunk, Scoring, page_rows
 from vllm_h2o.kernels.cpu import prompt
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.reference import Strip, attend_and_score, pack_survivors
+from vllm_h2o.kernels.reference import replay as reference_replay
 
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 BLOCKS, LENGTH, KEEP = [5, 2, 8, 1], 57, 31
@@ -69,6 +70,25 @@ def test_window_scores(
             attend_and_score(own, strip, 0.2, power, skip_recent, watch_from)
             torch.testing.assert_close(given[head].double(), strip.score, rtol=1e-5, atol=1e-6)
     assert torch.equal(page.score.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("num_tokens", [57, 20])
+def test_replay(power: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference's, in tiles of any size; slots behind the chunk's stay as they were."""
+    query = torch.randn(num_tokens, 6, 64)
+    for tile in (7, packing.QUERY_TILE):
+        monkeypatch.setattr(packing, "QUERY_TILE", tile)
+        page, chunk = shared(None, num_tokens, 0)
+        before = strips(page, BLOCKS, 64)
+        packing.replay(page, chunk, query, 0.2, Scoring(power, by_age=True, replays=True))
+        for head, strip in enumerate(strips(page, BLOCKS, LENGTH)):
+            expected = Strip(*(getattr(before[head], name)[:LENGTH] for name in VIEWS))
+            own = query.double().unflatten(1, (2, 3))[:, head]
+            reference_replay(own, expected, 0.2, power)
+            torch.testing.assert_close(strip.score, expected.score, rtol=1e-5, atol=1e-6)
+            after = strips(page, BLOCKS, 64)[head].score[LENGTH:]
+            torch.testing.assert_close(after, before[head].score[LENGTH:], equal_nan=True)
 
 
 @pytest.mark.parametrize("given", [False, True])

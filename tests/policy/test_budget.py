@@ -85,7 +85,15 @@ def test_parts_that_do_not_add_up(parts: tuple[int, int, int, int]) -> None:
 
 def test_policies() -> None:
     """Each policy is found by its own name, and no ranking is asked for without a score."""
-    assert list(POLICIES) == ["h2o", "h2o_mean", "streaming", "local", "random", "full"]
+    assert list(POLICIES) == [
+        "h2o",
+        "h2o_mean",
+        "h2o_replay",
+        "streaming",
+        "local",
+        "random",
+        "full",
+    ]
     for name, policy in POLICIES.items():
         assert policy.name == name
         assert policy.summary

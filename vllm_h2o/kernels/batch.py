@@ -19,6 +19,7 @@ class Scoring:
         by_page: whether pages are ranked, by the sum of their tokens' scores, and not tokens.
         by_age: whether a score is ranked as a mean: divided by the number of queries since the
             token was stored, its own among them.
+        replays: whether the queries of a prompt's chunk are asked again, from behind its end.
 
     """
 
@@ -26,7 +27,11 @@ class Scoring:
     skip_recent: int = 0
     by_page: bool = False
     by_age: bool = False
+    replays: bool = False
 
+
+REPLAY_WEIGHT = 4.0
+"""How much a prompt's queries count when they are asked again, beside a mean over all others."""
 
 DECODE_ORDERS = (
     "token",

@@ -2,13 +2,14 @@
 
 Twin of ``reference.pack_survivors``, batched over KV heads. What runs on the pages that requests
 share: scores of an observation window are kept beside them, and survivors are copied out of them.
+And what a prompt's queries add to scores when they are asked a second time.
 """
 
 from __future__ import annotations
 
 import torch
 
-from vllm_h2o.kernels.batch import PromptChunk, Scoring, page_rows
+from vllm_h2o.kernels.batch import REPLAY_WEIGHT, PromptChunk, Scoring, page_rows
 from vllm_h2o.kernels.page import Page
 
 PLAIN = Scoring()
@@ -93,6 +94,33 @@ def window_scores(
         probs = probabilities(tile, key, chunk.start + asked, scale)
         received += given(probs, chunk.position + asked, position, scoring)
     return received
+
+
+def replay(
+    page: Page, chunk: PromptChunk, again: torch.Tensor, scale: float, scoring: Scoring
+) -> None:
+    """Add to the scores what a chunk's queries give when they are asked again, from behind its end.
+
+    Twin of ``reference.replay``: every query sees every token, its own and later ones too.
+
+    Args:
+        page: the chunk is stored; scores are written.
+        chunk: of a prompt.
+        again: [T, Hq, D], its queries, turned T positions onwards.
+        scale: of the logits.
+        scoring: the power of what is added; as a mean over these T queries, since means are ranked.
+
+    """
+    rows, heads, end = own_rows(page, chunk), page.num_kv_heads, chunk.end
+    key = page.key[rows].view(heads, -1, again.shape[2])[:, :end].to(torch.float32)
+    received = torch.zeros(heads, end, device=again.device)
+    for tile in again.split(QUERY_TILE):
+        last_seen = torch.full((len(tile),), end - 1, device=again.device)
+        received += probabilities(tile, key, last_seen, scale).pow(scoring.power).sum(dim=(1, 2))
+    slot = torch.arange(end, device=again.device).expand(heads, end)
+    at = _at(rows, slot, page.block_size)
+    age = chunk.position_end - page.position[at]
+    page.score[at] += REPLAY_WEIGHT / chunk.num_tokens * age * received
 
 
 def pack_survivors(

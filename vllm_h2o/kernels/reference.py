@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_h2o.kernels.batch import REPLAY_WEIGHT
+
 
 @dataclass
 class Strip:
@@ -98,6 +100,26 @@ def attend_and_score(
         given = (probs.pow(power) * old[:, None, :])[scores_from:]
         strip.score = strip.score + given.sum(dim=(0, 1)).to(strip.score.dtype)
     return torch.einsum("tgj,jd->tgd", probs, strip.value)
+
+
+def replay(again: torch.Tensor, strip: Strip, scale: float, power: int) -> None:
+    """``P = softmax(q' K^T * scale); score[j] += w * age[j] * mean_queries sum_group P[., j]^p``.
+
+    Not of the paper: a chunk's queries are asked once more, from behind its end, as if it were read
+    a second time by the queries that it had. So a token scores that only a later mention of what
+    stands before it would look for, and no query of the text itself has.
+
+    Args:
+        again: [T, G, D], the chunk's queries, turned T positions onwards.
+        strip: written: scores. The chunk is in its last T slots.
+        scale: of the logits.
+        power: of the probabilities that are added.
+
+    """
+    logits = torch.einsum("tgd,jd->tgj", again, strip.key) * scale
+    given = torch.softmax(logits, dim=-1).pow(power).sum(dim=1).mean(dim=0)
+    age = int(strip.position.max()) + 1 - strip.position
+    strip.score = strip.score + (REPLAY_WEIGHT * age * given).to(strip.score.dtype)
 
 
 def select_victims(
@@ -227,6 +249,7 @@ class Head:
         ends_prompt: bool = False,
         scores: Sequence[float] | None = None,
         scores_from: int = 0,
+        again: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute T tokens: a chunk of the prompt, or one token after it.
 
@@ -237,6 +260,7 @@ class Head:
             ends_prompt: whether the last of them is the last of the prompt.
             scores: [T] first scores; zeros unless given.
             scores_from: position from which on queries add to scores.
+            again: [T, G, D], the queries, turned T positions onwards, where they are asked again.
 
         Returns:
             [T, G, D].
@@ -249,6 +273,8 @@ class Head:
             self.logical_len += 1
         silent = min(max(scores_from - self.logical_len + key.shape[0], 0), key.shape[0])
         out = attend_and_score(query, self.strip, self.scale, self.power, self.skip_recent, silent)
+        if again is not None:
+            replay(again, self.strip, self.scale, self.power)
         full = len(self.strip) >= self.capacity
         if self.in_prompt:
             if full and (ends_prompt or self.packs_chunks):

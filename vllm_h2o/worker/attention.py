@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
-from vllm_h2o.kernels.packing import window_scores
+from vllm_h2o.kernels.packing import replay, window_scores
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.scoring import random_scores
 from vllm_h2o.policy import ScoreKind
@@ -67,6 +68,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.draws = config.policy.score is ScoreKind.RANDOM
         self.heads = heads_of_rank(get_current_vllm_config(), self.num_kv_heads)
         self.victims: torch.Tensor | None = None
+        self.turn: Callable[[torch.Tensor, int], torch.Tensor] | None = None
 
     def forward(
         self,
@@ -108,12 +110,22 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if attn_metadata.prompts:
             chunks = attn_metadata.prompts
             kernels.prefill(page, chunks, *step, first, self.scale, scoring, output)
-            if scoring.power:
+            if scoring.replays:
+                self._replay(page, attn_metadata, query)
+            elif scoring.power:
                 self._watch(layer, page, attn_metadata, query)
         for batch in attn_metadata.decodes:
             victims = self._victims(page)
             kernels.decode(page, batch, victims, *step, first, self.scale, scoring, output)
         return output
+
+    def _replay(self, page: Page, metadata: HeavyHitterMetadata, query: torch.Tensor) -> None:
+        """Ask the queries of each chunk again, from behind its end."""
+        if self.turn is None:
+            raise IntegrityError("queries are to be asked again, and nothing turns them")
+        for chunk in metadata.prompts:
+            again = self.turn(query[chunk.tokens], chunk.position_end)
+            replay(page, chunk, again, self.scale, metadata.scoring)
 
     def _watch(
         self, layer: torch.nn.Module, page: Page, metadata: HeavyHitterMetadata, query: torch.Tensor

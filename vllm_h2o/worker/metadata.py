@@ -86,6 +86,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             skip_recent=config.score_skip_recent,
             by_page=config.granularity == "block",
             by_age=config.score_by_age,
+            replays=config.score_replays,
         )
         self.draws = config.policy.score is ScoreKind.RANDOM
         self.kernels = choose_kernels(vllm_config, kv_cache_spec, device, config)

@@ -1,0 +1,77 @@
+"""What is measured: tasks, budgets and policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from benchmarks.quality import tasks, texts
+from benchmarks.quality.tasks import Task
+
+BLOCK_SIZE = 16
+Make = Callable[[Tokenizer], Task]
+
+POLICIES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "h2o": ("h2o", {}),
+    "h2o squares": ("h2o", {"score": "sum_squares"}),
+    "h2o_mean": ("h2o_mean", {}),
+    "streaming": ("streaming", {}),
+    "random": ("random", {}),
+    "local": ("local", {}),
+}
+"""By the name in tables: a policy, and its options."""
+
+
+def slots(share: float, length: int) -> int:
+    """A share of a length, in whole pages."""
+    return BLOCK_SIZE * max(1, round(share * length / BLOCK_SIZE))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One task, run with each policy and budget.
+
+    Args:
+        make: the task.
+        shares: budgets, as shares of its length.
+        policies: names in :data:`POLICIES`.
+
+    """
+
+    make: Make
+    shares: Sequence[float]
+    policies: Sequence[str] = tuple(POLICIES)
+
+
+def prose(length: int, forced: int, count: int, names: Sequence[str] = texts.TEXTS) -> Make:
+    """``count`` windows of each text."""
+    return partial(tasks.prose, names=names, count=count, length=length, tail=forced)
+
+
+AFTER: tuple[Make, ...] = (
+    prose(1024, 64, 4),
+    partial(tasks.passkey, count=30, length=1024),
+    partial(tasks.pairs, count=8, length=1024),
+)
+"""Judged after one compression, at the end of the context: what kvpress does, too."""
+SHARES_AFTER = (0.1, 0.2, 0.3, 0.5)
+
+SCORED = ("h2o", "h2o_mean", "streaming")
+PLANS: Mapping[str, Plan] = {
+    "1k": Plan(prose(1024, 768, 3), (0.05, 0.1, 0.2, 0.4, 0.6)),
+    "novel": Plan(prose(1536, 1280, 4, ("moby_dick",)), (0.05, 0.1, 0.2)),
+    "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), SCORED),
+    "4k": Plan(prose(4096, 3840, 1), (0.05, 0.1, 0.2), SCORED),
+    "after": Plan(AFTER[0], SHARES_AFTER),
+    "passkey": Plan(AFTER[1], SHARES_AFTER),
+    "pairs": Plan(AFTER[2], SHARES_AFTER),
+    "passkey 2k": Plan(partial(tasks.passkey, count=12, length=2048), (0.2,), SCORED),
+    "passkey 4k": Plan(partial(tasks.passkey, count=12, length=4096), (0.2,), SCORED),
+}
+"""In the engine, by the name on the command line."""
+QUICK = Plan(prose(384, 256, 2, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o_mean", "local", "random"))
+"""Five minutes, orders only."""

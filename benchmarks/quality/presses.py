@@ -1,0 +1,136 @@
+"""kvpress beside it: ``python -m benchmarks.quality.presses``, in an environment of its own.
+
+A press compresses a context once, at its end; what is forced afterwards is added to what it left.
+The environment: see benchmarks/README.md (kvpress wants another transformers than vLLM does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import kvpress
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from benchmarks.quality.plans import AFTER, SHARES_AFTER, slots
+from benchmarks.quality.tables import print_table, record, row
+from benchmarks.quality.tasks import Task
+from demo.smollm2 import model_dir
+
+PRESSES = {
+    "ObservedAttention": kvpress.ObservedAttentionPress,
+    "SnapKV": kvpress.SnapKVPress,
+    "Knorm": kvpress.KnormPress,
+    "StreamingLLM": kvpress.StreamingLLMPress,
+    "KeyDiff": kvpress.KeyDiffPress,
+    "ExpectedAttention": kvpress.ExpectedAttentionPress,
+}
+BATCH = 4
+"""Contexts at once: eager attention holds all probabilities of a layer."""
+
+
+class Several(kvpress.BasePress):  # type: ignore[misc]
+    """Lets several presses compress the cache of one forward pass, each for itself.
+
+    Args:
+        presses: by anything.
+
+    """
+
+    def __init__(self, presses: Mapping[Any, Any]) -> None:
+        self.presses = presses
+        self.caches = {key: DynamicCache() for key in presses}
+
+    def post_init_from_model(self, model: Any) -> None:
+        """Show each press the model."""
+        for press in self.presses.values():
+            press.post_init_from_model(model)
+
+    def compress(
+        self, module: Any, hidden: Any, keys: Any, values: Any, attentions: Any, kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep what each press leaves of a layer, and leave the layer as it is."""
+        for key, press in self.presses.items():
+            left = press.compress(module, hidden, keys, values, attentions, kwargs)
+            self.caches[key].update(*left, module.layer_idx)
+        return keys, values
+
+
+Wanted = tuple[str, int]
+"""A press, and how many tokens it leaves; ``("full", length)`` leaves all."""
+
+
+@torch.no_grad()
+def judge(model: Any, wanted: Sequence[Wanted], task: Task) -> dict[Wanted, list[float]]:
+    """The figures of a task, by press and tokens left of each context.
+
+    Args:
+        model: of transformers, with eager attention.
+        wanted: what to compare.
+        task: contexts and tails.
+
+    """
+    length, size = task.context.shape[1], task.tail.shape[1]
+    nats: dict[Wanted, list[torch.Tensor]] = {key: [] for key in wanted}
+    first: dict[Wanted, list[torch.Tensor]] = {key: [] for key in wanted}
+    for context, tail in zip(task.context.split(BATCH), task.tail.split(BATCH), strict=True):
+        # int(n * (1 - ratio)) tokens stay: the half keeps rounding from taking one.
+        several = Several(
+            {
+                (name, kept): PRESSES[name](compression_ratio=1 - (kept + 0.5) / length)
+                for name, kept in wanted
+                if name != "full"
+            }
+        )
+        cache = DynamicCache()
+        with several(model):
+            guess = model(context, past_key_values=cache, logits_to_keep=1).logits
+        position = torch.arange(length, length + size - 1).expand(len(tail), -1)
+        for key in wanted:
+            left = several.caches.get(key, cache)
+            if any(layer.keys.shape[2] != min(key[1], length) for layer in left.layers):
+                raise RuntimeError(f"{key[0]} did not leave {key[1]} of {length} tokens")
+            rest = model(tail[:, :-1], past_key_values=left, position_ids=position).logits
+            logits = torch.cat([guess, rest], 1)
+            loss = torch.nn.functional.cross_entropy(logits.mT, tail, reduction="none")
+            nats[key].append(loss)
+            first[key].append(logits.argmax(-1) == tail)
+    return {key: task.figures(torch.cat(nats[key]), torch.cat(first[key])) for key in wanted}
+
+
+def main() -> None:
+    """Compare, print the table and append to the CSV."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality.presses", description=__doc__
+    )
+    parser.add_argument("--csv", type=Path, help="append the figures to this file")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    folder = model_dir("float32")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    by, rows = f"kvpress {version('kvpress')}", []
+    for make in AFTER:
+        task = make(tokenizer)
+        shares = {slots(share, task.length): share for share in SHARES_AFTER}
+        full = ("full", task.length)
+        wanted = [full, *((name, kept) for name in PRESSES for kept in shares)]
+        figures = judge(model, wanted, task)
+        for key in wanted:
+            share = shares.get(key[1], 1.0)
+            found = row(by, task, key[0], share, key[1], figures[key], figures[full])
+            rows.append(record(found, args.csv))
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
