@@ -21,18 +21,21 @@ from benchmarks.quality import tasks
 from benchmarks.quality.llama import Llama
 from benchmarks.quality.plans import slots
 from benchmarks.quality.search import NAMES
-from benchmarks.quality.simulate import attend_layer
-from benchmarks.quality.variants import BASELINES, CANDIDATES, Variant
+from benchmarks.quality.simulate import ask_again, attend_layer
+from benchmarks.quality.variants import BUILT, Variant
 from benchmarks.record import append_rows, machine_name
 from demo.smollm2 import MODEL, model_dir
 
-SHOWN = ("h2o", "squares", "mean of squares", "streaming", "random", "local")
-VARIANTS = tuple(variant for variant in (*BASELINES, *CANDIDATES) if variant.name in SHOWN)
 LENGTH, PROMPT, SHARES = 1024, 256, (0.05, 0.1, 0.2)
 
 
 def retained(
-    full: torch.Tensor, variant: Variant, capacity: int, logits: torch.Tensor, key: torch.Tensor
+    full: torch.Tensor,
+    variant: Variant,
+    capacity: int,
+    logits: torch.Tensor,
+    key: torch.Tensor,
+    again: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shares of the attention behind the prompt that a policy holds, and that the best set would.
 
@@ -42,12 +45,14 @@ def retained(
         capacity: slots.
         logits: [W, H, G, T, T], overwritten.
         key: [W, H, T, D].
+        again: [W, H, G, n, n], of the prompt: see :func:`ask_again`.
 
     Returns:
         [H] each, means over windows, queries and the GQA group.
 
     """
-    held = attend_layer(variant, capacity, PROMPT, logits, key)[..., PROMPT:, :] > 0
+    given = again if variant.replay else None
+    held = attend_layer(variant, capacity, PROMPT, logits, key, given)[..., PROMPT:, :] > 0
     asked = full[..., PROMPT:, :]
     mine = (asked * held).sum(-1).mean((0, 2, 3))
     best = asked.mean(2).topk(capacity, dim=-1).values.sum(-1).mean((0, 2))
@@ -64,11 +69,12 @@ def figures(model: Llama, ids: torch.Tensor) -> Iterator[dict[str, Any]]:
         logits = torch.matmul((query * model.scale).flatten(2, 3), key.transpose(2, 3))
         logits = logits.unflatten(2, query.shape[2:4])
         full = logits.masked_fill(causal, -torch.inf).softmax(-1)
-        for variant in VARIANTS:
+        again = ask_again(model, query[..., :PROMPT, :], key[:, :, :PROMPT])
+        for variant in BUILT:
             for share in SHARES:
                 capacity = slots(share, LENGTH)
                 torch.manual_seed(0)
-                mine, best = retained(full, variant, capacity, logits.clone(), key)
+                mine, best = retained(full, variant, capacity, logits.clone(), key, again)
                 for head in range(model.num_kv_heads):
                     yield {
                         "policy": variant.name,
@@ -102,7 +108,7 @@ def main() -> None:
     rows = [same | row for row in figures(Llama(folder), torch.cat([task.context, task.tail], 1))]
     if args.csv:
         append_rows(args.csv, rows)
-    for variant in VARIANTS:
+    for variant in BUILT:
         for share in SHARES:
             mine = [r for r in rows if (r["policy"], r["share"]) == (variant.name, share)]
             parts = [r["retained"] / r["best"] for r in mine]

@@ -19,6 +19,7 @@ POLICIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "h2o": ("h2o", {}),
     "h2o squares": ("h2o", {"score": "sum_squares"}),
     "h2o_mean": ("h2o_mean", {}),
+    "h2o_replay": ("h2o_replay", {}),
     "streaming": ("streaming", {}),
     "random": ("random", {}),
     "local": ("local", {}),
@@ -60,15 +61,14 @@ AFTER: tuple[Make, ...] = (
 """Judged after one compression, at the end of the context: what kvpress does, too."""
 SHARES_AFTER = (0.1, 0.2, 0.3, 0.5)
 
-SCORED = ("h2o", "h2o_mean", "streaming")
+SCORED = ("h2o", "h2o_mean", "h2o_replay")
 PLANS: Mapping[str, Plan] = {
     "1k": Plan(prose(1024, 768, 3), (0.05, 0.1, 0.2, 0.4, 0.6)),
     "novel": Plan(prose(1536, 1280, 4, ("moby_dick",)), (0.05, 0.1, 0.2)),
-    "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), SCORED),
-    "4k": Plan(prose(4096, 3840, 1), (0.05, 0.1, 0.2), SCORED),
-    "after": Plan(AFTER[0], SHARES_AFTER),
-    "passkey": Plan(AFTER[1], SHARES_AFTER),
-    "pairs": Plan(AFTER[2], SHARES_AFTER),
+    "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), (*SCORED, "streaming")),
+    "pairs": Plan(AFTER[2], (0.2, 0.3), SCORED),
+    "passkey": Plan(AFTER[1], (0.2, 0.3), SCORED),
+    "4k": Plan(prose(4096, 3840, 1), (0.05, 0.1, 0.2), (*SCORED, "streaming")),
     "passkey 2k": Plan(partial(tasks.passkey, count=12, length=2048), (0.2,), SCORED),
     "passkey 4k": Plan(partial(tasks.passkey, count=12, length=4096), (0.2,), SCORED),
 }

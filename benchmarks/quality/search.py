@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,20 @@ from tokenizers import Tokenizer
 
 from benchmarks.quality import tasks
 from benchmarks.quality.llama import Llama
-from benchmarks.quality.plans import slots
+from benchmarks.quality.plans import AFTER, SHARES_AFTER, slots
 from benchmarks.quality.simulate import Context, teacher_forced_nll
 from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
-from benchmarks.quality.variants import BASELINES, CANDIDATES, Variant
+from benchmarks.quality.variants import BUILT, CANDIDATES, Variant
 from demo.smollm2 import model_dir
 
 NAMES = ("moby_dick", "union_1850s", "union_1990s")
-VARIANTS = (*BASELINES, *CANDIDATES)
-PROSE_SHARES, RECALL_SHARES = (0.05, 0.1, 0.2), (0.2, 0.3)
+PROSE_SHARES, CANDIDATE_SHARES = (0.05, 0.1), (0.2, 0.3)
 
 
-def prose_rows(by: str, model: Llama, task: Task) -> Iterator[dict[str, Any]]:
+def prose_rows(
+    by: str, model: Llama, task: Task, variants: Sequence[Variant], shares: Sequence[float]
+) -> Iterator[dict[str, Any]]:
     """Nats above the full cache's, over the tokens behind the prompt."""
     ids, prompt = torch.cat([task.context, task.tail], 1), task.context.shape[1]
     anything = torch.zeros_like(task.tail)
@@ -38,16 +39,18 @@ def prose_rows(by: str, model: Llama, task: Task) -> Iterator[dict[str, Any]]:
 
     full = figures(None, 0)
     yield row(by, task, "full", 1.0, task.length, full, full)
-    for variant in VARIANTS:
-        for share in PROSE_SHARES:
+    for variant in variants:
+        for share in shares:
             kept = slots(share, task.length)
             yield row(by, task, variant.name, share, kept, figures(variant, kept), full)
 
 
-def recall_rows(by: str, model: Llama, task: Task) -> Iterator[dict[str, Any]]:
+def recall_rows(
+    by: str, model: Llama, task: Task, variants: Sequence[Variant]
+) -> Iterator[dict[str, Any]]:
     """Answers found, of a context that is evicted from before the question is asked."""
     everything = Variant("full")
-    context = Context(model, task.context, (everything, *VARIANTS))
+    context = Context(model, task.context, (everything, *variants))
     nothing = torch.zeros(task.tail.shape)
 
     def figures(variant: Variant, capacity: int) -> list[float]:
@@ -56,8 +59,8 @@ def recall_rows(by: str, model: Llama, task: Task) -> Iterator[dict[str, Any]]:
 
     full = figures(everything, task.length + task.tail.shape[1])
     yield row(by, task, "full", 1.0, task.length, full, full)
-    for variant in VARIANTS:
-        for share in RECALL_SHARES:
+    for variant in variants:
+        for share in SHARES_AFTER if variant in BUILT else CANDIDATE_SHARES:
             kept = slots(share, task.length)
             yield row(by, task, variant.name, share, kept, figures(variant, kept), full)
 
@@ -68,21 +71,25 @@ def main() -> None:
         prog="python -m benchmarks.quality.search", description=__doc__
     )
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
+    parser.add_argument("--built", action="store_true", help="only what the engine has, too")
+    parser.add_argument("--only", nargs="+", choices=("passkey", "pairs", "after", "prose"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     folder = model_dir("float32")
     model, tokenizer = Llama(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
     by = f"simulation, torch {version('torch')}"
-    rows = [
-        record(found, args.csv)
-        for rows in (
-            recall_rows(by, model, tasks.passkey(tokenizer, 24, 1024)),
-            recall_rows(by, model, tasks.pairs(tokenizer, 8, 1024)),
-            prose_rows(by, model, tasks.prose(tokenizer, NAMES, 2, 1024, 768)),
-        )
-        for found in rows
-    ]
+    every = BUILT if args.built else (*BUILT, *CANDIDATES)
+    after, passkey, pairs = (make(tokenizer) for make in AFTER)
+    parts = {
+        "passkey": lambda: recall_rows(by, model, passkey, every),
+        "pairs": lambda: recall_rows(by, model, pairs, every),
+        "after": lambda: prose_rows(by, model, after, BUILT, SHARES_AFTER),
+        "prose": lambda: prose_rows(
+            by, model, tasks.prose(tokenizer, NAMES, 2, 1024, 768), every, PROSE_SHARES
+        ),
+    }
+    rows = [record(found, args.csv) for name in args.only or parts for found in parts[name]()]
     print_table(rows)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_h2o.kernels.batch import REPLAY_WEIGHT
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -39,29 +41,30 @@ class Variant:
     replay: float = 0.0
 
 
-BASELINES = (
+BUILT = (
     Variant("h2o"),
+    Variant("h2o squares", power=2),
+    Variant("h2o_mean", power=2, age=1.0),
+    Variant("h2o_replay", power=2, age=1.0, replay=REPLAY_WEIGHT),
     Variant("streaming", recent=1.0, sinks=4, power=0),
     Variant("random", power=0, random=True),
     Variant("local", recent=1.0, power=0),
 )
+"""What the engine has, too, by the names of :data:`benchmarks.quality.plans.POLICIES`."""
 CANDIDATES = (
     Variant("recent 1/4", recent=0.25),
     Variant("4 sinks", sinks=4),
-    Variant("squares", power=2),
     Variant("largest", running_max=True),
     Variant("skip 16", skip_recent=16),
     Variant("decay 0.99", decay=0.99),
     Variant("mean", age=1.0),
     Variant("sum / sqrt(age)", age=0.5),
-    Variant("mean of squares", power=2, age=1.0),
     Variant("squares / sqrt(age)", power=2, age=0.5),
-    Variant("replay, squares", power=2, replay=1.0),
-    Variant("replay, mean of squares", power=2, age=1.0, replay=1.0),
-    Variant("replay x 4, mean of squares", recent=0.3, power=2, age=1.0, replay=4.0),
     Variant("key diversity", power=0, diversity=1.0),
     Variant("half key diversity", diversity=0.5),
-    Variant("squares, half key diversity", power=2, diversity=0.5),
+    Variant("replay x 1", power=2, age=1.0, replay=1.0),
+    Variant("replay x 16", power=2, age=1.0, replay=16.0),
+    Variant("replay, recent 0.3", recent=0.3, power=2, age=1.0, replay=REPLAY_WEIGHT),
 )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
+from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.worker.attention import HeavyHitterImpl
 
@@ -77,3 +79,17 @@ def _adds_up(rotary: RotaryEmbedding) -> bool:
     """Whether the turn of position 0 is none: one that also scales would scale twice."""
     cos, sin = rotary.cos_sin_cache[0].chunk(2)
     return bool((cos == 1).all() and (sin == 0).all())
+
+
+class BindsTurns:
+    """Mixed into vLLM's worker class: finds what turns queries, where a policy asks them again."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model; see :func:`bind`."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        config = KVPolicyConfig.from_additional_config(self.vllm_config.additional_config)
+        if config is not None and config.score_replays:
+            bind(self.model_runner.get_model())
