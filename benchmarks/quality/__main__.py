@@ -27,17 +27,19 @@ class Bench:
 
     Args:
         plans: by name.
-        model: folder.
+        dtype: of weights and cache.
         progress: show bars.
 
     """
 
     plans: Mapping[str, Plan]
-    model: Path
+    dtype: str
     progress: bool = True
+    model: Path = field(init=False)
     tasks: dict[str, Task] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.model = model_dir(self.dtype)
         tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
         self.tasks = {name: plan.make(tokenizer) for name, plan in self.plans.items()}
 
@@ -56,11 +58,11 @@ class Bench:
     def engine(self, policy: str, options: dict[str, Any]) -> Any:
         """An engine that is long enough for every task."""
         longest = max(t.context.shape[1] + t.tail.shape[1] for t in self.tasks.values())
-        return forced_engine(str(self.model), policy, options, longest)
+        return forced_engine(str(self.model), policy, options, longest, self.dtype)
 
     def rows(self, policies: Sequence[str] = tuple(POLICIES)) -> Iterator[dict[str, Any]]:
         """One for each task, policy and budget; the full cache first."""
-        by = f"engine, vLLM {version('vllm')}, float32"
+        by = f"engine, vLLM {version('vllm')}, {self.dtype}"
         full = {}
         with self.engine("full", {}) as llm:
             for name, task in self.tasks.items():
@@ -87,11 +89,12 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     parser.add_argument("--only", nargs="+", default=list(PLANS), choices=PLANS)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     plans = {"quick": QUICK} if args.quick else {name: PLANS[name] for name in args.only}
-    bench = Bench(plans, model_dir("float32"))
+    bench = Bench(plans, args.dtype)
     print_table([record(found, args.csv) for found in bench.rows(args.policies)])
 
 

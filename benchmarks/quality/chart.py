@@ -21,17 +21,20 @@ GREYS = ("#222222", "#555555", "#777777", "#999999", "#aaaaaa", "#bbbbbb")
 MARKERS = "os*D^vxPXhd<>"
 
 
-def panel(row: Mapping[str, Any]) -> str:
-    """The panel that a row belongs to."""
-    forced = (row["forced"],) if row["task"] == "prose" else ()
-    return " ".join(map(str, (row["task"], row["length"], *forced)))
+def panel(row: Mapping[str, Any]) -> str | None:
+    """The panel of a row: prose as the engine ran it; answers where every budget was tried."""
+    if row["task"] == "prose":
+        name = f"prose {row['length']} {row['forced']}"
+        return name if name in PANELS and row["by"].startswith("engine") else None
+    name = f"{row['task']} {row['length']}"
+    return name if name in PANELS and not row["by"].startswith("engine") else None
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """A panel for each task, a line for each policy in colour and each press in grey.
 
     Args:
-        rows: of one model.
+        rows: of one model; of equal ones the last counts.
         path: of the image.
 
     """
@@ -43,49 +46,48 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "quality"
     shown = [name for name in PANELS if any(panel(row) == name for row in rows)]
     figure, axes = pyplot.subplots(1, len(shown), figsize=(4.6 * len(shown), 3.9), squeeze=False)
-    names = dict.fromkeys(row["policy"] for row in rows if row["policy"] != "full")
-    presses = [name for name in names if name not in POLICIES]
-    styles = dict(zip((*POLICIES, *presses), MARKERS, strict=False))
-    colors = dict(zip((*POLICIES, *presses), COLORS[: len(POLICIES)] + GREYS, strict=False))
+    handles: dict[str, Any] = {}
     for axis, name in zip(axes[0], shown, strict=True):
-        mine = [row for row in rows if panel(row) == name]
-        costs = name.startswith("prose")
-        column, unit = ("above_full", 1) if costs else ("mean", 100)
-        for policy in names:
-            points = sorted(
-                (100 * float(r["share"]), unit * float(r[column]))
-                for r in mine
-                if r["policy"] == policy
-            )
-            if points:
-                axis.plot(
-                    *zip(*points, strict=True),
-                    color=colors[policy],
-                    marker=styles[policy],
-                    markersize=4,
-                    linestyle="-" if policy in POLICIES else ":",
-                    label=policy if policy in POLICIES else f"kvpress {policy}",
-                )
-        if costs:
-            axis.set_yscale("log")
-        else:
-            full = next(100 * float(r["mean"]) for r in mine if r["policy"] == "full")
-            axis.axhline(full, color="black", linewidth=0.8, linestyle="--", label="full cache")
-            axis.set_ylim(-3, 103)
-        axis.set_ylabel(PANELS[name])
-        axis.set_xlabel("budget, % of the tokens")
-        axis.grid(alpha=0.3)
-    handles = {
-        label: handle
-        for axis in axes[0]
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
+        handles |= _fill(axis, name, [row for row in rows if panel(row) == name])
     figure.legend(
         handles.values(), handles.keys(), loc="lower center", ncols=min(7, len(handles)), fontsize=8
     )
     figure.suptitle(f"{rows[0]['model']}, judged after eviction", fontsize=10)
     figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(path, metadata={"Creator": None, "Date": None})
+
+
+def _fill(axis: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Draw one panel; its lines by their labels."""
+    costs = name.startswith("prose")
+    column, unit = ("above_full", 1) if costs else ("mean", 100)
+    last = {(row["policy"], 100 * float(row["share"])): unit * float(row[column]) for row in rows}
+    policies = list(dict.fromkeys(policy for policy, _ in last))
+    presses = [policy for policy in policies if policy not in POLICIES and policy != "full"]
+    for policy in (*POLICIES, *presses):
+        points = sorted((share, value) for (of, share), value in last.items() if of == policy)
+        if not points:
+            continue
+        ours = policy in POLICIES
+        index = list(POLICIES).index(policy) if ours else presses.index(policy)
+        axis.plot(
+            *zip(*points, strict=True),
+            color=(COLORS if ours else GREYS)[index],
+            marker=MARKERS[index],
+            markersize=4,
+            linestyle="-" if ours else ":",
+            label=policy if ours else f"kvpress {policy}",
+        )
+    if costs:
+        axis.set_yscale("log")
+    else:
+        axis.axhline(last["full", 100.0], color="black", linestyle="--", label="full cache")
+        axis.set_ylim(-3, 103)
+    axis.set_ylabel(PANELS[name])
+    axis.set_xlabel("budget, % of the tokens")
+    axis.grid(alpha=0.3)
+    lines, labels = axis.get_legend_handles_labels()
+    return dict(zip(labels, lines, strict=True))
 
 
 def main() -> None:

@@ -63,7 +63,11 @@ class Judged:
 
 @contextmanager
 def forced_engine(
-    model: str, policy: str | None, options: dict[str, Any] | None, max_model_len: int
+    model: str,
+    policy: str | None,
+    options: dict[str, Any] | None,
+    max_model_len: int,
+    dtype: str = "float32",
 ) -> Iterator[LLM]:
     """An engine that says what it is made to.
 
@@ -72,6 +76,7 @@ def forced_engine(
         policy: name; None: stock vLLM.
         options: of the policy.
         max_model_len: of the engine.
+        dtype: of weights and cache.
 
     """
     settings: dict[str, Any] = {} if policy is None else {"kv_policy": policy}
@@ -79,7 +84,7 @@ def forced_engine(
         settings["kv_policy_config"] = options
     llm = LLM(
         model=model,
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE if policy else STOCK_BLOCK_SIZE,

@@ -63,7 +63,7 @@ SHARES_AFTER = (0.1, 0.2, 0.3, 0.5)
 
 SCORED = ("h2o", "h2o_mean", "h2o_replay")
 PLANS: Mapping[str, Plan] = {
-    "1k": Plan(prose(1024, 768, 3), (0.05, 0.1, 0.2, 0.4, 0.6)),
+    "1k": Plan(prose(1024, 768, 2), (0.05, 0.1, 0.2, 0.4, 0.6)),
     "novel": Plan(prose(1536, 1280, 4, ("moby_dick",)), (0.05, 0.1, 0.2)),
     "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), (*SCORED, "streaming")),
     "pairs": Plan(AFTER[2], (0.2, 0.3), SCORED),

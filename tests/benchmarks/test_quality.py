@@ -10,7 +10,6 @@ from benchmarks.quality.plans import QUICK, slots
 from benchmarks.quality.tables import row
 from benchmarks.quality.tasks import Task
 from benchmarks.quality.texts import TextsUnavailableError, archive
-from demo.smollm2 import model_dir
 
 
 @pytest.mark.timeout(1200)
@@ -20,7 +19,7 @@ def test_orders() -> None:
         archive()
     except TextsUnavailableError as error:
         pytest.skip(str(error))
-    bench = Bench({"quick": QUICK}, model_dir("float32"), progress=False)
+    bench = Bench({"quick": QUICK}, "float32", progress=False)
     rows = {row["policy"]: row for row in bench.rows(QUICK.policies)}
     above = {policy: row["above_full"] for policy, row in rows.items()}
     assert above["full"] == 0

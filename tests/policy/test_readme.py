@@ -1,0 +1,23 @@
+"""What vllm_h2o/policy/README.md says can be done, done."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vllm_h2o import policy
+from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.policy import base
+
+
+def test_the_policy_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its few lines are a policy, with sinks, a recent window and a random rest."""
+    text = (Path(policy.__file__).parent / "README.md").read_text()
+    assert len(text.splitlines()) <= 20
+    names = dict(vars(base))
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)  # type: ignore[index]
+    monkeypatch.setitem(policy.POLICIES, "scatter", names["SCATTER"])
+    budget = KVPolicyConfig(name="scatter", budget=64, seed=7).resolve(1024, 16)
+    assert (budget.num_sinks, budget.num_heavy, budget.num_recent) == (4, 29, 30)
