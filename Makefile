@@ -7,6 +7,7 @@ STAMP := .venv/.setup-complete
 KERNELS := vllm_h2o/kernels/cpu
 LIBRARIES := $(KERNELS)/h2o_portable.so
 PROCESSES ?= 2
+RESULTS := benchmarks/results
 
 .DEFAULT_GOAL := help
 .PHONY: help venv native demo test soak bench bench-quality gpu-check lint clean
@@ -33,9 +34,13 @@ bench: $(STAMP) $(LIBRARIES)  ## stock vLLM against h2o: table, CSV and chart (1
 gpu-check:  ## on a machine with a GPU and vLLM: correctness, then speed; `PYTHON=` names its Python
 	@$(PYTHON) -m benchmarks.gpu
 
-bench-quality: $(STAMP)  ## what a budget costs: table, CSV and chart (40 minutes on two cores)
+bench-quality: $(STAMP) $(LIBRARIES)  ## what a budget costs: tables, CSVs and chart (2 hours on two cores)
 	@VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.quality \
-	    --csv benchmarks/results/quality.csv --chart benchmarks/results/quality.svg
+	    --csv $(RESULTS)/quality.csv
+	@$(BIN)/python -m benchmarks.quality.search --csv $(RESULTS)/quality_search.csv
+	@$(BIN)/python -m benchmarks.quality.mass --csv $(RESULTS)/quality_mass.csv
+	@$(BIN)/python -m benchmarks.quality.chart $(RESULTS)/quality.csv $(RESULTS)/quality_search.csv \
+	    $(RESULTS)/quality_presses.csv $(RESULTS)/quality.svg
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .

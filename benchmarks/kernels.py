@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ from vllm import _custom_ops as ops
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.cpu import native
+from vllm_h2o.kernels.packing import replay
 from vllm_h2o.kernels.page import Page
 
 Call = Callable[[], object]
@@ -88,15 +89,23 @@ def our_decode(kernels: native.NativeKernels, shape: Shape, batch: int, length: 
     return lambda: kernels.decode(page, described, victims, *step)
 
 
-def our_prompt(kernels: native.NativeKernels, shape: Shape, length: int) -> Call:
-    """A whole prompt."""
+def our_prompt(
+    kernels: native.NativeKernels, shape: Shape, length: int, again: bool = False
+) -> Call:
+    """A whole prompt, whose queries may be asked again."""
     table = tables(1, length)
     page = empty_page(shape, table.numel() + 1)
     chunk = PromptChunk(slice(0, length), table[0], 0, 0, 0, 0, 0, 0)
     query, key, value = tokens(shape, length)
     out, scale = torch.empty(query.shape, dtype=DTYPE), shape.head_size**-0.5
     step = (query, key, value, None, scale, Scoring(), out)
-    return lambda: kernels.prefill(page, [chunk], *step)
+
+    def call() -> None:
+        kernels.prefill(page, [chunk], *step)
+        if again:
+            replay(page, chunk, query, scale, Scoring(power=2))
+
+    return call
 
 
 def stock(shape: Shape, batch: int, length: int, num_queries: int) -> Call:
@@ -209,34 +218,48 @@ def memcpy_rate(budget: float) -> float:
     return 2 * COLD_BYTES / statistics.median(times)
 
 
-def rows(kernels: native.NativeKernels, budget: float, quick: bool) -> list[dict[str, Any]]:
+def decode_row(
+    kernels: native.NativeKernels, budget: float, shape: Shape, batch: int, length: int
+) -> dict[str, Any]:
+    """One step of a batch, its caches out of reach of the second-level cache."""
+    moved = shape.kv_bytes(batch * length)
+    copies = max(2, min(MOST_COPIES, COLD_BYTES // moved))
+    ours = [our_decode(kernels, shape, batch, length) for _ in range(copies)]
+    theirs = [stock(shape, batch, length, 1) for _ in range(copies)]
+    # The ceiling of the same minute: other work on the machine takes its share of both.
+    ceiling = memcpy_rate(budget / 4)
+    figures = alternate(ours, theirs, budget).figures(copies)
+    rate = moved / figures["ours_us"] * 1e6
+    what = {"kernel": "decode", "model": shape.model, "batch": batch, "length": length}
+    rates = {"gb_per_s": rate / 1e9, "memcpy_gb_per_s": ceiling / 1e9}
+    rates |= {"of_memcpy": rate / ceiling, "tflop_per_s": 0.0}
+    return what | figures | {name: round(x, 3) for name, x in rates.items()}
+
+
+def prompt_row(
+    kernels: native.NativeKernels, budget: float, shape: Shape, length: int, again: bool
+) -> dict[str, Any]:
+    """A whole prompt, attended to and scored; its queries asked again, or not."""
+    ours = [our_prompt(kernels, shape, length, again)]
+    figures = alternate(ours, [stock(shape, 1, length, length)], budget).figures(1)
+    flop = (6 if again else 2) * length * length * shape.num_heads * shape.head_size
+    what = {"kernel": "replayed prompt" if again else "prompt", "model": shape.model}
+    rates = {"gb_per_s": 0.0, "memcpy_gb_per_s": 0.0, "of_memcpy": 0.0}
+    rates["tflop_per_s"] = round(flop / figures["ours_us"] / 1e6, 3)
+    return what | {"batch": 1, "length": length} | figures | rates
+
+
+def rows(
+    kernels: native.NativeKernels, budget: float, quick: bool, only: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """A row for each shape, kernel and length."""
-    table = []
     for shape in SHAPES[: 1 if quick else None]:
-        for batch, length in DECODES[: 1 if quick else None]:
-            moved = shape.kv_bytes(batch * length)
-            copies = max(2, min(MOST_COPIES, COLD_BYTES // moved))
-            ours = [our_decode(kernels, shape, batch, length) for _ in range(copies)]
-            theirs = [stock(shape, batch, length, 1) for _ in range(copies)]
-            # The ceiling of the same minute: other work on the machine takes its share of both.
-            ceiling = memcpy_rate(budget / 4)
-            figures = alternate(ours, theirs, budget).figures(copies)
-            rate = moved / figures["ours_us"] * 1e6
-            what = {"kernel": "decode", "model": shape.model, "batch": batch, "length": length}
-            rates = {"gb_per_s": rate / 1e9, "memcpy_gb_per_s": ceiling / 1e9}
-            rates |= {"of_memcpy": rate / ceiling, "tflop_per_s": 0.0}
-            table.append(what | figures | {name: round(x, 3) for name, x in rates.items()})
-            print(table[-1], flush=True)
-        for length in PROMPTS[: 1 if quick else None]:
-            ours, theirs = [our_prompt(kernels, shape, length)], [stock(shape, 1, length, length)]
-            figures = alternate(ours, theirs, budget).figures(1)
-            flop = 2 * length * length * shape.num_heads * shape.head_size
-            what = {"kernel": "prompt", "model": shape.model, "batch": 1, "length": length}
-            rates = {"gb_per_s": 0.0, "memcpy_gb_per_s": 0.0, "of_memcpy": 0.0}
-            rates["tflop_per_s"] = round(flop / figures["ours_us"] / 1e6, 3)
-            table.append(what | figures | rates)
-            print(table[-1], flush=True)
-    return table
+        if "decode" in only:
+            for batch, length in DECODES[: 1 if quick else None]:
+                yield decode_row(kernels, budget, shape, batch, length)
+        for kind in ("prompt", "replayed prompt"):
+            for length in PROMPTS[: 1 if quick else None] if kind in only else ():
+                yield prompt_row(kernels, budget, shape, length, kind != "prompt")
 
 
 def main() -> None:
@@ -247,6 +270,8 @@ def main() -> None:
     parser.add_argument("--variant", choices=native.available(), help="instead of the best")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each row")
     parser.add_argument("--quick", action="store_true", help="the first row of each kind alone")
+    kinds = ("decode", "prompt", "replayed prompt")
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if torch.cpu._is_amx_tile_supported():
@@ -258,9 +283,10 @@ def main() -> None:
         "variant": kernels.variant,
         "threads": args.threads,
     }
-    table = rows(kernels, 0.1 if args.quick else args.seconds, args.quick)
-    if args.csv:
-        append_rows(args.csv, [machine | row for row in table])
+    for row in rows(kernels, 0.1 if args.quick else args.seconds, args.quick, args.only):
+        print(row, flush=True)
+        if args.csv:
+            append_rows(args.csv, [machine | row])
 
 
 if __name__ == "__main__":
