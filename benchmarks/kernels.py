@@ -17,7 +17,6 @@ from vllm import _custom_ops as ops
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.cpu import native
-from vllm_h2o.kernels.packing import replay
 from vllm_h2o.kernels.page import Page
 
 Call = Callable[[], object]
@@ -103,7 +102,7 @@ def our_prompt(
     def call() -> None:
         kernels.prefill(page, [chunk], *step)
         if again:
-            replay(page, chunk, query, scale, Scoring(power=2))
+            kernels.replay(page, [chunk], query, scale, Scoring(power=2))
 
     return call
 

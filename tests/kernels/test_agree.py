@@ -175,6 +175,24 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("power", [1, 2])
+def test_replay(make: Callable[[Shape], Kernels], power: int) -> None:
+    """Scores; K, V and positions, and what lies behind the chunks, are left alone."""
+    chunks, owned = prompt_chunks(SHAPE, keeps=False)
+    theirs = filled(SHAPE, owned + 1, seed=8)
+    number(theirs, chunks)
+    ours = copied(theirs, SHAPE)
+    torch.manual_seed(9)
+    again = torch.randn(140, 6, 64)
+    scoring = Scoring(power, skip_recent=3, by_age=True, replays=True)
+    before = theirs.score.clone()
+    for kernels, page in ((TorchKernels(), theirs), (make(SHAPE), ours)):
+        kernels.replay(page, chunks, again, 0.2, scoring)
+    assert not torch.equal(theirs.score, before)
+    same(ours, theirs, owned)
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("ranked", ["tokens", "by_page", "by_age"])
 @pytest.mark.parametrize("negative", [False, True])
 def test_pack(make: Callable[[Shape], Kernels], ranked: str, negative: bool) -> None:

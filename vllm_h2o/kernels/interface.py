@@ -1,4 +1,4 @@
-"""What every set of kernels offers: the same three names, for whatever device."""
+"""What every set of kernels offers: the same four names, for whatever device."""
 
 from __future__ import annotations
 
@@ -78,6 +78,26 @@ class Kernels(Protocol):
             scale: of the logits.
             scoring: what is added to scores.
             out: written, in the rows of the chunks' tokens.
+
+        """
+
+    def replay(
+        self,
+        page: Page,
+        chunks: Sequence[PromptChunk],
+        again: torch.Tensor,
+        scale: float,
+        scoring: Scoring,
+    ) -> None:
+        """Score the chunks' tokens by their queries, asked again from behind them.
+
+        Args:
+            page: the chunks are stored; scores are written.
+            chunks: the chunks.
+            again: [T, Hq, D], the step's queries; a chunk's are turned as many positions onwards as
+                it has tokens.
+            scale: of the logits.
+            scoring: the power of what is added.
 
         """
 

@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
-from vllm_h2o.kernels.packing import replay, window_scores
+from vllm_h2o.kernels.packing import window_scores
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.scoring import random_scores
 from vllm_h2o.policy import ScoreKind
@@ -123,9 +123,10 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         """Ask the queries of each chunk again, from behind its end."""
         if self.turn is None:
             raise IntegrityError("queries are to be asked again, and nothing turns them")
+        again = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk in metadata.prompts:
-            again = self.turn(query[chunk.tokens], chunk.position_end)
-            replay(page, chunk, again, self.scale, metadata.scoring)
+            again[chunk.tokens] = self.turn(query[chunk.tokens], chunk.position_end)
+        metadata.kernels.replay(page, metadata.prompts, again, self.scale, metadata.scoring)
 
     def _watch(
         self, layer: torch.nn.Module, page: Page, metadata: HeavyHitterMetadata, query: torch.Tensor

@@ -1,4 +1,4 @@
-"""The three names in plain torch: what runs where nothing faster does."""
+"""The four names in plain torch: what runs where nothing faster does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.cpu import decode, prompt
-from vllm_h2o.kernels.packing import pack_survivors
+from vllm_h2o.kernels.packing import pack_survivors, replay
 from vllm_h2o.kernels.page import Page
 
 
@@ -58,6 +58,18 @@ class TorchKernels:
             prompt.store(page, chunk, key[tokens], value[tokens], score)
             attended = prompt.attend_and_score(page, chunk, query[tokens], scale, scoring)
             out[tokens] = attended.to(out.dtype)
+
+    def replay(
+        self,
+        page: Page,
+        chunks: Sequence[PromptChunk],
+        again: torch.Tensor,
+        scale: float,
+        scoring: Scoring,
+    ) -> None:
+        """Chunk by chunk."""
+        for chunk in chunks:
+            replay(page, chunk, again[chunk.tokens], scale, scoring)
 
     def pack_survivors(
         self, pages: Sequence[Page], chunks: Sequence[PromptChunk], scoring: Scoring

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.batch import REPLAY_WEIGHT, DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.page import Page
 
 FOLDER = Path(__file__).parent
@@ -32,7 +32,7 @@ VARIANTS: dict[str, frozenset[str]] = {
 HEAD_MULTIPLE = 16
 """What head sizes are whole multiples of."""
 LARGEST_HEAD = 1024
-LAYOUT = 2
+LAYOUT = 3
 """Counts the changes of the structs below; the libraries say which they were built with."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PAGE = struct.Struct("@qq4i")
@@ -156,7 +156,7 @@ def _open(variant: str) -> ctypes.CDLL:
             "it would read what it is handed wrongly",
             "Run `make native`, or reinstall vllm-h2o from its source",
         )
-    for name in ("h2o_decode", "h2o_prefill", "h2o_pack_survivors"):
+    for name in ("h2o_decode", "h2o_prefill", "h2o_replay", "h2o_pack_survivors"):
         library[name].restype = None
     library.h2o_prepare.restype = ctypes.c_int
     if not library.h2o_prepare():
@@ -260,6 +260,11 @@ def _tokens_bytes(
     )
 
 
+def _chunk_bytes(chunk: PromptChunk, scores_from: int) -> bytes:
+    where = (chunk.tokens.start, chunk.num_tokens, chunk.start, chunk.position)
+    return _CHUNK.pack(_table(chunk.table).data_ptr(), *where, scores_from)
+
+
 def _scoring_bytes(scoring: Scoring) -> bytes:
     if scoring.power not in (0, 1, 2):
         raise ValueError(f"scores are sums of powers 0, 1 or 2, not {scoring.power}")
@@ -292,6 +297,7 @@ class NativeKernels:
         self.variant = variant
         self._decode = library.h2o_decode
         self._prefill = library.h2o_prefill
+        self._replay = library.h2o_replay
         self._pack = library.h2o_pack_survivors
 
     def decode(
@@ -341,23 +347,30 @@ class NativeKernels:
         out: torch.Tensor,
     ) -> None:
         """Store chunks of prompts behind the slots in use, attend causally and score."""
-        described = b"".join(
-            _CHUNK.pack(
-                _table(chunk.table).data_ptr(),
-                chunk.tokens.start,
-                chunk.num_tokens,
-                chunk.start,
-                chunk.position,
-                chunk.scores_from,
-            )
-            for chunk in chunks
-        )
         self._prefill(
             _page_bytes(page),
-            described,
+            b"".join(_chunk_bytes(chunk, chunk.scores_from) for chunk in chunks),
             len(chunks),
             _tokens_bytes(page, query, key, value, first, out, scale),
             _scoring_bytes(scoring),
+        )
+
+    def replay(
+        self,
+        page: Page,
+        chunks: Sequence[PromptChunk],
+        again: torch.Tensor,
+        scale: float,
+        scoring: Scoring,
+    ) -> None:
+        """Score the chunks' tokens by their queries, asked again from behind them."""
+        self._replay(
+            _page_bytes(page),
+            b"".join(_chunk_bytes(chunk, 0) for chunk in chunks),
+            len(chunks),
+            _tokens_bytes(page, again, again, again, None, again, scale),
+            _scoring_bytes(scoring),
+            ctypes.c_float(REPLAY_WEIGHT),
         )
 
     def pack_survivors(

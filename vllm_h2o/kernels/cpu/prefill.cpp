@@ -8,6 +8,8 @@
 // tile's rows are held in full, [64, n] float32, which a second level cache has room for, so every
 // product is computed once and column sums, which need each row's final sum, are exact. Memory is
 // O(n), never O(n^2). Which thread takes which tile depends on their number alone, so sums do, too.
+//
+// The same without the mask, the values and the output asks a chunk's queries again: reference.replay.
 
 #include <algorithm>
 #include <type_traits>
@@ -51,12 +53,13 @@ class Prefill {
 
  public:
   Prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
-          const H2oScoring& scoring)
+          const H2oScoring& scoring, float replay)
       : page_(page),
         chunks_(chunks),
         num_chunks_(num_chunks),
         tokens_(tokens),
         scoring_(scoring),
+        replay_(replay),
         group_(tokens.num_heads / page.num_kv_heads),
         depth_(By::kPaired ? round_up(page.head_size, kDepth) : page.head_size) {
     const int subsets = (group_ + 3) / 4;
@@ -154,7 +157,7 @@ class Prefill {
     const T *keys[kBlock], *values[kBlock];
     for (int i = 0; i < count; ++i) {
       const int64_t slot = from + i;
-      if (slot >= chunk.start) {
+      if (slot >= chunk.start && !replay_) {
         const int64_t token = chunk.token + slot - chunk.start;
         const float first = tokens_.first ? tokens_.first[token * page_.num_kv_heads + h] : 0.0f;
         held.store(slot,
@@ -226,7 +229,8 @@ class Prefill {
     const H2oChunk& chunk = chunks_[tile.chunk];
     const Rows x = rows(thread);
     const int64_t num_rows = tile.heads * queries_;
-    const int64_t seen = chunk.start + std::min(tile.query + queries_, chunk.num_tokens);
+    const int64_t seen =
+        replay_ ? end(chunk) : chunk.start + std::min(tile.query + queries_, chunk.num_tokens);
     const int64_t width = round_up(seen, kBlock);
     const int64_t at = offset(tile.chunk, tile.head);
     read_queries(x, tile);
@@ -235,7 +239,7 @@ class Prefill {
       By::multiply(num_rows, kBlock,
                    Product<Element>{depth_, x.query, depth_, keys_ + (at + slot) * depth_, kBlock,
                                     x.logits + slot, stride_});
-      if (slot + kBlock > chunk.start + tile.query) hide(x, tile, slot);
+      if (slot + kBlock > (replay_ ? seen : chunk.start + tile.query)) hide(x, tile, slot);
       for (int64_t r = 0; r < num_rows; ++r) {
         Floats most = load(x.highest + r * kLanes);
         for (int i = 0; i < kBlock; i += kLanes) {
@@ -246,6 +250,7 @@ class Prefill {
     }
     for (int64_t r = 0; r < num_rows; ++r) soften(x, r, width);
     if (scoring_.power) give(x, tile, received_ + thread * offsets_[num_chunks_] + at, width);
+    if (replay_) return;
     By::multiply(num_rows, page_.head_size,
                  Product<Element>{width, x.weights, stride_, values_ + at * page_.head_size,
                                   page_.head_size, x.out, page_.head_size});
@@ -278,12 +283,12 @@ class Prefill {
     });
   }
 
-  // Slots behind a query's own, among [slot, slot + kBlock).
+  // Slots behind a query's own, or behind all, among [slot, slot + kBlock).
   void hide(const Rows& x, const QueryTile& tile, int64_t slot) const {
-    const int64_t start = chunks_[tile.chunk].start;
+    const int64_t start = chunks_[tile.chunk].start, all = end(chunks_[tile.chunk]);
     each_row(tile, [&](int64_t r, int, int64_t query) {
       float* logits = x.logits + r * stride_ + slot;
-      const int64_t first = std::max<int64_t>(start + query + 1 - slot, 0);
+      const int64_t first = std::max<int64_t>((replay_ ? all : start + query + 1) - slot, 0);
       for (int64_t i = first; i < kBlock; ++i) logits[i] = -kInfinity;
     });
   }
@@ -313,7 +318,7 @@ class Prefill {
       any |= gives;
     });
     if (!any) return;
-    if (scoring_.skip_recent) return give_to_old(x, tile, sums);
+    if (scoring_.skip_recent && !replay_) return give_to_old(x, tile, sums);
     const bool squares = scoring_.power == 2;
     constexpr int kVectors = kBlock / kLanes;
     for (int64_t i = 0; i < width; i += kBlock) {
@@ -370,9 +375,15 @@ class Prefill {
     const Strip<T> held = strip(c, h);
     const int64_t to = std::min(from + kBlock, end(chunks_[c]));
     const float* sums = received_ + offset(c, h);
+    const int64_t position_end = chunks_[c].position + chunks_[c].num_tokens;
+    const float weight = replay_ / static_cast<float>(chunks_[c].num_tokens);
     for (int64_t slot = from; slot < to; ++slot) {
       float sum = 0.0f;
       for (int i = 0; i < num_threads; ++i) sum += sums[i * offsets_[num_chunks_] + slot];
+      if (replay_) {
+        const int32_t* positions = held.positions(slot / page_.block_size);
+        sum *= weight * static_cast<float>(position_end - positions[slot % page_.block_size]);
+      }
       held.scores(slot / page_.block_size)[slot % page_.block_size] += sum;
     }
   }
@@ -382,6 +393,7 @@ class Prefill {
   int num_chunks_;
   const H2oTokens& tokens_;
   const H2oScoring& scoring_;
+  float replay_;  // weight of queries that are asked again; 0: the chunks are attended to
   int group_;
   int64_t depth_;
   int heads_;
@@ -406,7 +418,7 @@ using ForBf16 = Wide;
 
 template <class T, class By>
 void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
-             const H2oScoring& scoring) {
+             const H2oScoring& scoring, float replay) {
   for (int first = 0; first < num_chunks;) {
     int64_t slots = 0;
     int last = first;
@@ -415,9 +427,16 @@ void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const 
       if (slots > kMaxSlots && last > first) break;
       ++last;
     }
-    Prefill<T, By>(page, chunks + first, last - first, tokens, scoring).run();
+    Prefill<T, By>(page, chunks + first, last - first, tokens, scoring, replay).run();
     first = last;
   }
+}
+
+void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
+             const H2oScoring& scoring, float replay) {
+  if (page.type == kFloat) prefill<float, Wide>(page, chunks, num_chunks, tokens, scoring, replay);
+  if (page.type == kHalf) prefill<Half, Wide>(page, chunks, num_chunks, tokens, scoring, replay);
+  if (page.type == kBf16) prefill<Bf16, ForBf16>(page, chunks, num_chunks, tokens, scoring, replay);
 }
 
 }  // namespace
@@ -425,8 +444,11 @@ void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const 
 
 extern "C" void h2o_prefill(const H2oPage* page, const H2oChunk* chunks, int num_chunks,
                             const H2oTokens* tokens, const H2oScoring* scoring) {
-  using namespace h2o;
-  if (page->type == kFloat) prefill<float, Wide>(*page, chunks, num_chunks, *tokens, *scoring);
-  if (page->type == kHalf) prefill<Half, Wide>(*page, chunks, num_chunks, *tokens, *scoring);
-  if (page->type == kBf16) prefill<Bf16, ForBf16>(*page, chunks, num_chunks, *tokens, *scoring);
+  h2o::prefill(*page, chunks, num_chunks, *tokens, *scoring, 0.0f);
+}
+
+// Only the queries are read of the tokens; K of the chunks is in their pages.
+extern "C" void h2o_replay(const H2oPage* page, const H2oChunk* chunks, int num_chunks,
+                           const H2oTokens* tokens, const H2oScoring* scoring, float weight) {
+  h2o::prefill(*page, chunks, num_chunks, *tokens, *scoring, weight);
 }

@@ -17,7 +17,7 @@ Runtime& runtime() {
 extern "C" {
 
 // Which structs this was built with: LAYOUT in native.py.
-int h2o_layout() { return 2; }
+int h2o_layout() { return 3; }
 
 void h2o_use_runtime(const h2o::Runtime* functions) { h2o::runtime() = *functions; }
 

@@ -1,4 +1,4 @@
-"""The three names on a GPU: buffers that outlive a step, and the launches."""
+"""The four names on a GPU: buffers that outlive a step, and the launches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import triton
 
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.packing import replay
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.triton import decode, pack, prompt
 
@@ -181,6 +182,18 @@ class TritonKernels:
             **shape, **tiles, G=self.group, POWER=scoring.power,
             PRECISION=precision(page.key.dtype),
         )  # fmt: skip
+
+    def replay(
+        self,
+        page: Page,
+        chunks: Sequence[PromptChunk],
+        again: torch.Tensor,
+        scale: float,
+        scoring: Scoring,
+    ) -> None:
+        """Chunk by chunk, in torch: no kernel of its own."""
+        for chunk in chunks:
+            replay(page, chunk, again[chunk.tokens], scale, scoring)
 
     def pack_survivors(
         self, pages: Sequence[Page], chunks: Sequence[PromptChunk], scoring: Scoring
