@@ -67,11 +67,10 @@ def save(config: PretrainedConfig, folder: Path, std: float = 0.15) -> str:
     return str(folder)
 
 
-@contextmanager
-def engine(
+def arguments(
     model: str, policy: str | None = None, options: dict[str, Any] | None = None, **kwargs: Any
-) -> Iterator[LLM]:
-    """An engine in this process; stock vLLM without a policy."""
+) -> dict[str, Any]:
+    """Of a small engine; stock vLLM without a policy."""
     settings: dict[str, Any] = {
         "model": model,
         "dtype": "float32",
@@ -86,7 +85,13 @@ def engine(
     }
     if policy is not None:
         settings |= {"kv_policy": policy, "kv_policy_config": options}
-    llm = LLM(**settings)
+    return settings
+
+
+@contextmanager
+def engine(*args: Any, **kwargs: Any) -> Iterator[LLM]:
+    """An engine in this process, of these :func:`arguments`."""
+    llm = LLM(**arguments(*args, **kwargs))
     try:
         yield llm
     finally:
