@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CACHE = Path.home() / ".cache" / "vllm-h2o" / "shapes"
 OPT_6_7B = {
@@ -77,6 +80,30 @@ def folder_of(name: str) -> tuple[Path, list[str]]:
     (folder / "config.json").write_text(json.dumps(model.config))
     write_tokenizer(folder, model.config["vocab_size"])
     return folder, ["--load-format", "dummy", "--dtype", model.config["torch_dtype"]]
+
+
+def write_random(config: PretrainedConfig, folder: Path, std: float = 0.15) -> str:
+    """A model of random weights, by default so wide that its first choices are clear.
+
+    Args:
+        config: of any model for text.
+        folder: where it goes.
+        std: of the weights.
+
+    Returns:
+        The folder.
+
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
