@@ -111,9 +111,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<unk>": 0} | {f"w{i}": i for i in range(1, vocab_size)}
+    # No special token may be the beginning of a word: it would be split off.
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="w2", bos_token="w1"
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", bos_token="<s>"
     ).save_pretrained(folder)
