@@ -67,8 +67,8 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     ("a quantised KV cache", LLAMA, {"kv_cache_dtype": "fp8"}, "use --kv-cache-dtype auto"),
     (
-        "data parallelism",
-        LLAMA,
+        "data parallelism of a mixture of experts",
+        "MixtralForCausalLM",
         {"data_parallel_size": 2},
         "run engines of their own behind a load balancer",
     ),

@@ -72,6 +72,7 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "FalconForCausalLM": lambda: transformers.FalconConfig(
         vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, alibi=True
     ),
+    "MixtralForCausalLM": lambda: transformers.MixtralConfig(**_LLAMA_LIKE, num_local_experts=2),
     "MistralForCausalLM": lambda: transformers.MistralConfig(**_LLAMA_LIKE, sliding_window=16),
     "Gemma2ForCausalLM": lambda: transformers.Gemma2Config(
         **{**_LLAMA_LIKE, "num_hidden_layers": 2}, head_dim=32, sliding_window=16

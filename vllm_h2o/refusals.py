@@ -207,9 +207,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --kv-cache-dtype auto",
     ),
     Refusal(
-        "data parallelism",
-        lambda c: c.parallel_config.data_parallel_size > 1,
-        "it has not been brought to run on a CPU, where it could be tested",
+        "data parallelism of a mixture of experts",
+        lambda c: c.parallel_config.data_parallel_size > 1 and c.model_config.is_moe,
+        "its replicas compute one layer together, which vLLM cannot do on a CPU: it is not tested",
         "run engines of their own behind a load balancer",
     ),
     Refusal(

@@ -158,9 +158,9 @@ def run(shape: Shape, prefill: str, folder: Path, killed: Sequence[str]) -> Repo
     pairs = {}
     for role in killed:
         if role not in deaths:
-            with Server(model, folder / f"h2o-{role}.log", policy, None) as server:
+            with Server(model, folder / f"h2o-{role}.log", policy) as server:
                 deaths[role] = asyncio.run(kill(server, role, DYING.body))
-        with Server(model, folder / f"stock-{role}.log", stock, None) as server:
+        with Server(model, folder / f"stock-{role}.log", stock) as server:
             pairs[role] = deaths[role], asyncio.run(kill(server, role, DYING.body))
     return Report(shape, prefill, outcome, figures, usage, pairs, load.expected[DYING.name])
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
+VLLM = str(Path(sys.executable).with_name("vllm"))
 PAGE = 32
 VOCABULARY = 512
 ENVIRONMENT = {
@@ -38,10 +39,9 @@ def write_model(folder: Path, max_len: int) -> None:
         max_len: tokens of its longest sequence.
 
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
-    from benchmarks.throughput.models import write_tokenizer
+    from benchmarks.throughput.models import write_random, write_tokenizer
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -52,12 +52,7 @@ def write_model(folder: Path, max_len: int) -> None:
         num_key_value_heads=2,
         max_position_embeddings=max_len,
     )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(folder)
+    write_random(config, folder)
     write_tokenizer(folder, VOCABULARY)
 
 
@@ -72,14 +67,16 @@ class Server:
 
     """
 
-    def __init__(self, model: Path, log: Path, flags: list[str], plugins: Path | None) -> None:
+    def __init__(
+        self, model: Path, log: Path, flags: list[str], plugins: Path | None = None
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.model, self.log, self.url = str(model), log, f"http://127.0.0.1:{port}"
         self.children: list[psutil.Process] = []
         path = [str(plugins), str(ROOT)] if plugins else []
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", self.model]
+        command = [VLLM, "serve", self.model]
         command += ["--host=127.0.0.1", f"--port={port}", *flags]
         with log.open("w") as out:
             self.process = subprocess.Popen(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CACHE = Path.home() / ".cache" / "vllm-h2o" / "shapes"
 OPT_6_7B = {
@@ -79,14 +82,39 @@ def folder_of(name: str) -> tuple[Path, list[str]]:
     return folder, ["--load-format", "dummy", "--dtype", model.config["torch_dtype"]]
 
 
+def write_random(config: PretrainedConfig, folder: Path, std: float = 0.15) -> str:
+    """A model of random weights, by default so wide that its first choices are clear.
+
+    Args:
+        config: of any model for text.
+        folder: where it goes.
+        std: of the weights.
+
+    Returns:
+        The folder.
+
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """A word for each token, so that random prompts keep their length through text and back."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<unk>": 0} | {f"w{i}": i for i in range(1, vocab_size)}
+    # No special token may be the beginning of a word: it would be split off.
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="w2", bos_token="w1"
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", bos_token="<s>"
     ).save_pretrained(folder)

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.throughput import chart
-from benchmarks.throughput.models import MODELS
+from benchmarks.throughput.models import MODELS, write_tokenizer
 from benchmarks.throughput.profiles import CPU, GPU, QUICK, Profile, Side
 from benchmarks.throughput.runs import ratio_of
 from benchmarks.throughput.watch import Watch
@@ -37,6 +38,14 @@ def test_quick(tmp_path: Path) -> None:
     assert int(ours["preemptions"]) == 0 < int(theirs["preemptions"])
     assert float(ours["mean_sequences"]) > float(theirs["mean_sequences"])
     assert f"| {QUICK[0].id}: {QUICK[0].what} |" in done.stdout
+
+
+def test_a_word_for_each_token(tmp_path: Path) -> None:
+    """Prompts keep their length through text and back."""
+    write_tokenizer(tmp_path, 300)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    token_ids = list(range(3, 300))
+    assert tokenizer.encode(tokenizer.decode(token_ids), add_special_tokens=False) == token_ids
 
 
 def test_the_same_memory() -> None:

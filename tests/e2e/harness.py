@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig
+from transformers import LlamaConfig, OPTConfig
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from benchmarks.throughput.models import write_random
 from demo.smollm2 import model_dir
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
@@ -35,7 +35,7 @@ def tiny_llama(folder: Path, num_heads: int, num_kv_heads: int) -> str:
         num_key_value_heads=num_kv_heads,
         max_position_embeddings=512,
     )
-    return save(config, folder)
+    return write_random(config, folder)
 
 
 def tiny_opt(folder: Path) -> str:
@@ -49,29 +49,18 @@ def tiny_opt(folder: Path) -> str:
         max_position_embeddings=512,
         word_embed_proj_dim=128,
     )
-    return save(config, folder)
+    return write_random(config, folder)
 
 
 def opt_125m(folder: Path) -> str:
     """An OPT of random weights in the shape of the published OPT-125M."""
-    return save(OPTConfig(max_position_embeddings=2048), folder, std=0.02)
+    return write_random(OPTConfig(max_position_embeddings=2048), folder, std=0.02)
 
 
-def save(config: PretrainedConfig, folder: Path, std: float = 0.15) -> str:
-    """A model of random weights in a folder."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float()
-    for parameter in model.parameters():  # sharper than the default, so that heads differ
-        torch.nn.init.normal_(parameter, std=std) if parameter.dim() > 1 else None
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-@contextmanager
-def engine(
+def arguments(
     model: str, policy: str | None = None, options: dict[str, Any] | None = None, **kwargs: Any
-) -> Iterator[LLM]:
-    """An engine in this process; stock vLLM without a policy."""
+) -> dict[str, Any]:
+    """Of a small engine; stock vLLM without a policy."""
     settings: dict[str, Any] = {
         "model": model,
         "dtype": "float32",
@@ -86,7 +75,13 @@ def engine(
     }
     if policy is not None:
         settings |= {"kv_policy": policy, "kv_policy_config": options}
-    llm = LLM(**settings)
+    return settings
+
+
+@contextmanager
+def engine(*args: Any, **kwargs: Any) -> Iterator[LLM]:
+    """An engine in this process, of these :func:`arguments`."""
+    llm = LLM(**arguments(*args, **kwargs))
     try:
         yield llm
     finally:

@@ -94,3 +94,21 @@ def test_lora(tmp_path: Path) -> None:
     assert assert_same_tokens(alone, together) <= 1
     assert token_ids(together) != token_ids(stock)
     assert len({tuple(tokens) for tokens in by_adapter}) == 3
+
+
+def test_adapters_share_no_prefix(tmp_path: Path) -> None:
+    """A hit gives what its own adapter gave cold; the other one's pages are not found."""
+    model = tiny_llama(tmp_path / "model", 4, 2)
+    loras = [adapter(model, tmp_path / f"adapter{seed}", seed) for seed in (1, 2)]
+    options = {"budget": 64, "prefill": "window", "observation_window": 12}
+    settings = {**SETTINGS, "enable_prefix_caching": True}
+    with engine(model, "h2o", options, **settings) as llm:
+        probe = Probe(llm)
+        cold = [generate(llm, PROMPTS[-1:], [lora])[0] for lora in loras]
+        assert [output.num_cached_tokens for output in cold] == [0, 0]
+        for order in (slice(None), slice(None, None, -1)):
+            hits = generate(llm, PROMPTS[-1:] * 2, loras[order])
+            assert [output.num_cached_tokens for output in hits] == [96, 96]
+            assert token_ids(hits) == token_ids(cold[order])
+        assert probe.num_free == probe.num_total
+    assert token_ids(cold[:1]) != token_ids(cold[1:])

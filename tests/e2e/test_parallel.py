@@ -1,27 +1,49 @@
-"""Ranks and stages give the tokens of one process, past the budget."""
+"""Ranks, stages and replicas give the tokens of one process, past the budget."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from vllm import RequestOutput
+from prometheus_client import REGISTRY
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.e2e.harness import TEXT, Probe, engine, generate, tiny_llama, token_ids
+from tests.e2e.harness import TEXT, Probe, arguments, engine, generate, tiny_llama, token_ids
+from vllm_h2o.trace.record import Frame, record
 
 CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 60, 90)]
 """Shorter and longer than the budget."""
+SLOTS = 32
 SETTINGS: dict[str, Any] = {"block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 64}
-OPTIONS = {"budget": 32}
+OPTIONS: dict[str, Any] = {"budget": SLOTS}
+WINDOW = {**OPTIONS, "prefill": "window", "observation_window": 16}
 MAX_TOKENS = 16
 FIRST, LAST = (f(os.sched_getaffinity(0)) for f in (min, max))
-SAMPLING = {"logprobs": 1}
 # On a CPU vLLM makes the buffers between two stages while it warms up, which it skips when eager.
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one engine gives.
+
+    Args:
+        outputs: of the prompts, all at once, with log-probabilities.
+        frames: what was kept of the last prompt, alone, after each step.
+
+    """
+
+    outputs: list[RequestOutput]
+    frames: list[Frame]
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +52,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_llama(tmp_path_factory.mktemp("model"), 4, 2)
 
 
-def run(model: str, policy: str, **kwargs: Any) -> list[RequestOutput]:
-    """The outputs of one engine."""
+def measure(llm: LLM) -> Run:
+    """What an engine gives that runs nothing else."""
+    outputs = generate(llm, PROMPTS, MAX_TOKENS, logprobs=1)
+    return Run(outputs, record(llm, PROMPTS[-1], 1, MAX_TOKENS)[2])
+
+
+def run(model: str, policy: str, **kwargs: Any) -> Run:
+    """An engine from its start to its end."""
     with engine(model, policy, OPTIONS, **{**SETTINGS, **kwargs}) as llm:
-        return generate(llm, PROMPTS, MAX_TOKENS, **SAMPLING)
+        return measure(llm)
 
 
 @pytest.fixture(scope="module")
-def alone(model: str) -> dict[str, list[RequestOutput]]:
-    """By policy, what one process generates."""
+def alone(model: str) -> dict[str, Run]:
+    """By policy, what one process gives."""
     return {policy: run(model, policy) for policy in ("h2o", "random")}
 
 
@@ -49,45 +77,152 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     yield monkeypatch
 
 
-def assert_same(expected: list[RequestOutput], outputs: list[RequestOutput]) -> None:
-    """The same tokens, as likely but for the order of sums."""
-    assert token_ids(outputs) == token_ids(expected)
-    for theirs, mine in zip(expected, outputs, strict=True):
-        chances = ([*output.outputs[0].logprobs] for output in (theirs, mine))
-        for token, a, b in zip(mine.outputs[0].token_ids, *chances, strict=True):
+@pytest.fixture
+def two_ranks(two_workers: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Workers that do not compile what counts log-probabilities, for eight seconds each."""
+    two_workers.setenv("TORCH_COMPILE_DISABLE", "1")
+    return two_workers
+
+
+def assert_same(expected: Run, mine: Run) -> None:
+    """The same tokens, as likely, and the same tokens kept, but for the order of sums.
+
+    Ranks add up their parts of a layer's output, so that its successor computes with other last
+    digits: scores as close as these could change places.
+    """
+    assert token_ids(mine.outputs) == token_ids(expected.outputs)
+    for pair in zip(expected.outputs, mine.outputs, strict=True):
+        chances = (output.outputs[0].logprobs for output in pair)
+        for token, a, b in zip(pair[0].outputs[0].token_ids, *chances, strict=True):
             assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-3)
+    assert len(mine.frames) == len(expected.frames) >= MAX_TOKENS
+    for a, b in zip(expected.frames, mine.frames, strict=True):
+        assert a.position.shape == b.position.shape
+        assert (a.position == b.position).all()
+        np.testing.assert_allclose(b.score, a.score, rtol=1e-4, atol=1e-5)
 
 
-def test_the_policies_differ(alone: dict[str, list[RequestOutput]]) -> None:
+def assert_found(llm: LLM, expected: list[list[int]], num_found: int) -> None:
+    """Every prompt twice at once: one finds what the other has begun. Then all are found."""
+    first, again = (generate(llm, PROMPTS * 2, MAX_TOKENS) for _ in range(2))
+    assert token_ids(first) == token_ids(again) == expected * 2
+    found = [output.num_cached_tokens for output in (*first, *again)]
+    half = len(PROMPTS)
+    assert sum(found[:half]) == 0 < sum(found[half : 2 * half])
+    assert sum(found[2 * half :]) == 2 * num_found
+
+
+def test_the_policies_differ(alone: dict[str, Run]) -> None:
     """Otherwise the budget would not bind, and equality would say nothing."""
-    assert token_ids(alone["h2o"]) != token_ids(alone["random"])
+    assert token_ids(alone["h2o"].outputs) != token_ids(alone["random"].outputs)
 
 
-def test_tensor_parallel(
-    model: str, alone: dict[str, list[RequestOutput]], two_workers: pytest.MonkeyPatch
+def test_tensor_parallel(model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch) -> None:
+    """A KV head each, and its own scores."""
+    assert_same(alone["h2o"], run(model, "h2o", tensor_parallel_size=2))
+
+
+def test_tensor_parallel_and_shared_prefixes(
+    model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch
 ) -> None:
-    """A KV head each; ``random`` draws by the head's index in the whole model."""
-    assert_same(alone["random"], run(model, "random", tensor_parallel_size=2))
+    """``random`` draws by the head's index in the whole model, for what is found in the cache, too.
+
+    Of a prompt all whole pages are found, but never its last token.
+    """
+    settings = {**SETTINGS, "enable_prefix_caching": True, "tensor_parallel_size": 2}
+    with engine(model, "random", OPTIONS, **settings) as llm:
+        assert_found(llm, token_ids(alone["random"].outputs), 16 + 32 + 48 + 80)
+        assert_same(alone["random"], measure(llm))
 
 
-def test_more_ranks_than_heads(tmp_path: Path, two_workers: pytest.MonkeyPatch) -> None:
-    """One KV head for two ranks: both draw the same, with the engine in its own process."""
-    model = tiny_llama(tmp_path, 4, 1)
-    expected = run(model, "random")
-    two_workers.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    two_workers.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    assert_same(expected, run(model, "random", tensor_parallel_size=2))
+def double_kv_head(model: str, folder: Path) -> str:
+    """The same model with its one KV head twice, for half of the query heads each."""
+    config = AutoConfig.from_pretrained(model)
+    config.num_key_value_heads = 2
+    twice = AutoModelForCausalLM.from_config(config).float()
+    weights = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weights[name] = weight.repeat(2, 1)
+    twice.load_state_dict(weights)
+    twice.save_pretrained(folder)
+    return str(folder)
+
+
+def test_more_ranks_than_heads(tmp_path: Path, two_ranks: pytest.MonkeyPatch) -> None:
+    """Each of two ranks has the one KV head, and keeps what its own query heads attend to."""
+    model = tiny_llama(tmp_path / "one", 4, 1)
+    expected = run(double_kv_head(model, tmp_path / "two"), "h2o")
+    assert token_ids(run(model, "h2o").outputs) != token_ids(expected.outputs)
+    found = run(model, "h2o", tensor_parallel_size=2)
+    assert token_ids(found.outputs) == token_ids(expected.outputs)
+    assert {frame.position.shape[1] for frame in found.frames} == {1}
 
 
 def test_pipeline_parallel(
-    model: str, alone: dict[str, list[RequestOutput]], two_workers: pytest.MonkeyPatch
+    model: str, alone: dict[str, Run], two_workers: pytest.MonkeyPatch
 ) -> None:
     """A layer each and two batches in flight; every page is back at the end."""
     settings = {**SETTINGS, **TRACED, "pipeline_parallel_size": 2}
     with engine(model, "h2o", OPTIONS, **settings) as llm:
         probe, core = Probe(llm), llm.llm_engine.engine_core.engine_core
         assert core.batch_queue_size == 2
-        outputs = generate(llm, PROMPTS, MAX_TOKENS, **SAMPLING)
+        outputs = generate(llm, PROMPTS, MAX_TOKENS)
         assert probe.num_free == probe.num_total
         assert max(held for step in probe.held[-10:] for held in step.values()) <= 2
-    assert_same(alone["h2o"], outputs)
+    assert token_ids(outputs) == token_ids(alone["h2o"].outputs)
+
+
+def test_pipeline_parallel_and_shared_prefixes(model: str, two_workers: pytest.MonkeyPatch) -> None:
+    """Of a batch that is still in flight, too: each stage computes batches in their order."""
+    with engine(model, "h2o", WINDOW, **SETTINGS) as llm:
+        expected = token_ids(generate(llm, PROMPTS, MAX_TOKENS))
+    settings = {**SETTINGS, **TRACED, "pipeline_parallel_size": 2, "enable_prefix_caching": True}
+    with engine(model, "h2o", WINDOW, **settings) as llm:
+        probe = Probe(llm)
+        assert_found(llm, expected, 16 + 32 + 64)
+        assert probe.num_free == probe.num_total
+
+
+def shown(name: str, model: str, rank: int) -> float:
+    """One of the policy's metrics, of one replica."""
+    labels = {"model_name": model, "engine": str(rank)}
+    value = REGISTRY.get_sample_value(f"vllm:kv_policy_{name}", labels)
+    assert value is not None
+    return value
+
+
+async def replicas(model: str, asked: list[tuple[int, int]]) -> tuple[list[list[int]], list[float]]:
+    """What two replicas generate for (prompt, replica), and the most that each had at capacity."""
+    settings = arguments(model, "h2o", OPTIONS, **SETTINGS, data_parallel_size=2)
+    # Else each has a worker process as well, which takes as long to start again.
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, distributed_executor_backend="uni"))
+    sampling = SamplingParams(
+        temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
+    )
+    most = [0.0, 0.0]
+
+    async def one(prompt: int, rank: int) -> list[int]:
+        given = {"prompt_token_ids": PROMPTS[prompt]}
+        request_id, tokens = f"{prompt} for {rank}", list[int]()
+        async for output in llm.generate(given, sampling, request_id, data_parallel_rank=rank):
+            tokens = list(output.outputs[0].token_ids)
+            most[rank] = max(most[rank], shown("requests_at_capacity", model, rank))
+        return tokens
+
+    try:
+        return list(await asyncio.gather(*(one(*each) for each in asked))), most
+    finally:
+        llm.shutdown()
+
+
+def test_data_parallel(model: str, alone: dict[str, Run]) -> None:
+    """Two replicas in processes of their own; all prompts for one, two of them for the other."""
+    asked = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (3, 1), (4, 1)]
+    tokens, most = asyncio.run(replicas(model, asked))
+    expected = token_ids(alone["h2o"].outputs)
+    assert tokens == [expected[prompt] for prompt, _ in asked]
+    evicted = [max(len(prompt) + MAX_TOKENS - 1 - SLOTS, 0) for prompt in PROMPTS]
+    for rank, of_rank in enumerate((evicted, evicted[3:])):
+        assert shown("evicted_tokens_total", model, rank) == sum(of_rank)
+        assert 1 <= most[rank] <= sum(n > 0 for n in of_rank)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,17 +16,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.soak.server import ENVIRONMENT, ROOT, VLLM, Server
 from tests.e2e.harness import TEXT, smollm2
-from tests.house_rules import ROOT
 
-VLLM = str(Path(sys.executable).with_name("vllm"))
-ENVIRONMENT = {
-    **os.environ,
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_LOG_STATS_INTERVAL": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-}
 ENGINE = (
     "--dtype=float32",
     "--enforce-eager",
@@ -39,66 +29,38 @@ ENGINE = (
 TIMEOUT = 300
 
 
-class Server:
-    """A ``vllm serve`` process on a free port."""
-
-    def __init__(self, log: Path, *flags: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.log = log
-        command = [VLLM, "serve", smollm2(), "--host=127.0.0.1", f"--port={self.port}", *flags]
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=ENVIRONMENT
-            )
-
-    def wait(self) -> None:
-        """Return when the server answers."""
-        end = time.monotonic() + TIMEOUT
-        while time.monotonic() < end:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                self.get("/health")
-                return
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.5)
-        raise TimeoutError(self.log.read_text()[-3000:])
-
-    def get(self, path: str) -> str:
-        """The body at ``path``."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
-            return answer.read().decode()
+class Completing(Server):
+    """A server that is asked for completions."""
 
     def complete(self, **body: Any) -> tuple[int, dict[str, Any]]:
         """Status and answer of a completion request."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            data=json.dumps({"model": smollm2(), "temperature": 0, **body}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(self.request(**body), timeout=120) as answer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
 
+    def request(self, **body: Any) -> urllib.request.Request:
+        """A completion request, greedy unless told otherwise."""
+        return urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps({"model": self.model, "temperature": 0, **body}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Completing]:
     """A server with 64 slots a sequence."""
-    server = Server(
-        tmp_path_factory.mktemp("serve") / "log", *ENGINE, "--kv-policy-config.budget=64"
-    )
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.process.terminate()
-        server.process.wait(60)
+    log = tmp_path_factory.mktemp("serve") / "log"
+    flags = [*ENGINE, "--kv-policy-config.budget=64"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
+        with Completing(Path(smollm2()), log, flags) as server:
+            yield server
 
 
-def test_it_says_what_the_budget_means(server: Server) -> None:
+def test_it_says_what_the_budget_means(server: Completing) -> None:
     """One line at start: capacity, heavy, recent, pages, and sequences against stock vLLM."""
     meaning = re.search(
         r"h2o: past its prompt a sequence holds 64 tokens \(31 heavy, 32 recent, 0 sinks, "
@@ -112,7 +74,7 @@ def test_it_says_what_the_budget_means(server: Server) -> None:
     assert stock <= ours / 7
 
 
-def test_it_completes(server: Server) -> None:
+def test_it_completes(server: Completing) -> None:
     """A long prompt and a long answer, several times the budget."""
     prompt = "The old sailor told us about the storm. " * 20
     status, answer = server.complete(prompt=prompt, max_tokens=100, ignore_eos=True)
@@ -138,14 +100,14 @@ def test_it_completes(server: Server) -> None:
     ],
     ids=["long prompt", "negative", "too many tokens", "no such token", "temperature", "budget"],
 )
-def test_bad_requests_are_refused_and_harm_nobody(server: Server, body: dict[str, Any]) -> None:
+def test_bad_requests_are_refused_and_harm_nobody(server: Completing, body: dict[str, Any]) -> None:
     """The client gets a 400; the server answers the next request."""
     status, answer = server.complete(**body)
     assert status == 400, answer
     assert server.complete(prompt="Hello", max_tokens=3)[0] == 200
 
 
-def test_a_request_with_a_budget_of_its_own(server: Server) -> None:
+def test_a_request_with_a_budget_of_its_own(server: Completing) -> None:
     """``full`` is taken; what cannot be used is refused in four parts while others run."""
     prompt = TEXT[2000:3300]  # what it says is said once: evicted from, it goes on differently
     bodies: list[dict[str, Any]] = [{"vllm_xargs": {"kv_budget": "full"}}, {}]
@@ -168,7 +130,7 @@ def test_a_request_with_a_budget_of_its_own(server: Server) -> None:
     assert whole[1]["choices"][0]["text"] != evicted[1]["choices"][0]["text"]
 
 
-def test_every_sampling_feature_runs_past_the_budget(server: Server) -> None:
+def test_every_sampling_feature_runs_past_the_budget(server: Completing) -> None:
     """Parallel samples, log-probabilities, penalties, a stream that is left half-way."""
     prompt = "One day a fox met a crow. " * 15
     status, answer = server.complete(
@@ -181,25 +143,19 @@ def test_every_sampling_feature_runs_past_the_budget(server: Server) -> None:
     status, answer = server.complete(prompt=prompt, max_tokens=110, **pattern)
     assert status == 200, answer
     assert answer["choices"][0]["text"] == "ab" * 50
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{server.port}/v1/completions",
-        data=json.dumps(
-            {"model": smollm2(), "prompt": prompt, "max_tokens": 300, "stream": True}
-        ).encode(),
-        headers={"Content-Type": "application/json"},
-    )
+    request = server.request(prompt=prompt, max_tokens=300, stream=True)
     with urllib.request.urlopen(request, timeout=60) as stream:
         assert stream.readline().startswith(b"data:")
     assert server.complete(prompt="Hello", max_tokens=3)[0] == 200
 
 
-def policy_metrics(server: Server) -> dict[str, float]:
+def policy_metrics(server: Completing) -> dict[str, float]:
     """The policy's samples on ``/metrics``, by name."""
     sample = r"^vllm:kv_policy_(\w+){engine=\"0\",model_name=\".+\"} (.*)$"
     return {name: float(n) for name, n in re.findall(sample, server.get("/metrics"), re.M)}
 
 
-def test_the_metrics_of_one_request(server: Server) -> None:
+def test_the_metrics_of_one_request(server: Completing) -> None:
     """181 + 40 tokens in 64 slots: 118 go when the prompt is packed, then one with each token."""
     before = policy_metrics(server)
     prompt = "The old sailor told us about the storm. " * 20
@@ -216,7 +172,7 @@ def test_the_metrics_of_one_request(server: Server) -> None:
     assert not any(after[name] for name in after if not name.endswith(("total", "created")))
 
 
-def test_the_line_in_the_periodic_log(server: Server) -> None:
+def test_the_line_in_the_periodic_log(server: Completing) -> None:
     """After vLLM's own, with what was evicted meanwhile."""
     line = (
         r"Engine 000: KV policy h2o: \d+ requests at capacity, \d+ of \d+ tokens resident, "
@@ -228,7 +184,7 @@ def test_the_line_in_the_periodic_log(server: Server) -> None:
     assert re.search(line, server.log.read_text())
 
 
-def test_the_dashboard_asks_for_what_is_there(server: Server) -> None:
+def test_the_dashboard_asks_for_what_is_there(server: Completing) -> None:
     """Every metric in its queries is on ``/metrics``."""
     board = (ROOT / "dashboards/kv-policy.json").read_text()
     served = server.get("/metrics")
@@ -237,7 +193,7 @@ def test_the_dashboard_asks_for_what_is_there(server: Server) -> None:
     assert not [name for name in queried if not re.search(rf"^{name}{{", served, re.M)]
 
 
-def test_pages_are_free_again_when_all_is_done(server: Server) -> None:
+def test_pages_are_free_again_when_all_is_done(server: Completing) -> None:
     """Read from vLLM's own metrics."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
@@ -264,7 +220,8 @@ def test_vllm_bench_takes_the_flags(command: list[str]) -> None:
     done = subprocess.run(
         [VLLM, "bench", *command, f"--model={smollm2()}", *ENGINE,
          "--kv-policy-config", '{"budget": 0.125}'],
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+        env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=TIMEOUT,
+        check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "h2o: past its prompt a sequence holds 64 tokens" in done.stdout + done.stderr
@@ -273,7 +230,8 @@ def test_vllm_bench_takes_the_flags(command: list[str]) -> None:
 
 def test_a_server_with_a_bad_budget_stops_at_once(tmp_path: Path) -> None:
     """The message is the last thing on the screen."""
-    server = Server(tmp_path / "log", *ENGINE, "--kv-policy-config.budget=1.5")
+    flags = [*ENGINE, "--kv-policy-config.budget=1.5"]
+    server = Server(Path(smollm2()), tmp_path / "log", flags)
     assert server.process.wait(TIMEOUT) != 0
     text = server.log.read_text()
     assert "kv-policy: asked: budget=1.5; is:" in text.strip().splitlines()[-1]

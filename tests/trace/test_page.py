@@ -17,8 +17,9 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from benchmarks.throughput.models import write_random
 from demo.smollm2 import model_dir
-from tests.e2e.harness import engine, save
+from tests.e2e.harness import engine
 from tests.trace.browser import Tab, chromium, tab
 from vllm_h2o.cli import main
 from vllm_h2o.trace.page import render
@@ -108,7 +109,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         max_position_embeddings=512,
         eos_token_id=None,
     )
-    return save(config, folder)
+    return write_random(config, folder)
 
 
 @pytest.fixture(scope="module")
