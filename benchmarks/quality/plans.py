@@ -68,6 +68,9 @@ PLANS: Mapping[str, Plan] = {
     "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), (*SCORED, "streaming")),
     "pairs": Plan(AFTER[2], (0.2, 0.3), SCORED),
     "passkey": Plan(AFTER[1], (0.2, 0.3), SCORED),
+    "commonsense": Plan(
+        partial(tasks.commonsense, count=80), (0.2,), (*SCORED, "streaming", "local")
+    ),
     "4k": Plan(prose(4096, 3840, 1), (0.05, 0.1, 0.2), (*SCORED, "streaming")),
     "passkey 2k": Plan(partial(tasks.passkey, count=12, length=2048), (0.2,), SCORED),
     "passkey 4k": Plan(partial(tasks.passkey, count=12, length=4096), (0.2,), SCORED),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.quality.texts import documents, windows
+from benchmarks.quality.texts import documents, questions, windows
 
 NOUNS = """
     lion river house table garden window mountain teacher bridge train doctor island captain kitchen
@@ -60,6 +60,57 @@ class Task:
             return list(nats[:, 1:].mean(1).tolist())
         which = range(int(self.answers.max()) + 1)
         return [float(hit) for i in which for hit in first[:, self.answers == i].all(1)]
+
+
+@dataclass(frozen=True)
+class Choices(Task):
+    """Questions, with a window for each option: which one costs the least, for each of its tokens?
+
+    ``answers`` is [W, S] here: 0 in an option, -1 elsewhere.
+
+    Args:
+        right: [Q], int64: the right option of each question.
+
+    """
+
+    right: torch.Tensor
+
+    def figures(self, nats: torch.Tensor, first: torch.Tensor) -> list[float]:
+        """One for each question: whether the right option was chosen."""
+        counts = self.answers >= 0
+        cost = (nats * counts).sum(1) / counts.sum(1)
+        chosen = cost.view(len(self.right), -1).argmin(1)
+        return [float(hit) for hit in chosen == self.right]
+
+
+def commonsense(tokenizer: Tokenizer, count: int, shots: int = 10) -> Task:
+    """CommonsenseQA: five options each; the context is ``shots`` other questions with answers."""
+    lines = questions("CommonsenseQA/validation.jsonl")
+    lines = [line for line in lines if line["options"].count("\n") == 5][: shots + count]
+
+    def asked(line: dict[str, str]) -> str:
+        return f"Question: {line['question']}\nAnswer:"
+
+    def options(line: dict[str, str]) -> list[str]:
+        return [option[2:] for option in line["options"].strip().split("\n")]
+
+    examples = [f"{asked(line)}{line['answer'][2:]}\n\n" for line in lines[:shots]]
+    context = _ids(tokenizer, "".join(examples))
+    rows = [
+        (_ids(tokenizer, asked(line)), _ids(tokenizer, option))
+        for line in lines[shots:]
+        for option in options(line)
+    ]
+    size = max(len(question) + len(option) for question, option in rows)
+    tail = torch.zeros(len(rows), size, dtype=torch.int64)
+    answers = torch.full((len(rows), size), -1)
+    for row, (question, option) in enumerate(rows):
+        end = len(question) + len(option)
+        tail[row, :end] = torch.tensor(question + option)
+        answers[row, len(question) : end] = 0
+    right = [options(line).index(line["answer"][2:]) for line in lines[shots:]]
+    contexts = torch.tensor(context).expand(len(rows), -1)
+    return Choices("commonsense", contexts, tail, answers, torch.tensor(right))
 
 
 def prose(tokenizer: Tokenizer, names: Sequence[str], count: int, length: int, tail: int) -> Task:

