@@ -18,7 +18,6 @@ from tests.e2e.harness import (
     opt_125m,
     smollm2,
     tiny_llama,
-    tiny_opt,
     token_ids,
 )
 from vllm_h2o.kernels.cpu import native
@@ -104,13 +103,14 @@ def test_compiled_equals_eager(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not native.available(), reason="no native library has been built")
-def test_torch_kernels_equal_native_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["h2o", "h2o_replay"])
+def test_torch_kernels_equal_native_ones(policy: str, tmp_path: Path) -> None:
     """Past the budget, whichever of the CPU's kernels are asked for by name."""
     model = tiny_llama(tmp_path, 4, 4)
     prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 8, longest=60)
     settings = {"block_size": 16, "max_model_len": 128}
     native, torch = (
-        run(model, prompts, "h2o", options={"budget": 32, "kernels": kernels}, **settings)
+        run(model, prompts, policy, options={"budget": 32, "kernels": kernels}, **settings)
         for kernels in ("native", "torch")
     )
     assert assert_same_tokens(native, torch) <= 1
@@ -135,7 +135,7 @@ def test_a_prompt_of_three_times_the_pool(tmp_path: Path) -> None:
 
 def test_every_policy_equals_stock(tmp_path: Path) -> None:
     """Each policy where its budget does not bind."""
-    model = tiny_opt(tmp_path)
+    model = tiny_llama(tmp_path, 4, 4)
     prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 32, longest=220)
     settings = {"max_num_batched_tokens": 64, "max_model_len": 256}
     stock = run(model, prompts, None, **settings)
