@@ -15,6 +15,8 @@ from demo.smollm2 import MODEL, model_dir
 
 BUDGET, BLOCK_SIZE, LENGTH, SEED, TEMPERATURE = 64, 16, 500, 1, 0.7
 
+POLICIES = ("full", "h2o", "h2o_mean", "h2o_replay", "streaming", "local", "random")
+
 OPENINGS = (
     "The lighthouse keeper had lived alone on the island for thirty years, and every evening he",
     "Photosynthesis is the process by which plants turn light into chemical energy. It begins when",
@@ -87,6 +89,7 @@ def main() -> None:
     """Generate with each policy, judge, print and append to the CSV."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coherence", description=__doc__)
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -99,7 +102,7 @@ def main() -> None:
         "texts": len(OPENINGS),
     }
     rows = []
-    for policy in ("full", "h2o", "streaming", "local", "random"):
+    for policy in args.policies:
         options = None if policy == "full" else {"budget": BUDGET}
         openings, texts = generate(policy, options)
         nll = judge(texts, openings)

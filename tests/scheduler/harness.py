@@ -281,6 +281,7 @@ class Simulation:
         self.count["preempt"] += len(before - {r.request_id for r in scheduler.running})
         self.count["resume"] += len(output.scheduled_cached_reqs.resumed_req_ids)
         plans = output.residency_plan.requests.values()
+        self._compare_chunks(output.residency_plan.requests)
         self.count["chunk"] += sum(p.in_prompt and p.logical_start > 0 for p in plans)
         self.count["decode"] += sum(not p.in_prompt for p in plans)
         self.count["pack"] += sum(p.keep_after > 0 for p in plans)
@@ -330,6 +331,14 @@ class Simulation:
         self.count["reset"] += 1
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.scheduler.check_integrity()
+
+    def _compare_chunks(self, plans: dict[str, RequestPlan]) -> None:
+        """Where queries are asked again, chunks are as long as alone, whatever else there is."""
+        size = self.scheduler.ledger.replay_chunk
+        for request_id, plan in plans.items() if size else ():
+            if plan.in_prompt:
+                rest = self.scheduler.ledger.residencies[request_id].prompt_end - plan.logical_start
+                assert plan.num_new == min(size, rest), (request_id, plan)
 
     def run(self, ops: Sequence[tuple]) -> None:
         """Do what a random schedule says, then all that is left.

@@ -18,6 +18,8 @@ OPTIONS = (
     (("prefill", "chunked"), ("protect_prompt_tokens", 6)),
     (("granularity", "block"), ("recent_ratio", 0.2)),
     (("granularity", "block"), ("recent_ratio", 0.2), ("prefill", "chunked")),
+    (("score", "replay"),),
+    (("score", "replay"), ("prefill", "chunked")),
 )
 _SHARES = ("shares", True)
 SHARING = (

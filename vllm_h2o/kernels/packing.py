@@ -17,6 +17,9 @@ PLAIN = Scoring()
 QUERY_TILE = 128
 """Queries whose probabilities are held at once: num_heads * QUERY_TILE * length floats."""
 
+MOST_PROBABILITIES = 1 << 26
+"""Those of fewer queries where a prompt is long: 256 MiB."""
+
 
 def own_rows(page: Page, chunk: PromptChunk) -> torch.Tensor:
     """[H, P], int64: rows of the page views that hold the chunk and what precedes it."""
@@ -108,19 +111,20 @@ def replay(
         chunk: of a prompt.
         again: [T, Hq, D], its queries, turned T positions onwards.
         scale: of the logits.
-        scoring: the power of what is added; as a mean over these T queries, since means are ranked.
+        scoring: the power of what is added; its mean over all queries so far, as means are ranked.
 
     """
     rows, heads, end = own_rows(page, chunk), page.num_kv_heads, chunk.end
     key = page.key[rows].view(heads, -1, again.shape[2])[:, :end].to(torch.float32)
     received = torch.zeros(heads, end, device=again.device)
-    for tile in again.split(QUERY_TILE):
+    fits = MOST_PROBABILITIES // (again.shape[1] * end)
+    for tile in again.split(max(1, min(QUERY_TILE, fits))):
         last_seen = torch.full((len(tile),), end - 1, device=again.device)
         received += probabilities(tile, key, last_seen, scale).pow(scoring.power).sum(dim=(1, 2))
     slot = torch.arange(end, device=again.device).expand(heads, end)
     at = _at(rows, slot, page.block_size)
     age = chunk.position_end - page.position[at]
-    page.score[at] += REPLAY_WEIGHT / chunk.num_tokens * age * received
+    page.score[at] += REPLAY_WEIGHT / chunk.position_end * age * received
 
 
 def pack_survivors(

@@ -103,11 +103,12 @@ def attend_and_score(
 
 
 def replay(again: torch.Tensor, strip: Strip, scale: float, power: int) -> None:
-    """``P = softmax(q' K^T * scale); score[j] += w * age[j] * mean_queries sum_group P[., j]^p``.
+    """``P = softmax(q' K^T * scale); score[j] += w * age[j] / n * sum P[., j]^p``.
 
     Not of the paper: a chunk's queries are asked once more, from behind its end, as if it were read
     a second time by the queries that it had. So a token scores that only a later mention of what
-    stands before it would look for, and no query of the text itself has.
+    stands before it would look for, and no query of the text itself has. The sum is over queries
+    and the group; age[j] / n makes it a mean over the n tokens so far, in the way means are ranked.
 
     Args:
         again: [T, G, D], the chunk's queries, turned T positions onwards.
@@ -117,9 +118,10 @@ def replay(again: torch.Tensor, strip: Strip, scale: float, power: int) -> None:
 
     """
     logits = torch.einsum("tgd,jd->tgj", again, strip.key) * scale
-    given = torch.softmax(logits, dim=-1).pow(power).sum(dim=1).mean(dim=0)
-    age = int(strip.position.max()) + 1 - strip.position
-    strip.score = strip.score + (REPLAY_WEIGHT * age * given).to(strip.score.dtype)
+    given = torch.softmax(logits, dim=-1).pow(power).sum(dim=(0, 1))
+    end = int(strip.position.max()) + 1
+    weight = REPLAY_WEIGHT * (end - strip.position) / end
+    strip.score = strip.score + (weight * given).to(strip.score.dtype)
 
 
 def select_victims(

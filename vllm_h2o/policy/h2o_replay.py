@@ -1,7 +1,7 @@
 """H2O for what nothing has asked for yet: scores read the prompt a second time.
 
-Differs from the paper: ranks by mean squares, as ``h2o_mean``, and at the end of a prompt its
-queries are asked once more, from behind it (``reference.replay``). In some heads a token's query
+Differs from the paper: ranks by mean squares, as ``h2o_mean``, and a prompt's queries
+are asked once more, from behind its end (``reference.replay``). In some heads a token's query
 looks for what followed that token earlier; asked again, it finds what follows it in the prompt. So
 a fact that is said once scores, as if somebody had come back to it. Costs one more pass of
 attention over the prompt.

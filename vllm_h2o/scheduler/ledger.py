@@ -92,6 +92,7 @@ class Ledger:
         seed: of the ``random`` policy, for requests without one of their own.
         packs_chunks: whether a prompt is evicted from after each of its chunks, not at its end.
         observation_window: queries of the prompt that score, the last ones; 0: all of them.
+        replay_chunk: tokens of a prompt whose queries are asked again together; 0: none are.
         evicts_pages: whether a victim is a whole page, refilled in place, and not one token.
         row_pages: pages of a block table's row, where requests share those of a common prefix; 0
             where they do not.
@@ -105,6 +106,7 @@ class Ledger:
         seed: int = 0,
         packs_chunks: bool = False,
         observation_window: int = 0,
+        replay_chunk: int = 0,
         evicts_pages: bool = False,
         row_pages: int = 0,
     ) -> None:
@@ -113,6 +115,7 @@ class Ledger:
         self.seed = seed
         self.packs_chunks = packs_chunks
         self.observation_window = observation_window
+        self.replay_chunk = replay_chunk
         self.victim_size = block_size if evicts_pages else 1
         self.row_pages = row_pages
         self.counts = Counts()
@@ -168,7 +171,10 @@ class Ledger:
         return end // self.block_size * self.block_size
 
     def uncut(self, request_id: str, start: int, num_new: int, prompt_len: int) -> int:
-        """As many of the tokens [start, start + num_new) as leave the observation window whole.
+        """As many of the tokens [start, start + num_new) as leave whole what is scored together.
+
+        That is the observation window, or where queries are asked again, ``replay_chunk`` tokens or
+        the prompt's rest: so what a prompt keeps does not depend on what else a step computes.
 
         Args:
             request_id: the request.
@@ -179,6 +185,9 @@ class Ledger:
         """
         held = self._residencies.get(request_id)
         prompt_end = held.prompt_end if held else prompt_len
+        if self.replay_chunk and start < prompt_end:
+            whole = min(self.replay_chunk, prompt_end - start)
+            return whole if num_new >= whole else 0
         window_start = max(prompt_end - self.observation_window, 0)
         if window_start < start + num_new < prompt_end:
             return max(window_start - start, 0)

@@ -43,11 +43,12 @@ class HeavyHitterScheduler(AsyncScheduler):
             config.seed,
             packs_chunks=config.prefill == "chunked",
             observation_window=config.observation_window if config.prefill == "window" else 0,
+            replay_chunk=self._replay_chunk() if config.score_replays else 0,
             evicts_pages=config.granularity == "block",
             row_pages=-(-self.max_model_len // block_size) if self._shares else 0,
         )
         # The seam at which vLLM lets a chunk of a prompt end early, whatever for.
-        self.need_mamba_block_aligned_split = self._shares
+        self.need_mamba_block_aligned_split = self._shares or config.score_replays
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk)
         group = self.kv_cache_config.kv_cache_groups[0]
@@ -115,9 +116,16 @@ class HeavyHitterScheduler(AsyncScheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Keep the queries that score in one chunk: they do so outside the pages they share."""
+        """Keep what is scored together in one chunk."""
         start = request.num_computed_tokens + num_new_local_computed_tokens
         return self.ledger.uncut(request.request_id, start, num_new_tokens, request.num_tokens)
+
+    def _replay_chunk(self) -> int:
+        """What a step has room for beside one token of every other sequence, or half of it all."""
+        limits = self.scheduler_config
+        most = self.max_num_scheduled_tokens
+        room = max(most - limits.max_num_seqs + 1, most // 2, 1)
+        return min(room, limits.long_prefill_token_threshold or room)
 
     @property
     def _stock(self) -> type[Scheduler]:

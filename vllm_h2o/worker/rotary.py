@@ -38,14 +38,13 @@ class Turn:
         """
         rotary, table = self.rotary, self.rotary.cos_sin_cache
         distance = max(min(len(query), len(table) - end), 0)
-        positions = torch.full((len(query),), distance, device=query.device)
         turned, _ = RotaryEmbedding.forward_static(
-            positions,
+            torch.zeros(len(query), dtype=torch.int64, device=query.device),
             query.to(torch.float32),
             None,
             rotary.head_size,
             rotary.rotary_dim,
-            table.to(torch.float32),
+            table[distance : distance + 1].to(torch.float32),
             rotary.is_neox_style,
         )
         return turned
@@ -65,12 +64,13 @@ def bind(model: torch.nn.Module) -> None:
                 continue
             found = [child for child in children if isinstance(child, RotaryEmbedding)]
             if len(found) != 1 or not _adds_up(found[0]):
+                kinds = ", ".join(type(child).__name__ for child in found)
                 raise UnsupportedError(
                     "score='replay'",
-                    f"{name} has {found[0] if found else 'no rotary embedding'}",
-                    "queries are asked again by turning them onwards, as a plain rotary embedding "
-                    "allows",
-                    "use score=mean_squares, or a model with rotary embeddings",
+                    f"{name} has {kinds or 'no rotary embedding beside its attention'}",
+                    "queries are asked again by turning them onwards, as one rotary embedding that "
+                    "does not scale allows",
+                    "use score=mean_squares (--kv-policy h2o_mean), or another model",
                 )
             layer.impl.turn = Turn(found[0])
 

@@ -53,13 +53,14 @@ class Prefill {
 
  public:
   Prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
-          const H2oScoring& scoring, float replay)
+          const H2oScoring& scoring, bool replay, float weight)
       : page_(page),
         chunks_(chunks),
         num_chunks_(num_chunks),
         tokens_(tokens),
         scoring_(scoring),
         replay_(replay),
+        weight_(weight),
         group_(tokens.num_heads / page.num_kv_heads),
         depth_(By::kPaired ? round_up(page.head_size, kDepth) : page.head_size) {
     const int subsets = (group_ + 3) / 4;
@@ -376,7 +377,7 @@ class Prefill {
     const int64_t to = std::min(from + kBlock, end(chunks_[c]));
     const float* sums = received_ + offset(c, h);
     const int64_t position_end = chunks_[c].position + chunks_[c].num_tokens;
-    const float weight = replay_ / static_cast<float>(chunks_[c].num_tokens);
+    const float weight = weight_ / static_cast<float>(position_end);
     for (int64_t slot = from; slot < to; ++slot) {
       float sum = 0.0f;
       for (int i = 0; i < num_threads; ++i) sum += sums[i * offsets_[num_chunks_] + slot];
@@ -393,7 +394,8 @@ class Prefill {
   int num_chunks_;
   const H2oTokens& tokens_;
   const H2oScoring& scoring_;
-  float replay_;  // weight of queries that are asked again; 0: the chunks are attended to
+  bool replay_;  // the chunks' queries are asked again; else the chunks are attended to
+  float weight_;  // of what those give
   int group_;
   int64_t depth_;
   int heads_;
@@ -418,7 +420,7 @@ using ForBf16 = Wide;
 
 template <class T, class By>
 void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
-             const H2oScoring& scoring, float replay) {
+             const H2oScoring& scoring, bool replay, float weight) {
   for (int first = 0; first < num_chunks;) {
     int64_t slots = 0;
     int last = first;
@@ -427,16 +429,19 @@ void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const 
       if (slots > kMaxSlots && last > first) break;
       ++last;
     }
-    Prefill<T, By>(page, chunks + first, last - first, tokens, scoring, replay).run();
+    Prefill<T, By>(page, chunks + first, last - first, tokens, scoring, replay, weight).run();
     first = last;
   }
 }
 
 void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
-             const H2oScoring& scoring, float replay) {
-  if (page.type == kFloat) prefill<float, Wide>(page, chunks, num_chunks, tokens, scoring, replay);
-  if (page.type == kHalf) prefill<Half, Wide>(page, chunks, num_chunks, tokens, scoring, replay);
-  if (page.type == kBf16) prefill<Bf16, ForBf16>(page, chunks, num_chunks, tokens, scoring, replay);
+             const H2oScoring& scoring, bool replay, float weight) {
+  const auto run = [&](auto prefill) {
+    prefill(page, chunks, num_chunks, tokens, scoring, replay, weight);
+  };
+  if (page.type == kFloat) run(prefill<float, Wide>);
+  if (page.type == kHalf) run(prefill<Half, Wide>);
+  if (page.type == kBf16) run(prefill<Bf16, ForBf16>);
 }
 
 }  // namespace
@@ -444,11 +449,11 @@ void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const 
 
 extern "C" void h2o_prefill(const H2oPage* page, const H2oChunk* chunks, int num_chunks,
                             const H2oTokens* tokens, const H2oScoring* scoring) {
-  h2o::prefill(*page, chunks, num_chunks, *tokens, *scoring, 0.0f);
+  h2o::prefill(*page, chunks, num_chunks, *tokens, *scoring, false, 0.0f);
 }
 
 // Only the queries are read of the tokens; K of the chunks is in their pages.
 extern "C" void h2o_replay(const H2oPage* page, const H2oChunk* chunks, int num_chunks,
                            const H2oTokens* tokens, const H2oScoring* scoring, float weight) {
-  h2o::prefill(*page, chunks, num_chunks, *tokens, *scoring, weight);
+  h2o::prefill(*page, chunks, num_chunks, *tokens, *scoring, true, weight);
 }
