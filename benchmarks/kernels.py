@@ -241,7 +241,7 @@ def prompt_row(
     """A whole prompt, attended to and scored; its queries asked again, or not."""
     ours = [our_prompt(kernels, shape, length, again)]
     figures = alternate(ours, [stock(shape, 1, length, length)], budget).figures(1)
-    flop = (6 if again else 2) * length * length * shape.num_heads * shape.head_size
+    flop = (4 if again else 2) * length * length * shape.num_heads * shape.head_size
     what = {"kernel": "replayed prompt" if again else "prompt", "model": shape.model}
     rates = {"gb_per_s": 0.0, "memcpy_gb_per_s": 0.0, "of_memcpy": 0.0}
     rates["tflop_per_s"] = round(flop / figures["ours_us"] / 1e6, 3)

@@ -27,8 +27,16 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         path: the file.
         rows: one mapping of column to value each; all of the same columns.
 
+    Raises:
+        ValueError: when the file has other columns.
+
     """
     new = not path.exists()
+    if not new:
+        with path.open(newline="") as file:
+            found = next(csv.reader(file))
+        if found != list(rows[0]):
+            raise ValueError(f"{path} has the columns {found}, not {list(rows[0])}: move it away")
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         if new:

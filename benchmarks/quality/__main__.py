@@ -20,6 +20,9 @@ from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
 from demo.smollm2 import model_dir
 
+Tensors = tuple[torch.Tensor, torch.Tensor]
+"""[W, S] nats, and [W, S] whether each token was the first choice."""
+
 
 @dataclass
 class Bench:
@@ -43,15 +46,15 @@ class Bench:
         tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
         self.tasks = {name: plan.make(tokenizer) for name, plan in self.plans.items()}
 
-    def figures(self, llm: LLM, name: str, budgets: Sequence[int | None]) -> list[list[float]]:
-        """The figures of a plan's task with each budget; None: the engine's."""
+    def judged(self, llm: LLM, name: str, budgets: Sequence[int | None]) -> list[Tensors]:
+        """What tails cost, and which tokens were chosen, with each budget; None: the engine's."""
         task = self.tasks[name]
         texts = list(zip(task.context.tolist(), task.tail.tolist(), strict=True))
         each = [budget for budget in budgets for _ in texts]
         judged = force(llm, texts * len(budgets), each, self.progress)
         parts = [judged[i : i + len(texts)] for i in range(0, len(judged), len(texts))]
         return [
-            task.figures(torch.tensor([j.nll for j in part]), torch.tensor([j.first for j in part]))
+            (torch.tensor([j.nll for j in part]), torch.tensor([j.first for j in part]))
             for part in parts
         ]
 
@@ -63,11 +66,12 @@ class Bench:
     def rows(self, policies: Sequence[str] = tuple(POLICIES)) -> Iterator[dict[str, Any]]:
         """One for each task, policy and budget; the full cache first."""
         by = f"engine, vLLM {version('vllm')}, {self.dtype}"
-        full = {}
+        full: dict[str, Tensors] = {}
         with self.engine("full", {}) as llm:
             for name, task in self.tasks.items():
-                (full[name],) = self.figures(llm, name, [None])
-                yield row(by, task, "full", 1.0, task.length, full[name], full[name])
+                (full[name],) = self.judged(llm, name, [None])
+                figures = task.figures(*full[name], 0)
+                yield row(by, task, "full", 1.0, task.length, figures, figures)
         for label in policies:
             asked = {name: plan for name, plan in self.plans.items() if label in plan.policies}
             if not asked:
@@ -77,9 +81,10 @@ class Bench:
                 for name, plan in asked.items():
                     task = self.tasks[name]
                     budgets = [slots(share, task.length) for share in plan.shares]
-                    found = self.figures(llm, name, budgets)
-                    for share, budget, figures in zip(plan.shares, budgets, found, strict=True):
-                        yield row(by, task, label, share, budget, figures, full[name])
+                    found = self.judged(llm, name, budgets)
+                    for share, budget, tensors in zip(plan.shares, budgets, found, strict=True):
+                        ours, theirs = (task.figures(*x, budget) for x in (tensors, full[name]))
+                        yield row(by, task, label, share, budget, ours, theirs)
 
 
 def main() -> None:

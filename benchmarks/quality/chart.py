@@ -34,7 +34,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """A panel for each task, a line for each policy in colour and each press in grey.
 
     Args:
-        rows: of one model; of equal ones the last counts.
+        rows: of one model; of equal ones the last counts, and other variants do not.
         path: of the image.
 
     """
@@ -62,8 +62,8 @@ def _fill(axis: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
     costs = name.startswith("prose")
     column, unit = ("above_full", 1) if costs else ("mean", 100)
     last = {(row["policy"], 100 * float(row["share"])): unit * float(row[column]) for row in rows}
-    policies = list(dict.fromkeys(policy for policy, _ in last))
-    presses = [policy for policy in policies if policy not in POLICIES and policy != "full"]
+    pressed = [row["policy"] for row in rows if row["by"].startswith("kvpress")]
+    presses = [policy for policy in dict.fromkeys(pressed) if policy != "full"]
     for policy in (*POLICIES, *presses):
         points = sorted((share, value) for (of, share), value in last.items() if of == policy)
         if not points:
@@ -93,7 +93,8 @@ def _fill(axis: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
 def main() -> None:
     """Read some CSV files and draw."""
     *tables, out = map(Path, sys.argv[1:])
-    draw([row for table in tables for row in csv.DictReader(table.open(newline=""))], out)
+    found = [table for table in tables if table.is_file()]
+    draw([row for table in found for row in csv.DictReader(table.open(newline=""))], out)
 
 
 if __name__ == "__main__":

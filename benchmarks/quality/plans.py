@@ -66,14 +66,14 @@ PLANS: Mapping[str, Plan] = {
     "1k": Plan(prose(1024, 768, 2), (0.05, 0.1, 0.2, 0.4, 0.6)),
     "novel": Plan(prose(1536, 1280, 4, ("moby_dick",)), (0.05, 0.1, 0.2)),
     "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), (*SCORED, "streaming")),
+    "after": Plan(AFTER[0], SHARES_AFTER),
     "pairs": Plan(AFTER[2], (0.2, 0.3), SCORED),
     "passkey": Plan(AFTER[1], (0.2, 0.3), SCORED),
     "commonsense": Plan(
         partial(tasks.commonsense, count=80), (0.2,), (*SCORED, "streaming", "local")
     ),
     "4k": Plan(prose(4096, 3840, 1), (0.05, 0.1, 0.2), (*SCORED, "streaming")),
-    "passkey 2k": Plan(partial(tasks.passkey, count=12, length=2048), (0.2,), SCORED),
-    "passkey 4k": Plan(partial(tasks.passkey, count=12, length=4096), (0.2,), SCORED),
+    "passkey-4k": Plan(partial(tasks.passkey, count=12, length=4096), (0.2,), SCORED),
 }
 """In the engine, by the name on the command line."""
 QUICK = Plan(prose(384, 256, 2, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o_mean", "local", "random"))

@@ -101,7 +101,7 @@ def judge(model: Any, wanted: Sequence[Wanted], task: Task) -> dict[Wanted, list
             loss = torch.nn.functional.cross_entropy(logits.mT, tail, reduction="none")
             nats[key].append(loss)
             first[key].append(logits.argmax(-1) == tail)
-    return {key: task.figures(torch.cat(nats[key]), torch.cat(first[key])) for key in wanted}
+    return {key: task.figures(torch.cat(nats[key]), torch.cat(first[key]), 0) for key in wanted}
 
 
 def main() -> None:

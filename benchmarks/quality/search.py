@@ -32,17 +32,19 @@ def prose_rows(
     ids, prompt = torch.cat([task.context, task.tail], 1), task.context.shape[1]
     anything = torch.zeros_like(task.tail)
 
-    def figures(variant: Variant | None, capacity: int) -> list[float]:
+    def nats(variant: Variant | None, capacity: int) -> torch.Tensor:
         torch.manual_seed(0)
-        nats = teacher_forced_nll(model, ids, prompt, variant, capacity)
-        return task.figures(nats[:, prompt - 1 :], anything)
+        return teacher_forced_nll(model, ids, prompt, variant, capacity)[:, prompt - 1 :]
 
-    full = figures(None, 0)
-    yield row(by, task, "full", 1.0, task.length, full, full)
+    full = nats(None, 0)
+    figures = task.figures(full, anything, 0)
+    yield row(by, task, "full", 1.0, task.length, figures, figures)
     for variant in variants:
         for share in shares:
             kept = slots(share, task.length)
-            yield row(by, task, variant.name, share, kept, figures(variant, kept), full)
+            both = (nats(variant, kept), full)
+            ours, theirs = (task.figures(x, anything, kept) for x in both)
+            yield row(by, task, variant.name, share, kept, ours, theirs)
 
 
 def recall_rows(
@@ -55,7 +57,7 @@ def recall_rows(
 
     def figures(variant: Variant, capacity: int) -> list[float]:
         torch.manual_seed(0)
-        return task.figures(nothing, context.hits(task.tail, variant, capacity))
+        return task.figures(nothing, context.hits(task.tail, variant, capacity), capacity)
 
     full = figures(everything, task.length + task.tail.shape[1])
     yield row(by, task, "full", 1.0, task.length, full, full)
@@ -72,7 +74,7 @@ def main() -> None:
     )
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     parser.add_argument("--built", action="store_true", help="only what the engine has, too")
-    parser.add_argument("--only", nargs="+", choices=("passkey", "pairs", "after", "prose"))
+    parser.add_argument("--only", nargs="+", choices=("passkey", "pairs", "prose"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -80,11 +82,10 @@ def main() -> None:
     model, tokenizer = Llama(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
     by = f"simulation, torch {version('torch')}"
     every = BUILT if args.built else (*BUILT, *CANDIDATES)
-    after, passkey, pairs = (make(tokenizer) for make in AFTER)
+    passkey, pairs = (make(tokenizer) for make in AFTER[1:])
     parts = {
         "passkey": lambda: recall_rows(by, model, passkey, every),
         "pairs": lambda: recall_rows(by, model, pairs, every),
-        "after": lambda: prose_rows(by, model, after, BUILT, SHARES_AFTER),
         "prose": lambda: prose_rows(
             by, model, tasks.prose(tokenizer, NAMES, 2, 1024, 768), every, PROSE_SHARES
         ),

@@ -45,19 +45,21 @@ class Task:
         """Whether figures are nats: less is better. Otherwise they are answers found."""
         return bool((self.answers < 0).all())
 
-    def figures(self, nats: torch.Tensor, first: torch.Tensor) -> list[float]:
+    def figures(self, nats: torch.Tensor, first: torch.Tensor, slots: int) -> list[float]:
         """One for each window, or for each answer.
 
-        The first token of a tail does not count as prose: it follows the context, from which
-        nothing was evicted while it was computed.
+        Of prose those tokens count that an eviction precedes: not the first of a tail, which
+        follows the context as it was computed, and none before the budget is full.
 
         Args:
             nats: [W, S], what tokens of the tail cost.
             first: [W, S], whether each was the model's own choice.
+            slots: of the budget that this is, or is compared with.
 
         """
         if self.costs:
-            return list(nats[:, 1:].mean(1).tolist())
+            counted = max(1, slots - int(self.context.shape[1]) + 1)
+            return list(nats[:, counted:].mean(1).tolist())
         which = range(int(self.answers.max()) + 1)
         return [float(hit) for i in which for hit in first[:, self.answers == i].all(1)]
 
@@ -75,7 +77,7 @@ class Choices(Task):
 
     right: torch.Tensor
 
-    def figures(self, nats: torch.Tensor, first: torch.Tensor) -> list[float]:
+    def figures(self, nats: torch.Tensor, first: torch.Tensor, slots: int) -> list[float]:
         """One for each question: whether the right option was chosen."""
         counts = self.answers >= 0
         cost = (nats * counts).sum(1) / counts.sum(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.quality.__main__ import Bench
-from benchmarks.quality.plans import QUICK, slots
+from benchmarks.quality.plans import QUICK
 from benchmarks.quality.tables import row
 from benchmarks.quality.tasks import Task
 from benchmarks.quality.texts import TextsUnavailableError, archive
@@ -25,15 +25,11 @@ def test_orders() -> None:
     assert above["full"] == 0
     for policy in ("h2o", "h2o_mean"):
         assert 0 < above[policy] < 0.25 * min(above["local"], above["random"]), above
+    task = bench.tasks["quick"]
     with bench.engine("h2o", {}) as llm:
-        (whole,) = bench.figures(llm, "quick", [bench.tasks["quick"].length])
-    assert sum(whole) / len(whole) == pytest.approx(rows["full"]["mean"], abs=1e-4)
-
-
-def test_what_is_measured_comes_after_an_eviction() -> None:
-    """Every scored token follows a prompt that is longer than the budget."""
-    for share in QUICK.shares:
-        assert slots(share, 384) < 128
+        (whole,) = bench.judged(llm, "quick", [task.length])
+    figures = task.figures(*whole, 0)
+    assert sum(figures) / len(figures) == pytest.approx(rows["full"]["mean"], abs=1e-4)
 
 
 def test_figures() -> None:
@@ -43,9 +39,10 @@ def test_figures() -> None:
     context = torch.zeros(2, 5, dtype=torch.int64)
     tail = torch.zeros(2, 3, dtype=torch.int64)
     prose = Task("prose", context, tail, torch.tensor([-1, -1, -1]))
-    assert prose.figures(nats, first) == [1.5, 4.0]
+    assert prose.figures(nats, first, 5) == [1.5, 4.0]
+    assert prose.figures(nats, first, 6) == [2.0, 5.0]  # the budget is full before the last only
     asked = Task("asked", context, tail, torch.tensor([-1, 0, 1]))
-    assert asked.figures(nats, first) == [1.0, 1.0, 0.0, 1.0]
+    assert asked.figures(nats, first, 5) == [1.0, 1.0, 0.0, 1.0]
     assert (prose.length, asked.length) == (8, 5)
     found = row("test", prose, "h2o", 0.5, 16, [1.5, 4.0], [1.0, 4.0])
     assert (found["mean"], found["above_full"], found["worse_than_full"]) == (2.75, 0.25, 1)
