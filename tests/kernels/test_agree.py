@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -176,18 +177,21 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("power", [1, 2])
-def test_replay(make: Callable[[Shape], Kernels], power: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_replay(make: Callable[[Shape], Kernels], power: int, dtype: torch.dtype) -> None:
     """Scores; K, V and positions, and what lies behind the chunks, are left alone."""
-    chunks, owned = prompt_chunks(SHAPE, keeps=False)
-    theirs = filled(SHAPE, owned + 1, seed=8)
+    shape = replace(SHAPE, dtype=dtype)
+    chunks, owned = prompt_chunks(shape, keeps=False)
+    theirs = filled(shape, owned + 1, seed=8)
     number(theirs, chunks)
-    ours = copied(theirs, SHAPE)
+    ours = copied(theirs, shape)
     torch.manual_seed(9)
-    again = torch.randn(140, 6, 64)
+    again = torch.randn(140, 6, 64).to(dtype)
     scoring = Scoring(power, skip_recent=3, by_age=True, replays=True)
     before = theirs.score.clone()
     for kernels, page in ((TorchKernels(), theirs), (make(SHAPE), ours)):
         kernels.replay(page, chunks, again, 0.2, scoring)
+    # Products of halves are exact in float32, and nothing is rounded to halves again.
     assert not torch.equal(theirs.score, before)
     same(ours, theirs, owned)
 
