@@ -15,13 +15,18 @@ from vllm_h2o.errors import ConfigError
 CHARACTERS = [ord(c) % 256 for c in TEXT]
 
 
-def test_alone_and_among_fifteen_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same retained sets in every layer and head, and the same tokens."""
+@pytest.mark.parametrize("policy", ["h2o", "h2o_replay"])
+def test_alone_and_among_fifteen_others(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same retained sets in every layer and head, and the same tokens.
+
+    A step has no room for all prompts; where queries are asked again, none is cut for that.
+    """
     model = smollm2()
     tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
     one = tokens[300:370]
     others = [tokens[50 * i : 50 * i + 10 + 7 * i] for i in range(15)]
-    with monkeypatch.context() as patch, engine(model, "h2o", {"budget": 32}, block_size=16) as llm:
+    settings = {"block_size": 16, "max_num_batched_tokens": 160, "max_num_seqs": 16}
+    with monkeypatch.context() as patch, engine(model, policy, {"budget": 32}, **settings) as llm:
         replay = Replay(Probe(llm).scheduler).install(patch)
         alone = token_ids(generate(llm, [one], max_tokens=32))[0]
         kept_alone = {where[:2]: kept for where, kept in replay.retained.items()}
