@@ -138,7 +138,7 @@ def check_decode(size: Size, device: torch.device) -> Iterator[tuple[str, float,
 def check_prompt(
     size: Size, device: torch.device, attention: PromptAttention | None
 ) -> Iterator[tuple[str, float, float]]:
-    """A prompt's first chunk, and one behind a resident half; then packing."""
+    """A prompt's first chunk, and one behind a resident half; asked again; then packing."""
     half = size.tokens // 2
     page = filled(size, device)
     twin = on_cpu(page)
@@ -155,6 +155,10 @@ def check_prompt(
     exact = tuple(t.float().cpu() for t in step)
     TorchKernels().prefill(twin, there, *exact, None, size.scale, Scoring(), expected)
     yield from _compare(page, twin, out, expected, size)
+    again = Scoring(power=2, by_age=True, replays=True)
+    kernels.replay(page, chunks, query, size.scale, again)
+    TorchKernels().replay(twin, there, exact[0], size.scale, again)
+    yield "replayed score, relative", _score_error(page, twin), 1e-3
     # The same scores on both sides: what is compared is the choice and the move.
     twin = on_cpu(page)
     kernels.pack_survivors([page], chunks, Scoring())
@@ -176,13 +180,17 @@ def _chunk(size: Size, request: int, part: slice, start: int, device: torch.devi
     return PromptChunk(part, table, start, start, end // 3, end - end // 6, 4, 0)
 
 
+def _score_error(page: Page, twin: Page) -> float:
+    error = (page.score.cpu() - twin.score).abs() / twin.score.abs().clamp(min=1e-3)
+    return float(error.max())
+
+
 def _compare(
     page: Page, twin: Page, out: torch.Tensor, expected: torch.Tensor, size: Size
 ) -> Iterator[tuple[str, float, float]]:
     rough = 1e-5 if size.dtype == torch.float32 else 2e-2
     yield "output", float((out.float().cpu() - expected).abs().max()), rough
-    error = (page.score.cpu() - twin.score).abs() / twin.score.abs().clamp(min=1e-3)
-    yield "score, relative", float(error.max()), 1e-3
+    yield "score, relative", _score_error(page, twin), 1e-3
     moved = (page.position.cpu() != twin.position).float().mean()
     yield "positions that differ", float(moved), 0.0
 
