@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 def test_kernels_hold() -> None:
     """Decode, prompts and packing."""
     checks = list(check_kernels(CPU, kernels.SMALL))
-    assert len(checks) == 22 and all(report(check) for check in checks)
+    assert len(checks) == 23 and all(report(check) for check in checks)
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
