@@ -36,7 +36,7 @@ gpu-check:  ## on a machine with a GPU and vLLM: correctness, then speed; `PYTHO
 
 bench-quality: $(STAMP) $(LIBRARIES)  ## what a budget costs: tables, CSVs and chart (3 hours on two cores)
 	@rm -f $(RESULTS)/quality.csv $(RESULTS)/quality_search.csv $(RESULTS)/quality_mass.csv
-	@for part in "1k novel 2k 4k after commonsense" "pairs passkey --dtype float32" \
+	@for part in "1k novel 2k 4k after after-64 commonsense" "pairs passkey --dtype float32" \
 	    "passkey-4k --dtype float32"; do \
 	    VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.quality \
 	        --only $$part --csv $(RESULTS)/quality.csv || exit 1; done

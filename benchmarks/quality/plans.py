@@ -67,6 +67,8 @@ PLANS: Mapping[str, Plan] = {
     "novel": Plan(prose(1536, 1280, 4, ("moby_dick",)), (0.05, 0.1, 0.2)),
     "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), (*SCORED, "streaming")),
     "after": Plan(AFTER[0], SHARES_AFTER),
+    # With the tokens more that a press has in the end.
+    "after-64": Plan(AFTER[0], tuple(share + 64 / 1024 for share in SHARES_AFTER), SCORED),
     "pairs": Plan(AFTER[2], (0.2, 0.3), SCORED),
     "passkey": Plan(AFTER[1], (0.2, 0.3), SCORED),
     "commonsense": Plan(

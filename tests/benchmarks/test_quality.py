@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.quality.__main__ import Bench
+from benchmarks.quality.chart import PANELS, draw, panel
 from benchmarks.quality.plans import QUICK
 from benchmarks.quality.tables import row
 from benchmarks.quality.tasks import Task
@@ -46,3 +50,15 @@ def test_figures() -> None:
     assert (prose.length, asked.length) == (8, 5)
     found = row("test", prose, "h2o", 0.5, 16, [1.5, 4.0], [1.0, 4.0])
     assert (found["mean"], found["above_full"], found["worse_than_full"]) == (2.75, 0.25, 1)
+
+
+def test_the_chart_of_the_results(tmp_path: Path) -> None:
+    """The figures that are kept are drawn; a variant that the engine does not have is left out."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    names = ("quality.csv", "quality_search.csv", "quality_presses.csv")
+    rows = [r for name in names for r in csv.DictReader((results / name).open(newline=""))]
+    assert {panel(row) for row in rows} >= set(PANELS)
+    draw(rows, tmp_path / "a.svg")
+    variant = next(row for row in rows if row["task"] == "pairs") | {"policy": "recent 1/4"}
+    draw([*rows, variant], tmp_path / "b.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
