@@ -74,7 +74,9 @@ def main() -> None:
     )
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     parser.add_argument("--built", action="store_true", help="only what the engine has, too")
+    parser.add_argument("--variants", nargs="+", help="only these, by name")
     parser.add_argument("--only", nargs="+", choices=("passkey", "pairs", "prose"))
+    parser.add_argument("--seed", type=int, default=0, help="of other pass keys and codes")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -82,7 +84,10 @@ def main() -> None:
     model, tokenizer = Llama(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
     by = f"simulation, torch {version('torch')}"
     every = BUILT if args.built else (*BUILT, *CANDIDATES)
-    passkey, pairs = (make(tokenizer) for make in AFTER[1:])
+    every = tuple(v for v in every if not args.variants or v.name in args.variants)
+    passkey, pairs = (
+        make(tokenizer, **({"seed": args.seed} if args.seed else {})) for make in AFTER[1:]
+    )
     parts = {
         "passkey": lambda: recall_rows(by, model, passkey, every),
         "pairs": lambda: recall_rows(by, model, pairs, every),

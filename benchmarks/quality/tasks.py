@@ -204,4 +204,5 @@ def _build(
         answers.append(which)
     if any(which != answers[0] for which in answers):
         raise ValueError("the questions differ in length")
+    name = f"{name}, seed {seed}" if seed else name
     return Task(name, torch.tensor(contexts), torch.tensor(tails), torch.tensor(answers[0]))
