@@ -58,7 +58,8 @@ class KVPolicyConfig:
             ``mean_squares`` divide them by the queries since the token was stored; ``replay`` is
             ``mean_squares``, and in a prompt that of its queries, asked again from behind it; None
             is the policy's own default.
-        score_skip_recent: a query scores tokens that are at least so many positions older.
+        score_skip_recent: a query scores tokens that are at least so many positions older; one that
+            is asked again scores all.
         seed: of the ``random`` policy, for requests that bring no seed of their own.
         kernels: on a CPU ``native`` (C++) or ``torch``; ``auto`` takes the fastest that are there.
 
