@@ -96,6 +96,11 @@ def check_engines(small: bool) -> Iterator[Check]:
         )
         v1 = tokens_of(*evicting, VLLM_USE_V2_MODEL_RUNNER="0")
         yield f"{shape}: V2 against V1", differ(graphs, v1), allowed
+    again = ("llama", *size, "--policy", "h2o_replay", "--policy-budget", "0.125")
+    graphs = tokens_of(*again)
+    eager = tokens_of(*again, "--eager")
+    allowed = 0.0 if small else len(graphs) / 4
+    yield "llama: h2o_replay, graphs against eager", differ(graphs, eager), allowed
 
 
 def report(check: Check) -> bool:

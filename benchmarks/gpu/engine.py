@@ -55,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--policy", default="h2o")
     parser.add_argument("--policy-budget", type=float, default=None)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--requests", type=int, default=24)
@@ -65,7 +66,7 @@ def main() -> None:
 
     options: dict[str, Any] = {}
     if args.policy_budget is not None:
-        options = {"kv_policy": "h2o", "kv_policy_config": {"budget": args.policy_budget}}
+        options = {"kv_policy": args.policy, "kv_policy_config": {"budget": args.policy_budget}}
     with tempfile.TemporaryDirectory() as folder:
         config = SHAPES[args.shape] | {"torch_dtype": args.dtype}
         (Path(folder) / "config.json").write_text(json.dumps(config))

@@ -267,6 +267,10 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
         arguments = (page, chunk, *long, None, size.scale, Scoring(power=power), answer)
         return seconds(lambda: kernels.prefill(*arguments))
 
+    def replay() -> float:
+        again = Scoring(power=2, by_age=True, replays=True)
+        return seconds(lambda: kernels.replay(page, chunk, long[0], size.scale, again))
+
     full, bare = prompt(1), prompt(0)
     return {
         "copy_GB_per_s": copy / 1e9,
@@ -276,4 +280,5 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
         "decode_scoring_adds": scored / plain - 1,
         "prompt_ms": full * 1e3,
         "prompt_scoring_adds": full / bare - 1,
+        "prompt_replay_adds": replay() / bare,
     }

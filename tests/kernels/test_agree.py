@@ -180,6 +180,8 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_replay(make: Callable[[Shape], Kernels], power: int, dtype: torch.dtype) -> None:
     """Scores; K, V and positions, and what lies behind the chunks, are left alone."""
+    if make is on_triton and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
     shape = replace(SHAPE, dtype=dtype)
     chunks, owned = prompt_chunks(shape, keeps=False)
     theirs = filled(shape, owned + 1, seed=8)

@@ -18,6 +18,7 @@ import sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from vllm_h2o.kernels.batch import REPLAY_WEIGHT
 from vllm_h2o.kernels.triton import decode, pack, prompt
 from vllm_h2o.kernels.triton.kernels import STAGES, padded_group, precision, tile_of
 
@@ -59,15 +60,16 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     tile = tile_of(shape["D_PAD"], dtype.itemsize)
     grouped = dict(G=group, G_PAD=padded_group(group), TILE=tile)
     exact, stages = dict(PRECISION=precision(dtype)), dict(num_stages=STAGES[dtype.itemsize])
-    tiles = dict(TILE_Q=tile, TILE_K=tile, **stages)
     paged = head == 64
     build(decode.store_token, dtype, "*i64", **shape, HAS_FIRST=paged)
     build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_HOLE=paged)
     build(decode.reduce_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
           PAGES=512 // block, POWER=2 if paged else 1, BY_PAGE=paged, BY_AGE=not paged)
     build(prompt.store_chunk, dtype, "*i32", **shape, TILE=32, HAS_FIRST=paged)
-    build(prompt.attend, dtype, "*i32", **shape, G=group, **tiles, **exact)
-    build(prompt.column_scores, dtype, "*i32", **shape, G=group, POWER=1, **tiles, **exact)
+    tiles = dict(**shape, G=group, TILE_Q=tile, TILE_K=tile, **stages, **exact)
+    for replay in (0.0, REPLAY_WEIGHT):
+        build(prompt.attend, dtype, "*i32", **tiles, REPLAY=replay > 0)
+        build(prompt.column_scores, dtype, "*i32", **tiles, POWER=2 if replay else 1, REPLAY=replay)
     build(pack.select_survivors, dtype, "*i32", N=block, TILE=1024, BY_PAGE=paged, BY_AGE=not paged,
           num_warps=8)
     build(pack.pack_survivors, dtype, "*i32", **shape, TILE=32)

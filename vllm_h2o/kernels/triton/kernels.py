@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.packing import replay
+from vllm_h2o.kernels.batch import REPLAY_WEIGHT, DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.page import Page
 from vllm_h2o.kernels.triton import decode, pack, prompt
 
@@ -171,17 +171,7 @@ class TritonKernels:
         lse = self.prompt_attention(query, key, value, page, chunks, scale, out)
         if not scoring.power:
             return
-        tile = self._tile(page)
-        tiles = {"TILE_Q": tile, "TILE_K": tile, "num_stages": STAGES[page.key.element_size()]}
-        slots = max(chunk.end for chunk in chunks)
-        grid = (triton.cdiv(slots, tile), self.num_kv_heads, len(sent))
-        prompt.column_scores[grid](
-            query, page.key, page.score, page.position, sent.table, sent.orders, lse,
-            scale, query.stride(0), lse.stride(0), page.key.stride(0), page.score.stride(0),
-            sent.table.stride(0), *sizes, scoring.skip_recent,
-            **shape, **tiles, G=self.group, POWER=scoring.power,
-            PRECISION=precision(page.key.dtype),
-        )  # fmt: skip
+        self._score(page, chunks, query, lse, scale, scoring, 0.0)
 
     def replay(
         self,
@@ -191,9 +181,10 @@ class TritonKernels:
         scale: float,
         scoring: Scoring,
     ) -> None:
-        """Chunk by chunk, in torch: no kernel of its own."""
-        for chunk in chunks:
-            replay(page, chunk, again[chunk.tokens], scale, scoring)
+        """All chunks in one launch of each kernel. Probabilities are not kept, but made twice."""
+        self._check(page, again)
+        lse = self._lse(page, chunks, again, scale, None)
+        self._score(page, chunks, again, lse, scale, scoring, REPLAY_WEIGHT)
 
     def pack_survivors(
         self, pages: Sequence[Page], chunks: Sequence[PromptChunk], scoring: Scoring
@@ -236,19 +227,63 @@ class TritonKernels:
         out: torch.Tensor,
     ) -> torch.Tensor:
         """Our own flash attention; reads keys and values from the pages."""
-        sent, tile = self._sent(chunks), self._tile(page)
+        return self._lse(page, chunks, query, scale, out)
+
+    def _lse(
+        self,
+        page: Page,
+        chunks: Sequence[PromptChunk],
+        query: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[Hq, T], of each query over the slots it sees; ``out`` None: all, as in a replay."""
+        sent = self._sent(chunks)
         num_heads = self.num_kv_heads * self.group
         lse = torch.empty(num_heads, query.shape[0], device=self.device)
+        answer = query if out is None else out
         longest = max(chunk.num_tokens for chunk in chunks)
-        prompt.attend[(triton.cdiv(longest, tile), num_heads, len(sent))](
-            query, page.key, page.value, sent.table, sent.orders, out, lse,
-            scale, query.stride(0), out.stride(0), lse.stride(0), page.key.stride(0),
+        prompt.attend[(triton.cdiv(longest, self._tile(page)), num_heads, len(sent))](
+            query, page.key, page.value, sent.table, sent.orders, answer, lse,
+            scale, query.stride(0), answer.stride(0), lse.stride(0), page.key.stride(0),
             sent.table.stride(0), len(sent), self.num_kv_heads,
-            N=page.block_size, D=self.head_size, D_PAD=self.padded, G=self.group,
-            TILE_Q=tile, TILE_K=tile, num_stages=STAGES[page.key.element_size()],
-            PRECISION=precision(page.key.dtype),
+            **self._tiles(page), REPLAY=out is None,
         )  # fmt: skip
         return lse
+
+    def _score(
+        self,
+        page: Page,
+        chunks: Sequence[PromptChunk],
+        query: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float,
+        scoring: Scoring,
+        replay: float,
+    ) -> None:
+        """Add what queries give to scores; ``replay``: its weight, 0 where there is none."""
+        sent = self._sent(chunks)
+        slots = max(chunk.end for chunk in chunks)
+        prompt.column_scores[(triton.cdiv(slots, self._tile(page)), self.num_kv_heads, len(sent))](
+            query, page.key, page.score, page.position, sent.table, sent.orders, lse,
+            scale, query.stride(0), lse.stride(0), page.key.stride(0), page.score.stride(0),
+            sent.table.stride(0), len(sent), self.num_kv_heads, scoring.skip_recent,
+            **self._tiles(page), POWER=scoring.power, REPLAY=replay,
+        )  # fmt: skip
+
+    def _tiles(self, page: Page) -> dict[str, Any]:
+        """Constants of the kernels that multiply queries and keys."""
+        tile = self._tile(page)
+        return {
+            "N": page.block_size,
+            "D": self.head_size,
+            "D_PAD": self.padded,
+            "G": self.group,
+            "TILE_Q": tile,
+            "TILE_K": tile,
+            "PRECISION": precision(page.key.dtype),
+            "num_stages": STAGES[page.key.element_size()],
+        }
 
     def _sent(self, chunks: Sequence[PromptChunk]) -> Chunks:
         """The step's chunks on the device, sent once for all layers."""
@@ -285,6 +320,8 @@ class TritonKernels:
         table = torch.arange(2, dtype=torch.int32, device=self.device)
         chunks = [PromptChunk(slice(0, 2), table, 0, 0, 1, 1, 0, 0)]
         self.prefill(own, chunks, query, key, key, first, 1.0, scoring, torch.empty_like(query))
+        if scoring.replays:
+            self.replay(own, chunks, query, 1.0, scoring)
         self.pack_survivors([own], chunks, scoring)
 
     def _check(self, page: Page, out: torch.Tensor, *tensors: torch.Tensor) -> None:

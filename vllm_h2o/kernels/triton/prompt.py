@@ -7,6 +7,8 @@
 
 Twins of ``reference.attend_and_score`` (arXiv 2306.14048, Algorithm 1). Keys are read from the
 pages, those of the chunk too; each tile of keys has one owner, which walks the queries that see it.
+With a weight in ``REPLAY`` the chunk's queries are asked again, from behind its end, as in
+``reference.replay``: both sums run over every key, and no output is made.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def attend(
     value_pages,
     table_ptr,
     orders_ptr,
-    out_ptr,  # [T, Hq, D]: written
+    out_ptr,  # [T, Hq, D]: written where nothing is asked again
     lse_ptr,  # [Hq, T], float32: written
     scale,
     query_stride,
@@ -100,8 +102,9 @@ def attend(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    REPLAY: tl.constexpr,
 ):
-    """TILE_Q queries of (chunk, query head): for devices without FlashAttention."""
+    """TILE_Q queries of (chunk, query head): where FlashAttention is not, or is of no use."""
     t, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_tokens = tl.load(orders_ptr + NUM_TOKENS * num_chunks + r)
     if t * TILE_Q >= num_tokens:
@@ -117,7 +120,7 @@ def attend(
     peak = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     out = tl.zeros([TILE_Q, D_PAD], tl.float32)
-    visible = start + tl.minimum((t + 1) * TILE_Q, num_tokens)
+    visible = start + (num_tokens if REPLAY else tl.minimum((t + 1) * TILE_Q, num_tokens))
     for first in range(0, visible, TILE_K):
         slot = first + tl.arange(0, TILE_K)
         live = slot < visible
@@ -126,19 +129,24 @@ def attend(
         here = (row * page_stride + slot % N * D)[:, None] + dim[None, :]
         mask = live[:, None] & (dim < D)[None, :]
         key = tl.load(key_pages + here, mask=mask, other=0.0)
-        value = tl.load(value_pages + here, mask=mask, other=0.0)
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        seen = slot[None, :] <= (start + i)[:, None]
-        logits = tl.where(seen & live[None, :], logits, float("-inf"))
+        seen = live[None, :]
+        if not REPLAY:
+            seen = seen & (slot[None, :] <= (start + i)[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
         # The first tile holds slot 0, which every query sees: no maximum is -inf.
         higher = tl.maximum(peak, tl.max(logits, axis=1))
         fade = tl.exp(peak - higher)
         probs = tl.exp(logits - higher[:, None])
         total = total * fade + tl.sum(probs, axis=1)
-        out = out * fade[:, None] + tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)
+        if not REPLAY:
+            value = tl.load(value_pages + here, mask=mask, other=0.0)
+            more = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)
+            out = out * fade[:, None] + more
         peak = higher
-    answer = out_ptr + (token * out_stride)[:, None] + heads
-    tl.store(answer, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=asked)
+    if not REPLAY:
+        answer = out_ptr + (token * out_stride)[:, None] + heads
+        tl.store(answer, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=asked)
     tl.store(lse_ptr + head * lse_stride + token, peak + tl.log(total), mask=i < num_tokens)
 
 
@@ -168,6 +176,7 @@ def column_scores(
     TILE_K: tl.constexpr,
     POWER: tl.constexpr,
     PRECISION: tl.constexpr,
+    REPLAY: tl.constexpr,
 ):
     """Add to the scores of TILE_K slots of (chunk, KV head) what all scoring queries give them."""
     t, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -187,15 +196,21 @@ def column_scores(
     position = tl.load(position_pages + words, mask=live, other=0)
     token_0 = tl.load(orders_ptr + TOKEN * num_chunks + r).to(tl.int64)
     position_0 = tl.load(orders_ptr + POSITION * num_chunks + r)
-    scores_from = tl.load(orders_ptr + SCORES_FROM * num_chunks + r)
+    scores_from = 0
+    if REPLAY == 0:
+        scores_from = tl.load(orders_ptr + SCORES_FROM * num_chunks + r)
     received = tl.zeros([TILE_K], tl.float32)
-    # Query i sees slot `first` when start + i >= first.
-    begin = tl.maximum(tl.maximum(first - start, scores_from), 0) // TILE_Q * TILE_Q
+    begin = 0
+    if REPLAY == 0:
+        # Query i sees slot `first` when start + i >= first.
+        begin = tl.maximum(tl.maximum(first - start, scores_from), 0) // TILE_Q * TILE_Q
     for first_query in range(begin, num_tokens, TILE_Q):
         i = first_query + tl.arange(0, TILE_Q)
         asks = (i < num_tokens) & (i >= scores_from)
-        counts = (slot[:, None] <= (start + i)[None, :]) & asks[None, :]
-        counts = counts & ((position_0 + i)[None, :] - position[:, None] >= skip_recent)
+        counts = asks[None, :] & live[:, None]
+        if REPLAY == 0:
+            counts = counts & (slot[:, None] <= (start + i)[None, :])
+            counts = counts & ((position_0 + i)[None, :] - position[:, None] >= skip_recent)
         for g in tl.static_range(G):
             head = h * G + g
             asked = query_ptr + ((token_0 + i) * query_stride)[:, None] + head * D + dim[None, :]
@@ -205,5 +220,8 @@ def column_scores(
             # A slot that a query does not see may have any logit: exp is not asked for it.
             probs = tl.exp(tl.where(counts, logits - lse[None, :], float("-inf")))
             received += tl.sum(probs if POWER == 1 else probs * probs, axis=1)
+    if REPLAY != 0:
+        end = position_0 + num_tokens
+        received = received * REPLAY * (end - position).to(tl.float32) / end
     score = tl.load(score_pages + words, mask=live, other=0.0)
     tl.store(score_pages + words, score + received, mask=live)
