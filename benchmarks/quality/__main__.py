@@ -88,7 +88,7 @@ class Bench:
 
 
 def main() -> None:
-    """Measure, print the table, append to the CSV and draw the chart."""
+    """Measure, print the table and append to the CSV."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short texts, one budget")
     parser.add_argument("--csv", type=Path, help="append the figures to this file")

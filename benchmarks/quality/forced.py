@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,13 +62,25 @@ class Judged:
 
 
 @contextmanager
+def in_process(**arguments: Any) -> Iterator[LLM]:
+    """vLLM's LLM of these arguments, shut down in the end."""
+    llm = LLM(**arguments)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
 def forced_engine(
     model: str,
     policy: str | None,
     options: dict[str, Any] | None,
     max_model_len: int,
     dtype: str = "float32",
-) -> Iterator[LLM]:
+) -> AbstractContextManager[LLM]:
     """An engine that says what it is made to.
 
     Args:
@@ -82,7 +94,7 @@ def forced_engine(
     settings: dict[str, Any] = {} if policy is None else {"kv_policy": policy}
     if options:
         settings["kv_policy_config"] = options
-    llm = LLM(
+    return in_process(
         model=model,
         dtype=dtype,
         enforce_eager=True,
@@ -94,13 +106,6 @@ def forced_engine(
         logprobs_mode="raw_logprobs",
         **settings,
     )
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
 
 
 def force(

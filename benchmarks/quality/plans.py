@@ -73,6 +73,7 @@ PLANS: Mapping[str, Plan] = {
         partial(tasks.commonsense, count=80), (0.2,), (*SCORED, "streaming", "local")
     ),
     "4k": Plan(prose(4096, 3840, 1), (0.05, 0.1, 0.2), (*SCORED, "streaming")),
+    "passkey-2k": Plan(partial(tasks.passkey, count=20, length=2048), (0.2, 0.3), SCORED),
     "passkey-4k": Plan(partial(tasks.passkey, count=12, length=4096), (0.2,), SCORED),
 }
 """In the engine, by the name on the command line."""

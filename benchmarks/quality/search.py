@@ -85,9 +85,7 @@ def main() -> None:
     by = f"simulation, torch {version('torch')}"
     every = BUILT if args.built else (*BUILT, *CANDIDATES)
     every = tuple(v for v in every if not args.variants or v.name in args.variants)
-    passkey, pairs = (
-        make(tokenizer, **({"seed": args.seed} if args.seed else {})) for make in AFTER[1:]
-    )
+    passkey, pairs = (make(tokenizer, seed=args.seed) for make in AFTER[1:])
     parts = {
         "passkey": lambda: recall_rows(by, model, passkey, every),
         "pairs": lambda: recall_rows(by, model, pairs, every),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig, OPTConfig
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
 
+from benchmarks.quality.forced import in_process
 from benchmarks.throughput.models import write_random
 from demo.smollm2 import model_dir
 
@@ -78,17 +77,9 @@ def arguments(
     return settings
 
 
-@contextmanager
-def engine(*args: Any, **kwargs: Any) -> Iterator[LLM]:
+def engine(*args: Any, **kwargs: Any) -> AbstractContextManager[LLM]:
     """An engine in this process, of these :func:`arguments`."""
-    llm = LLM(**arguments(*args, **kwargs))
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
+    return in_process(**arguments(*args, **kwargs))
 
 
 def generate(
