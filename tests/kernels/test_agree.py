@@ -141,9 +141,10 @@ def number(page: Page, chunks: list[PromptChunk]) -> None:
 
 
 def prompt_chunks(shape: Shape, keeps: bool) -> tuple[list[PromptChunk], int]:
-    """Chunks at the start, behind others, and of two tokens."""
+    """Chunks at the start, behind others, of two tokens, and one that does not score."""
     chunks, owned, token = [], 0, 3
-    for start, num_tokens, scores_from in ((0, 70, 0), (41, 30, 7), (33, 2, 0), (0, 17, 16)):
+    starts = ((0, 70, 0), (41, 30, 7), (33, 2, 0), (0, 17, 16), (4, 9, 9))
+    for start, num_tokens, scores_from in starts:
         end = start + num_tokens
         num_pages = -(-end // shape.block_size)
         table = torch.zeros(9, dtype=torch.int32)

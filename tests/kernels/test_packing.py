@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -73,19 +75,22 @@ def test_window_scores(
 
 
 @pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.parametrize("num_tokens", [57, 20])
-def test_replay(power: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_tokens", "scores_from"), [(57, 0), (20, 0), (20, 9), (20, 20)])
+def test_replay(
+    power: int, num_tokens: int, scores_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reference's, in tiles of any size; slots behind the chunk's stay as they were."""
     query = torch.randn(num_tokens, 6, 64)
     for tile in (7, packing.QUERY_TILE):
         monkeypatch.setattr(packing, "QUERY_TILE", tile)
         page, chunk = shared(None, num_tokens, 0)
+        chunk = replace(chunk, scores_from=scores_from)
         before = strips(page, BLOCKS, 64)
         packing.replay(page, chunk, query, 0.2, Scoring(power, by_age=True, replays=True))
         for head, strip in enumerate(strips(page, BLOCKS, LENGTH)):
             expected = Strip(*(getattr(before[head], name)[:LENGTH] for name in VIEWS))
             own = query.double().unflatten(1, (2, 3))[:, head]
-            reference_replay(own, expected, 0.2, power)
+            reference_replay(own[scores_from:], expected, 0.2, power)
             torch.testing.assert_close(strip.score, expected.score, rtol=1e-5, atol=1e-6)
             after = strips(page, BLOCKS, 64)[head].score[LENGTH:]
             torch.testing.assert_close(after, before[head].score[LENGTH:], equal_nan=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Claim, Ledger
-from vllm_h2o.wire import RequestPlan
+from vllm_h2o.wire import NEVER, RequestPlan
 
 BUDGET = Budget(capacity=16, num_heavy=7, num_recent=8, num_sinks=0)
 
@@ -51,6 +51,14 @@ def test_a_prompt_chunk_of_one_token_at_capacity_overwrites_nothing() -> None:
     plan = run(ledger, 16, 17, prompt_len=20)
     assert not plan.overwrites
     assert plan.attended == 17
+
+
+def test_a_request_that_fits_is_not_scored() -> None:
+    """Nothing of it is ever evicted; its row of the block table counts as much as what it asks."""
+    for ledger, longest in ((Ledger(BUDGET, 4), 16), (Ledger(BUDGET, 4, row_pages=4), 999)):
+        assert ledger.preview("r", 0, 9, Claim(9, longest)).scores_from == NEVER
+    for claim in (Claim(9, 17), Claim(9)):
+        assert Ledger(BUDGET, 4).preview("r", 0, 9, claim).scores_from == 0
 
 
 def test_preview_changes_nothing() -> None:

@@ -93,7 +93,7 @@ class Kernels(Protocol):
 
         Args:
             page: the chunks are stored; scores are written.
-            chunks: the chunks.
+            chunks: the chunks; queries that score are asked.
             again: [T, Hq, D], the step's queries; a chunk's are turned as many positions onwards as
                 it has tokens.
             scale: of the logits.

@@ -109,16 +109,18 @@ def replay(
     Args:
         page: the chunk is stored; scores are written.
         chunk: of a prompt.
-        again: [T, Hq, D], its queries, turned T positions onwards.
+        again: [T, Hq, D], its queries, turned T positions onwards; those that score are asked.
         scale: of the logits.
         scoring: the power of what is added; its mean over all queries so far, as means are ranked.
 
     """
+    if chunk.scores_from >= chunk.num_tokens:
+        return
     rows, heads, end = own_rows(page, chunk), page.num_kv_heads, chunk.end
     key = page.key[rows].view(heads, -1, again.shape[2])[:, :end].to(torch.float32)
     received = torch.zeros(heads, end, device=again.device)
     fits = MOST_PROBABILITIES // (again.shape[1] * end)
-    for tile in again.split(max(1, min(QUERY_TILE, fits))):
+    for tile in again[chunk.scores_from :].split(max(1, min(QUERY_TILE, fits))):
         last_seen = torch.full((len(tile),), end - 1, device=again.device)
         received += probabilities(tile, key, last_seen, scale).pow(scoring.power).sum(dim=(1, 2))
     slot = torch.arange(end, device=again.device).expand(heads, end)

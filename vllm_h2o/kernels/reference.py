@@ -111,8 +111,9 @@ def replay(again: torch.Tensor, strip: Strip, scale: float, power: int) -> None:
     and the group; age[j] / n makes it a mean over the n tokens so far, in the way means are ranked.
 
     Args:
-        again: [T, G, D], the chunk's queries, turned T positions onwards.
-        strip: written: scores. The chunk is in its last T slots.
+        again: [T, G, D], the chunk's queries that score, turned as many positions onwards as it
+            has tokens.
+        strip: written: scores. The chunk is in its last slots.
         scale: of the logits.
         power: of the probabilities that are added.
 
@@ -276,7 +277,7 @@ class Head:
         silent = min(max(scores_from - self.logical_len + key.shape[0], 0), key.shape[0])
         out = attend_and_score(query, self.strip, self.scale, self.power, self.skip_recent, silent)
         if again is not None:
-            replay(again, self.strip, self.scale, self.power)
+            replay(again[silent:], self.strip, self.scale, self.power)
         full = len(self.strip) >= self.capacity
         if self.in_prompt:
             if full and (ends_prompt or self.packs_chunks):

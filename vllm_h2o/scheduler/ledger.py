@@ -49,7 +49,8 @@ class Residency:
         seed: of the ``random`` policy.
         refilled: slots of the victim's page that are taken already.
         shared_end: tokens [0, shared_end) may lie in pages that others read: nothing is scored or
-            evicted there. 0 where prefixes are not shared, NEVER where all of the request fits.
+            evicted there. 0 where prefixes are not shared, NEVER where all of the request fits:
+            then nothing ever is.
         first_page: page of the block table's row in which its slots begin.
 
     """
@@ -94,8 +95,8 @@ class Ledger:
         observation_window: queries of the prompt that score, the last ones; 0: all of them.
         replay_chunk: tokens of a prompt whose queries are asked again together; 0: none are.
         evicts_pages: whether a victim is a whole page, refilled in place, and not one token.
-        row_pages: pages of a block table's row, where requests share those of a common prefix; 0
-            where they do not.
+        row_pages: pages of a block table's row.
+        shares: whether requests share the pages of a common prefix.
 
     """
 
@@ -108,7 +109,8 @@ class Ledger:
         observation_window: int = 0,
         replay_chunk: int = 0,
         evicts_pages: bool = False,
-        row_pages: int = 0,
+        row_pages: int = NEVER,
+        shares: bool = False,
     ) -> None:
         self.budget = budget
         self.block_size = block_size
@@ -118,6 +120,7 @@ class Ledger:
         self.replay_chunk = replay_chunk
         self.victim_size = block_size if evicts_pages else 1
         self.row_pages = row_pages
+        self.shares = shares
         self.counts = Counts()
         self._residencies: dict[str, Residency] = {}
         self._step: dict[str, RequestPlan] = {}
@@ -149,13 +152,11 @@ class Ledger:
         A row has room for a prompt's pages and, behind them, its survivors'; where it is too short,
         the prompt's last pages are the request's own.
         """
-        if not self.row_pages:
-            return 0
         budget = claim.budget or self.budget
         # No request outgrows its row, whatever it may ask for.
         if min(claim.longest, self.row_pages * self.block_size) <= budget.capacity:
             return NEVER
-        if claim.prompt_len < self.block_size:
+        if not self.shares or claim.prompt_len < self.block_size:
             return 0
         behind = self.row_pages - self.num_pages(budget.capacity)
         return min(claim.prompt_len, max(behind, 0) * self.block_size)

@@ -230,7 +230,8 @@ class HeavyHitterManager(FullAttentionManager):
         if residency is None or request_id in self._packed:
             return []
         in_prompt = residency.logical_len < residency.prompt_end
-        shared = residency.shared_end if in_prompt or not residency.first_page else 0
+        shares = self.ledger.shares and (in_prompt or not residency.first_page)
+        shared = residency.shared_end if shares else 0
         blocks = self.req_to_blocks[request_id][residency.first_page :]
         return blocks[min(shared // self.block_size, len(blocks)) :]
 

@@ -45,7 +45,8 @@ class HeavyHitterScheduler(AsyncScheduler):
             observation_window=config.observation_window if config.prefill == "window" else 0,
             replay_chunk=self._replay_chunk() if config.score_replays else 0,
             evicts_pages=config.granularity == "block",
-            row_pages=-(-self.max_model_len // block_size) if self._shares else 0,
+            row_pages=-(-self.max_model_len // block_size),
+            shares=self._shares,
         )
         # The seam at which vLLM lets a chunk of a prompt end early, whatever for.
         self.need_mamba_block_aligned_split = self._shares or config.score_replays

@@ -260,9 +260,9 @@ def _tokens_bytes(
     )
 
 
-def _chunk_bytes(chunk: PromptChunk, scores_from: int) -> bytes:
+def _chunk_bytes(chunk: PromptChunk) -> bytes:
     where = (chunk.tokens.start, chunk.num_tokens, chunk.start, chunk.position)
-    return _CHUNK.pack(_table(chunk.table).data_ptr(), *where, scores_from)
+    return _CHUNK.pack(_table(chunk.table).data_ptr(), *where, chunk.scores_from)
 
 
 def _scoring_bytes(scoring: Scoring) -> bytes:
@@ -349,7 +349,7 @@ class NativeKernels:
         """Store chunks of prompts behind the slots in use, attend causally and score."""
         self._prefill(
             _page_bytes(page),
-            b"".join(_chunk_bytes(chunk, chunk.scores_from) for chunk in chunks),
+            b"".join(_chunk_bytes(chunk) for chunk in chunks),
             len(chunks),
             _tokens_bytes(page, query, key, value, first, out, scale),
             _scoring_bytes(scoring),
@@ -366,7 +366,7 @@ class NativeKernels:
         """Score the chunks' tokens by their queries, asked again from behind them."""
         self._replay(
             _page_bytes(page),
-            b"".join(_chunk_bytes(chunk, 0) for chunk in chunks),
+            b"".join(_chunk_bytes(chunk) for chunk in chunks),
             len(chunks),
             _tokens_bytes(page, again, again, again, None, again, scale),
             _scoring_bytes(scoring),

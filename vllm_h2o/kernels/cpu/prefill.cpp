@@ -228,6 +228,7 @@ class Prefill {
 
   void attend(int thread, const QueryTile& tile) const {
     const H2oChunk& chunk = chunks_[tile.chunk];
+    if (replay_ && tile.query + queries_ <= chunk.scores_from) return;
     const Rows x = rows(thread);
     const int64_t num_rows = tile.heads * queries_;
     const int64_t seen =

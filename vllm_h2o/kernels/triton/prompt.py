@@ -107,7 +107,10 @@ def attend(
     """TILE_Q queries of (chunk, query head): where FlashAttention is not, or is of no use."""
     t, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_tokens = tl.load(orders_ptr + NUM_TOKENS * num_chunks + r)
-    if t * TILE_Q >= num_tokens:
+    silent = 0
+    if REPLAY:
+        silent = tl.load(orders_ptr + SCORES_FROM * num_chunks + r)
+    if t * TILE_Q >= num_tokens or (t + 1) * TILE_Q <= silent:
         return
     start = tl.load(orders_ptr + START * num_chunks + r)
     i = t * TILE_Q + tl.arange(0, TILE_Q)
@@ -196,14 +199,13 @@ def column_scores(
     position = tl.load(position_pages + words, mask=live, other=0)
     token_0 = tl.load(orders_ptr + TOKEN * num_chunks + r).to(tl.int64)
     position_0 = tl.load(orders_ptr + POSITION * num_chunks + r)
-    scores_from = 0
-    if REPLAY == 0:
-        scores_from = tl.load(orders_ptr + SCORES_FROM * num_chunks + r)
+    scores_from = tl.load(orders_ptr + SCORES_FROM * num_chunks + r)
     received = tl.zeros([TILE_K], tl.float32)
-    begin = 0
+    begin = scores_from
     if REPLAY == 0:
         # Query i sees slot `first` when start + i >= first.
-        begin = tl.maximum(tl.maximum(first - start, scores_from), 0) // TILE_Q * TILE_Q
+        begin = tl.maximum(begin, first - start)
+    begin = begin // TILE_Q * TILE_Q
     for first_query in range(begin, num_tokens, TILE_Q):
         i = first_query + tl.arange(0, TILE_Q)
         asks = (i < num_tokens) & (i >= scores_from)
