@@ -10,7 +10,7 @@ import pytest
 
 from tests.house_rules import ROOT
 
-SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 90: 227 << 10}
+SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by compute capability."""
 
 SCRIPT = """
@@ -20,13 +20,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm_h2o.kernels.batch import REPLAY_WEIGHT
 from vllm_h2o.kernels.triton import decode, pack, prompt
-from vllm_h2o.kernels.triton.kernels import STAGES, padded_group, precision, tile_of
+from vllm_h2o.kernels.triton.kernels import (
+    MOST_SHARES, padded_group, precision, prompt_tiles, tile_of)
 
 CAPABILITY, LIMIT = int(sys.argv[1]), int(sys.argv[2])
 NAMES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 CACHE = {"key_ptr", "value_ptr", "query_ptr", "out_ptr", "key_pages", "value_pages", "key_type"}
 FLOAT = {"first_ptr", "score_pages", "logits_ptr", "part_ptr", "peak_ptr", "lse_ptr"}
 INT = {"position_pages", "table_ptr", "victims_ptr", "survivors_ptr"}
+
+ALIGNED = {"query_stride", "key_stride", "value_stride", "out_stride", "page_stride", "word_stride"}
 
 def build(kernel, dtype, orders, **constants):
     warps, stages = constants.pop("num_warps", 4), constants.pop("num_stages", 3)
@@ -42,7 +45,10 @@ def build(kernel, dtype, orders, **constants):
     signature = {name: kind(name) for name in kernel.arg_names}
     # Orders lie request by request: their stride is the constant 1 in every real launch.
     strides = {"order_stride": 1} if "order_stride" in kernel.arg_names else {}
-    source = ASTSource(kernel, signature, constants | strides)
+    # What a launch finds of its arguments: without it nothing is loaded ahead.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
+               if signature[name][0] == "*" or name in ALIGNED}
+    source = ASTSource(kernel, signature, constants | strides, aligned)
     options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     assert made.asm["cubin"] and made.metadata.shared <= LIMIT, (
@@ -53,26 +59,31 @@ HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 SHAPES = {
     75: [(HALF, 64, 16, 3), (SINGLE, 256, 32, 8)],
     80: [(HALF, 128, 128, 1), (SINGLE, 96, 32, 8)],
-    90: [(BRAIN, 80, 16, 1), (BRAIN, 128, 16, 4), (SINGLE, 256, 32, 8)],
+    89: [(HALF, 128, 16, 8), (HALF, 256, 16, 1)],
+    90: [(BRAIN, 80, 16, 1), (BRAIN, 128, 16, 7), (BRAIN, 256, 16, 8), (SINGLE, 256, 32, 8)],
 }
 for dtype, head, block, group in SHAPES[CAPABILITY]:
     shape = dict(N=block, D=head, D_PAD=triton.next_power_of_2(head))
     tile = tile_of(shape["D_PAD"], dtype.itemsize)
     grouped = dict(G=group, G_PAD=padded_group(group), TILE=tile)
-    exact, stages = dict(PRECISION=precision(dtype)), dict(num_stages=STAGES[dtype.itemsize])
+    exact = dict(PRECISION=precision(dtype))
     paged = head == 64
     build(decode.store_token, dtype, "*i64", **shape, HAS_FIRST=paged)
-    build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_HOLE=paged)
+    build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_HOLE=paged,
+          KEEPS_LOGITS=True)
     build(decode.reduce_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
-          PAGES=512 // block, POWER=2 if paged else 1, BY_PAGE=paged, BY_AGE=not paged)
+          PAGES=512 // block, MOST_SHARES=MOST_SHARES, POWER=2 if paged else 1, BY_PAGE=paged,
+          BY_AGE=not paged)
     build(prompt.store_chunk, dtype, "*i32", **shape, TILE=32, HAS_FIRST=paged)
-    tiles = dict(**shape, G=group, TILE_Q=tile, TILE_K=tile, **stages, **exact)
+    rows, columns = prompt_tiles(shape["D_PAD"], dtype.itemsize, CAPABILITY)
+    dots = dict(**shape, G=group, **exact)
     for replay in (0.0, REPLAY_WEIGHT):
-        build(prompt.attend, dtype, "*i32", **tiles, REPLAY=replay > 0)
-        build(prompt.column_scores, dtype, "*i32", **tiles, POWER=2 if replay else 1, REPLAY=replay)
+        build(prompt.attend, dtype, "*i32", **dots, **rows, REPLAY=replay > 0)
+        build(prompt.column_scores, dtype, "*i32", **dots, **columns, POWER=2 if replay else 1,
+              REPLAY=replay, SKIPS=False)
     build(pack.select_survivors, dtype, "*i32", N=block, TILE=1024, BY_PAGE=paged, BY_AGE=not paged,
           num_warps=8)
-    build(pack.pack_survivors, dtype, "*i32", **shape, TILE=32)
+    build(pack.pack_survivors, dtype, "*i32", **shape, TILE=32, ALIGNED=16)
 print("compiled")
 """
 

@@ -121,6 +121,7 @@ def attend_split(
     G_PAD: tl.constexpr,
     TILE: tl.constexpr,
     HAS_HOLE: tl.constexpr,
+    KEEPS_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend to one share of (request, KV head); G_PAD = 1 multiplies without matrix units."""
@@ -140,37 +141,42 @@ def attend_split(
     hole = tl.load(orders + HOLE * order_stride).to(tl.int32)
     peak = tl.full([G_PAD], float("-inf"), tl.float32)
     total = tl.zeros([G_PAD], tl.float32)
-    out = tl.zeros([G_PAD, D_PAD], tl.float32)
+    # One query alone is summed up slot by slot of a tile, and over these in the end.
+    out = tl.zeros([TILE if G_PAD == 1 else G_PAD, D_PAD], tl.float32)
     for first in range(begin, tl.minimum(begin + share, attended), TILE):
         slot = first + tl.arange(0, TILE)
         live = slot < attended
         block = tl.load(table + slot // N, mask=live, other=0).to(tl.int64)
         row, at = block * num_kv_heads + h, slot % N
         here = row[:, None] * page_stride + (at * D)[:, None] + dim[None, :]
-        mask = live[:, None] & (dim < D)[None, :]
-        key = tl.load(key_pages + here, mask=mask, other=0.0)
         if HAS_HOLE:
             live = live & ((slot <= slot_new) | (slot > slot_new + hole))
+        mask = live[:, None] & (dim < D)[None, :]
+        # Both at once: V is on its way while K is multiplied.
+        key = tl.load(key_pages + here, mask=mask, other=0.0)
+        value = tl.load(value_pages + here, mask=mask, other=0.0)
         if G_PAD == 1:
             logits = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[None, :]
         else:
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         logits = tl.where(live[None, :], logits * scale, float("-inf"))
-        raw = logits_ptr + (row * G * N + at)[None, :] + group[:, None] * N
-        tl.store(raw, logits, mask=(group < G)[:, None] & (slot < attended)[None, :])
+        if KEEPS_LOGITS:
+            raw = logits_ptr + (row * G * N + at)[None, :] + group[:, None] * N
+            tl.store(raw, logits, mask=(group < G)[:, None] & (slot < attended)[None, :])
         higher = tl.maximum(peak, tl.max(logits, axis=1))
         # A share may begin with nothing but the hole: exp(-inf - -inf) would be NaN.
         ground = tl.where(higher == float("-inf"), 0.0, higher)
         fade = tl.exp(peak - ground)
         probs = tl.exp(logits - ground[:, None])
         total = total * fade + tl.sum(probs, axis=1)
-        value = tl.load(value_pages + here, mask=mask & live[:, None], other=0.0)
         if G_PAD == 1:
-            seen = tl.sum(tl.trans(probs) * value.to(tl.float32), axis=0)[None, :]
+            seen = tl.trans(probs) * value.to(tl.float32)
         else:
             seen = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)
         out = out * fade[:, None] + seen
         peak = higher
+    if G_PAD == 1:
+        out = tl.sum(out, axis=0)[None, :]
     part = ((b * num_kv_heads + h).to(tl.int64) * num_shares + s) * G + group
     mean = out / tl.where(total == 0.0, 1.0, total)[:, None]
     kept = (group < G)[:, None] & (dim < D)[None, :]
@@ -185,27 +191,32 @@ def join_shares(
     peak_ptr,
     part,  # [G_PAD]: index of the first share of each query head
     num_live,
+    MOST_SHARES: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
     group,
     dim,
 ):
     """The shares' means of V, weighted; and each query head's log-sum-exp of all logits."""
-    peak = tl.full(group.shape, float("-inf"), tl.float32)
-    for s in range(num_live):
-        at = (part + s * G) * 2
-        peak = tl.maximum(peak, tl.load(peak_ptr + at, mask=group < G, other=0.0))
-    total = tl.zeros(group.shape, tl.float32)
+    share = tl.arange(0, MOST_SHARES)
+    live = (share < num_live)[:, None] & (group < G)[None, :]
+    at = (part[None, :] + share[:, None] * G) * 2
+    high = tl.load(peak_ptr + at, mask=live, other=float("-inf"))
+    peak = tl.max(high, axis=0)
+    # Rows of the group's padding have no share: exp(-inf - -inf) would be NaN.
+    ground = tl.where(group < G, peak, 0.0)
+    sums = tl.load(peak_ptr + at + 1, mask=live, other=0.0)
+    total = tl.sum(tl.exp(high - ground[None, :]) * sums, axis=0)
     out = tl.zeros([group.shape[0], dim.shape[0]], tl.float32)
     kept = (group < G)[:, None] & (dim < D)[None, :]
     for s in range(num_live):
-        at = part + s * G
-        high = tl.load(peak_ptr + at * 2, mask=group < G, other=0.0)
-        weight = tl.exp(high - peak) * tl.load(peak_ptr + at * 2 + 1, mask=group < G, other=1.0)
-        mean = tl.load(part_ptr + at[:, None] * D + dim[None, :], mask=kept, other=0.0)
-        out += weight[:, None] * mean
-        total += weight
-    return out / total[:, None], peak + tl.log(total)
+        at_s = part + s * G
+        high_s = tl.load(peak_ptr + at_s * 2, mask=group < G, other=0.0)
+        sum_s = tl.load(peak_ptr + at_s * 2 + 1, mask=group < G, other=0.0)
+        mean = tl.load(part_ptr + at_s[:, None] * D + dim[None, :], mask=kept, other=0.0)
+        out += (tl.exp(high_s - ground) * sum_s)[:, None] * mean
+    total = tl.where(group < G, total, 1.0)
+    return out / total[:, None], ground + tl.log(total)
 
 
 @triton.jit(do_not_specialize=["num_shares", "skip_recent"])
@@ -234,6 +245,7 @@ def reduce_and_score(
     G: tl.constexpr,
     G_PAD: tl.constexpr,
     TILE: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
     PAGES: tl.constexpr,
     POWER: tl.constexpr,
     BY_PAGE: tl.constexpr,
@@ -252,7 +264,8 @@ def reduce_and_score(
         return
     share = share_of(attended, num_shares, TILE)
     part = (b * num_kv_heads + h).to(tl.int64) * num_shares * G + group
-    out, lse = join_shares(part_ptr, peak_ptr, part, tl.cdiv(attended, share), D, G, group, dim)
+    num_live = tl.cdiv(attended, share)
+    out, lse = join_shares(part_ptr, peak_ptr, part, num_live, MOST_SHARES, D, G, group, dim)
     tl.store(answer, out.to(out_ptr.dtype.element_ty), mask=kept)
     selects = tl.load(orders + SELECTS * order_stride) != 0
     scores = tl.load(orders + SCORES * order_stride) != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ TILE = 64
 """Slots that a decode program holds at once."""
 STAGES = {2: 3, 4: 1}
 """Loads in flight of a prompt's kernels, by bytes of an element."""
-MOST_SHARES = 64
+MOST_SHARES = 32
 """Programs that one (request, KV head) is divided among at most."""
 
 PromptAttention = Callable[
@@ -86,8 +87,10 @@ class TritonKernels:
         self.prompt_attention = prompt_attention or self._attend
         self._chunks: Chunks | None = None
         # Enough programs to fill the device four times, however few the requests.
-        units = 4
+        units, self._capability = 4, 90
         if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            self._capability = 10 * major + minor
             units *= torch.cuda.get_device_properties(device).multi_processor_count
         self._programs = units
         # (requests x heads x shares) is below this for every batch: see _num_shares.
@@ -133,7 +136,8 @@ class TritonKernels:
             query, page.key, page.value, rows, heads, victims,
             self._logits, self._part, self._peak,
             scale, query.stride(0), page.key.stride(0), *strides, shares,
-            **shape, **group, HAS_HOLE=scoring.by_page, PRECISION=precision(page.key.dtype),
+            **shape, **group, HAS_HOLE=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
+            PRECISION=precision(page.key.dtype),
         )  # fmt: skip
         padded_block = triton.next_power_of_2(page.block_size)
         decode.reduce_and_score[(num_requests, self.num_kv_heads)](
@@ -141,6 +145,7 @@ class TritonKernels:
             self._logits, self._part, self._peak,
             out.stride(0), page.score.stride(0), *strides, shares, scoring.skip_recent,
             **shape, **group, N_PAD=padded_block, PAGES=max(1, 512 // padded_block),
+            MOST_SHARES=MOST_SHARES,
             POWER=scoring.power, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
         )  # fmt: skip
 
@@ -214,6 +219,7 @@ class TritonKernels:
             keys, values, scores, positions, *table, page.key,
             page.key.stride(0), page.score.stride(0), *sizes,
             N=page.block_size, D=self.head_size, D_PAD=self.padded, TILE=32,
+            ALIGNED=math.gcd(16, *addresses[0], *addresses[1]),
         )  # fmt: skip
 
     def _attend(
@@ -243,11 +249,12 @@ class TritonKernels:
         lse = torch.empty(num_heads, query.shape[0], device=self.device)
         answer = query if out is None else out
         longest = max(chunk.num_tokens for chunk in chunks)
-        prompt.attend[(triton.cdiv(longest, self._tile(page)), num_heads, len(sent))](
+        tiles, _ = self._prompt_tiles(page)
+        prompt.attend[(triton.cdiv(longest, tiles["TILE_Q"]), num_heads, len(sent))](
             query, page.key, page.value, sent.table, sent.orders, answer, lse,
             scale, query.stride(0), answer.stride(0), lse.stride(0), page.key.stride(0),
             sent.table.stride(0), len(sent), self.num_kv_heads,
-            **self._tiles(page), REPLAY=out is None,
+            **self._shape(page), **tiles, REPLAY=out is None,
         )  # fmt: skip
         return lse
 
@@ -263,27 +270,28 @@ class TritonKernels:
     ) -> None:
         """Add what queries give to scores; ``replay``: its weight, 0 where there is none."""
         sent = self._sent(chunks)
+        _, tiles = self._prompt_tiles(page)
         slots = max(chunk.end for chunk in chunks)
-        prompt.column_scores[(triton.cdiv(slots, self._tile(page)), self.num_kv_heads, len(sent))](
+        prompt.column_scores[(triton.cdiv(slots, tiles["TILE_K"]), self.num_kv_heads, len(sent))](
             query, page.key, page.score, page.position, sent.table, sent.orders, lse,
             scale, query.stride(0), lse.stride(0), page.key.stride(0), page.score.stride(0),
             sent.table.stride(0), len(sent), self.num_kv_heads, scoring.skip_recent,
-            **self._tiles(page), POWER=scoring.power, REPLAY=replay,
+            **self._shape(page), **tiles, POWER=scoring.power, REPLAY=replay,
+            SKIPS=scoring.skip_recent > 0 and not replay,
         )  # fmt: skip
 
-    def _tiles(self, page: Page) -> dict[str, Any]:
-        """Constants of the kernels that multiply queries and keys."""
-        tile = self._tile(page)
+    def _shape(self, page: Page) -> dict[str, Any]:
+        """Constants of the kernels that multiply a prompt's queries and keys."""
         return {
             "N": page.block_size,
             "D": self.head_size,
             "D_PAD": self.padded,
             "G": self.group,
-            "TILE_Q": tile,
-            "TILE_K": tile,
             "PRECISION": precision(page.key.dtype),
-            "num_stages": STAGES[page.key.element_size()],
         }
+
+    def _prompt_tiles(self, page: Page) -> tuple[dict[str, int], dict[str, int]]:
+        return prompt_tiles(self.padded, page.key.element_size(), self._capability)
 
     def _sent(self, chunks: Sequence[PromptChunk]) -> Chunks:
         """The step's chunks on the device, sent once for all layers."""
@@ -348,6 +356,26 @@ def padded_group(group: int) -> int:
 def tile_of(padded_head: int, element_size: int) -> int:
     """Slots and queries of a tile, so that the widest heads fit the shared memory of any device."""
     return max(16, min(TILE, TILE * 256 // (padded_head * element_size)))
+
+
+def prompt_tiles(
+    padded_head: int, element_size: int, capability: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """How ``attend`` and ``column_scores`` are launched: what compiles without spilled registers.
+
+    Args:
+        padded_head: D_PAD.
+        element_size: bytes.
+        capability: of the device, 90 for 9.0.
+
+    """
+    tile, stages = tile_of(padded_head, element_size), STAGES[element_size]
+    if capability < 80:
+        tile = min(tile, 32)
+        small = {"TILE_Q": tile, "TILE_K": tile, "num_warps": 8, "num_stages": stages}
+        return small, small
+    plain = {"TILE_Q": tile, "TILE_K": tile, "num_warps": 4, "num_stages": stages}
+    return plain, plain | ({"TILE_K": 2 * tile, "num_warps": 8} if element_size == 2 else {})
 
 
 def precision(dtype: torch.dtype) -> str:

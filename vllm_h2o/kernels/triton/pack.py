@@ -150,13 +150,15 @@ def pack_survivors(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Move the survivors of (layer, chunk, KV head) into slots [0, keep)."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     keep = tl.load(orders_ptr + KEEP * num_chunks + r)
     table = table_ptr + r.to(tl.int64) * table_stride
-    keys = tl.load(key_bases + layer).to(key_type.dtype)
-    values = tl.load(value_bases + layer).to(key_type.dtype)
+    # What the compiler knows of an argument, and not of an address that is read: whole vectors.
+    keys = tl.multiple_of(tl.load(key_bases + layer).to(key_type.dtype), ALIGNED)
+    values = tl.multiple_of(tl.load(value_bases + layer).to(key_type.dtype), ALIGNED)
     scores = tl.load(score_bases + layer).to(tl.pointer_type(tl.float32))
     positions = tl.load(position_bases + layer).to(tl.pointer_type(tl.int32))
     survivors = survivors_ptr + ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * most

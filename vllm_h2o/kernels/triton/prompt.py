@@ -23,6 +23,7 @@ NUM_TOKENS = tl.constexpr(1)
 START = tl.constexpr(2)
 POSITION = tl.constexpr(3)
 SCORES_FROM = tl.constexpr(4)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "table_stride"])
@@ -178,6 +179,7 @@ def column_scores(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     POWER: tl.constexpr,
+    SKIPS: tl.constexpr,
     PRECISION: tl.constexpr,
     REPLAY: tl.constexpr,
 ):
@@ -200,27 +202,30 @@ def column_scores(
     token_0 = tl.load(orders_ptr + TOKEN * num_chunks + r).to(tl.int64)
     position_0 = tl.load(orders_ptr + POSITION * num_chunks + r)
     scores_from = tl.load(orders_ptr + SCORES_FROM * num_chunks + r)
+    exponent = scale * LOG2_E
     received = tl.zeros([TILE_K], tl.float32)
     begin = scores_from
     if REPLAY == 0:
         # Query i sees slot `first` when start + i >= first.
         begin = tl.maximum(begin, first - start)
     begin = begin // TILE_Q * TILE_Q
-    for first_query in range(begin, num_tokens, TILE_Q):
-        i = first_query + tl.arange(0, TILE_Q)
-        asks = (i < num_tokens) & (i >= scores_from)
-        counts = asks[None, :] & live[:, None]
-        if REPLAY == 0:
-            counts = counts & (slot[:, None] <= (start + i)[None, :])
-            counts = counts & ((position_0 + i)[None, :] - position[:, None] >= skip_recent)
-        for g in tl.static_range(G):
-            head = h * G + g
+    # A query head is not unrolled: each would have buffers of its own for the loads in flight.
+    for g in range(G):
+        head = h * G + g
+        for first_query in range(begin, num_tokens, TILE_Q):
+            i = first_query + tl.arange(0, TILE_Q)
+            asks = (i < num_tokens) & (i >= scores_from)
             asked = query_ptr + ((token_0 + i) * query_stride)[:, None] + head * D + dim[None, :]
             query = tl.load(asked, mask=asks[:, None] & (dim < D)[None, :], other=0.0)
             lse = tl.load(lse_ptr + head * lse_stride + token_0 + i, mask=asks, other=0.0)
-            logits = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
+            counts = asks[None, :] & live[:, None]
+            if REPLAY == 0:
+                counts = counts & (slot[:, None] <= (start + i)[None, :])
+            if SKIPS:
+                counts = counts & ((position_0 + i)[None, :] - position[:, None] >= skip_recent)
+            logits = tl.dot(key, tl.trans(query), input_precision=PRECISION) * exponent
             # A slot that a query does not see may have any logit: exp is not asked for it.
-            probs = tl.exp(tl.where(counts, logits - lse[None, :], float("-inf")))
+            probs = tl.exp2(tl.where(counts, logits - (lse * LOG2_E)[None, :], float("-inf")))
             received += tl.sum(probs if POWER == 1 else probs * probs, axis=1)
     if REPLAY != 0:
         end = position_0 + num_tokens
