@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kernels.harness import Shape, builder, common_metadata, empty_cache
+from tests.kernels.harness import Layer, Shape, builder, common_metadata, empty_cache
+from tests.kernels.test_agree import on_triton
 from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch
@@ -234,6 +235,21 @@ def test_no_step_is_empty() -> None:
     with publish(WarmUp()):
         metadata = gathered().build(0, common_metadata([3, 1], TABLE[:2]))
     assert metadata.decodes == [] and metadata.prompts == []
+
+
+def test_a_warm_up_leaves_zeros() -> None:
+    """What memory held before may be no number, and a sampler or a router would read it."""
+    layer = Layer(SHAPE, "h2o", 4, kernels=on_triton(SHAPE))
+    before = layer.cache.clone()
+    for lengths in ([2, 2], [1, 1]):
+        with publish(WarmUp()):
+            metadata = layer.builder.build(0, common_metadata(lengths, TABLE[: len(lengths)]))
+        query, key, value = (torch.ones(sum(lengths), 2, 64) for _ in range(3))
+        for given in (metadata, None):
+            output = torch.full_like(query, torch.nan)
+            layer.impl.forward(layer, query, key, value, layer.cache, given, output)
+            assert not output.any()
+    assert torch.equal(layer.cache.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_neither_step_nor_warm_up_is_refused() -> None:

@@ -102,7 +102,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantisation is not supported with a kv-policy")
         if attn_metadata is None:
-            return output
+            return output.zero_()
+        if attn_metadata.blank:
+            output.zero_()
         page = Page.of(kv_cache, self.head_size)
         kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
         step = (query, key, value)

@@ -46,6 +46,7 @@ class HeavyHitterMetadata(AttentionMetadata):
         prompts: the chunks of prompts that have more.
         watched: layer name -> scores ([H, end]) of each of ``prompts`` whose survivors leave the
             pages that they share, by its place there; filled in while the layers run.
+        blank: whether tokens of a warm-up, more than there are rows, are attended to by nothing.
 
     """
 
@@ -54,6 +55,7 @@ class HeavyHitterMetadata(AttentionMetadata):
     decodes: list[DecodeBatch]
     prompts: list[PromptChunk]
     watched: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
+    blank: bool = False
 
 
 class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
@@ -127,7 +129,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         else:
             num_rows = common_attn_metadata.num_reqs if not prompts else len(decoding)
             decodes = self._in_place(plans, table, starts, decoding, num_rows)
-        metadata = HeavyHitterMetadata(self.kernels, self.scoring, decodes, prompts)
+        blank = not plans and common_attn_metadata.num_actual_tokens > common_attn_metadata.num_reqs
+        metadata = HeavyHitterMetadata(self.kernels, self.scoring, decodes, prompts, blank=blank)
         if step and any(chunk.keep for chunk in chunks):
             # When the forward pass is through, a replayed graph or not.
             step.afterwards.append(partial(self._pack, chunks, metadata.watched))
