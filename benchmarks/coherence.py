@@ -1,4 +1,4 @@
-"""Text generated from 64 slots: does it hold together? See README.md in this folder."""
+"""Text generated from few slots: does it hold together? See README.md in this folder."""
 
 from __future__ import annotations
 
@@ -49,40 +49,40 @@ def mean_nll(output: Any, start: int) -> float:
 
 
 def generate(
-    policy: str, options: dict[str, Any] | None
+    policy: str, options: dict[str, Any] | None, length: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The openings' tokens, and what the policy makes of each."""
+    """The openings' tokens, and the ``length`` tokens that the policy makes of each."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=str(model_dir("float32", progress=False)),
         dtype="float32",
         enforce_eager=True,
-        max_model_len=1024,
+        max_model_len=2048,
         block_size=BLOCK_SIZE,
         kv_policy=policy,
         kv_policy_config=options,
     )
-    params = SamplingParams(temperature=TEMPERATURE, seed=SEED, max_tokens=LENGTH, ignore_eos=True)
+    params = SamplingParams(temperature=TEMPERATURE, seed=SEED, max_tokens=length, ignore_eos=True)
     outputs = llm.generate(list(OPENINGS), params)
     openings = [list(output.prompt_token_ids) for output in outputs]
     return openings, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def judge(texts: list[list[int]], openings: list[list[int]]) -> list[float]:
-    """Each text's mean NLL with the full cache, behind its first BUDGET tokens."""
+def judge(texts: list[list[int]], openings: list[list[int]], skip: int) -> list[float]:
+    """Each text's mean NLL with the full cache, behind its first ``skip`` tokens."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=str(model_dir("float32", progress=False)),
         dtype="float32",
         enforce_eager=True,
-        max_model_len=1024,
+        max_model_len=2048,
         enable_prefix_caching=False,
     )
     whole = [{"prompt_token_ids": o + t} for o, t in zip(openings, texts, strict=True)]
     outputs = llm.generate(whole, SamplingParams(max_tokens=1, prompt_logprobs=0))
-    return [mean_nll(out, len(o) + BUDGET) for out, o in zip(outputs, openings, strict=True)]
+    return [mean_nll(out, len(o) + skip) for out, o in zip(outputs, openings, strict=True)]
 
 
 def main() -> None:
@@ -90,6 +90,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.coherence", description=__doc__)
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--tokens", type=int, default=LENGTH, help="of each text (%(default)s)")
+    parser.add_argument("--budget", type=int, default=BUDGET, help="slots (%(default)s)")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -97,15 +99,15 @@ def main() -> None:
         "machine": machine_name(),
         "vllm": version("vllm"),
         "model": MODEL,
-        "budget": BUDGET,
-        "tokens": LENGTH,
+        "budget": args.budget,
+        "tokens": args.tokens,
         "texts": len(OPENINGS),
     }
     rows = []
     for policy in args.policies:
-        options = None if policy == "full" else {"budget": BUDGET}
-        openings, texts = generate(policy, options)
-        nll = judge(texts, openings)
+        options = None if policy == "full" else {"budget": args.budget}
+        openings, texts = generate(policy, options, args.tokens)
+        nll = judge(texts, openings, args.budget)
         distinct = [distinct_4_grams(text) for text in texts]
         mean = sum(nll) / len(nll)
         spread = math.sqrt(sum((value - mean) ** 2 for value in nll) / (len(nll) - 1))

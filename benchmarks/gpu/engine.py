@@ -1,18 +1,25 @@
 """Greedy tokens of one engine with weights of chance, in a file: two engines are compared by them.
 
+The weights are wide enough for every layer's attention to decide what is said; those of vLLM's
+``dummy`` format are not.
+
 Usage::
 
-    python -m benchmarks.gpu.engine opt|llama OUT.json [--policy-budget 1.0] [--eager]
+    python -m benchmarks.gpu.engine opt|llama OUT.json [--policy-budget 1.0] [--eager] [--v1]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import tempfile
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+
+from benchmarks.throughput.models import write_random
 
 SHAPES: dict[str, dict[str, Any]] = {
     "opt": {
@@ -58,21 +65,25 @@ def main() -> None:
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--policy-budget", type=float, default=None)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--v1", action="store_true", help="vLLM's first model runner")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--dtype", default="float16")
     args = parser.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if args.v1:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
     options: dict[str, Any] = {}
     if args.policy_budget is not None:
         options = {"kv_policy": args.policy, "kv_policy_config": {"budget": args.policy_budget}}
     with tempfile.TemporaryDirectory() as folder:
-        config = SHAPES[args.shape] | {"torch_dtype": args.dtype}
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        shape = SHAPES[args.shape]
+        write_random(AutoConfig.for_model(**shape), Path(folder), std=0.05)
         llm = LLM(
             folder,
-            load_format="dummy",
             dtype=args.dtype,
             skip_tokenizer_init=True,
             max_model_len=1024,
@@ -86,8 +97,8 @@ def main() -> None:
         )
         draw = random.Random(0)
         prompts = [
-            {"prompt_token_ids": [draw.randrange(5, 4096) for _ in range(draw.choice(LENGTHS))]}
-            for _ in range(args.requests)
+            {"prompt_token_ids": [draw.randrange(5, 4096) for _ in range(length)]}
+            for length in islice(cycle(LENGTHS), args.requests)
         ]
         greedy = SamplingParams(
             temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
@@ -96,7 +107,7 @@ def main() -> None:
     args.out.write_text(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 
 
-LENGTHS = (1, 7, 33, 100, 257, 500)
+LENGTHS = (500, 257, 100, 33, 7, 1)
 """Of prompts: beside pages' ends, and of one token."""
 
 if __name__ == "__main__":

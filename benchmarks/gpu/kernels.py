@@ -57,6 +57,16 @@ REAL = (
     Size(16, 8192, 32, 8, 128, 16, torch.bfloat16),
     Size(8, 1000, 9, 3, 64, 32, torch.float32),
 )
+ODD = (
+    Size(4, 777, 28, 4, 128, 128, torch.bfloat16),
+    Size(4, 700, 8, 1, 256, 16, torch.float16),
+    Size(4, 1000, 12, 12, 64, 64, torch.float16),
+    Size(4, 500, 6, 2, 80, 16, torch.bfloat16),
+    Size(4, 500, 4, 4, 96, 32, torch.float16),
+)
+"""Other heads, groups and pages."""
+LONG = Size(1, 1 << 17, 32, 8, 128, 16, torch.bfloat16)
+"""A prompt whose survivors are chosen of 128k tokens."""
 SMALL = (Size(3, 100, 6, 2, 64, 16, torch.float32), Size(2, 64, 4, 4, 64, 16, torch.float16))
 
 
@@ -83,15 +93,15 @@ def on_cpu(page: Page) -> Page:
     return replace(page, **{**views, **exact})
 
 
-def full_batch(size: Size, device: torch.device) -> DecodeBatch:
-    """Requests that are full: each overwrites and selects."""
+def full_batch(size: Size, device: torch.device, evicts: int = 1) -> DecodeBatch:
+    """Requests that are full: each overwrites, and selects where it ``evicts``."""
     table = torch.arange(size.requests * size.pages, dtype=torch.int32, device=device)
     orders = torch.zeros(size.requests, len(DECODE_ORDERS), dtype=torch.int64)
     values = {
         "token": torch.arange(size.requests),
         "attended": size.tokens,
         "overwrites": 1,
-        "selects": 1,
+        "selects": evicts,
         "position": size.tokens + 5,
         "recent_from": size.tokens // 2,
         "scores": 1,
@@ -136,15 +146,18 @@ def check_decode(size: Size, device: torch.device) -> Iterator[tuple[str, float,
 
 
 def check_prompt(
-    size: Size, device: torch.device, attention: PromptAttention | None
+    size: Size, device: torch.device, attention: PromptAttention | None, behind: bool
 ) -> Iterator[tuple[str, float, float]]:
-    """A prompt's first chunk, and one behind a resident half; asked again; then packing."""
+    """A prompt's first chunk and another's, ``behind`` a resident half or not; asked again; packed.
+
+    FlashAttention reads keys from the pages where any chunk is behind others, else from the step.
+    """
     half = size.tokens // 2
     page = filled(size, device)
     twin = on_cpu(page)
     chunks = [
         _chunk(size, 0, slice(0, half), 0, device),
-        _chunk(size, 1, slice(half, size.tokens), half, device),
+        _chunk(size, 1, slice(half, size.tokens), half if behind else 0, device),
     ]
     there = [replace(chunk, table=chunk.table.cpu()) for chunk in chunks]
     query, key, value = tokens(size, size.tokens, device)
@@ -159,12 +172,26 @@ def check_prompt(
     kernels.replay(page, chunks, query, size.scale, again)
     TorchKernels().replay(twin, there, exact[0], size.scale, again)
     yield "replayed score, relative", _score_error(page, twin), 1e-3
+    yield _check_pack(page, chunks, kernels)
+
+
+def check_long(device: torch.device) -> Iterator[tuple[str, float, float]]:
+    """The survivors of a very long prompt."""
+    page = filled(LONG, device)
+    chunks = [_chunk(LONG, 0, slice(0, LONG.tokens), 0, device)]
+    yield _check_pack(page, chunks, make(LONG, device, None))
+
+
+def _check_pack(
+    page: Page, chunks: list[PromptChunk], kernels: TritonKernels
+) -> tuple[str, float, float]:
     # The same scores on both sides: what is compared is the choice and the move.
     twin = on_cpu(page)
+    there = [replace(chunk, table=chunk.table.cpu()) for chunk in chunks]
     kernels.pack_survivors([page], chunks, Scoring())
     TorchKernels().pack_survivors([twin], there, Scoring())
     kept = _positions(page, chunks), _positions(twin, there)
-    yield "survivors that differ", float((kept[0] != kept[1]).float().mean()), 0.0
+    return "survivors that differ", float((kept[0] != kept[1]).float().mean()), 0.0
 
 
 def _positions(page: Page, chunks: list[PromptChunk]) -> torch.Tensor:
@@ -195,7 +222,7 @@ def _compare(
     yield "positions that differ", float(moved), 0.0
 
 
-def check_graph(size: Size, device: torch.device) -> tuple[str, float, float]:
+def check_graph(size: Size, device: torch.device) -> Iterator[tuple[str, float, float]]:
     """A captured decode, replayed over other orders, against the same without a graph."""
     page, batch = filled(size, device), full_batch(size, device)
     victims = torch.zeros(page.num_blocks, size.num_kv_heads, dtype=torch.int32, device=device)
@@ -224,13 +251,19 @@ def check_graph(size: Size, device: torch.device) -> tuple[str, float, float]:
     step()
     eager = [out, victims, *(getattr(page, name) for name in VIEWS)]
     differ = sum(not torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
-    return "graph and eager differ", float(differ), 0.0
+    yield f"{size.requests}x{size.tokens}: graph and eager differ", float(differ), 0.0
 
 
-def seconds(action: Callable[[], Any], repeats: int = 20) -> float:
-    """Median time of one call on the device."""
+def seconds(action: Callable[[], Any], repeats: int = 20, captured: bool = True) -> float:
+    """Median time of one call on the device: of a captured graph, so that Python's is left out."""
     for _ in range(3):
         action()
+    torch.cuda.synchronize()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            action()
+        action = graph.replay
     spans = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -243,8 +276,8 @@ def seconds(action: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def speed(size: Size, device: torch.device, attention: PromptAttention | None) -> dict[str, float]:
-    """Decode against the device's copy; scoring's share of a prompt's attention."""
-    page, batch = filled(size, device), full_batch(size, device)
+    """Decode against the device's copy; what scores, victims and survivors add."""
+    page = filled(size, device)
     victims = torch.zeros(page.num_blocks, size.num_kv_heads, dtype=torch.int32, device=device)
     step = tokens(size, size.requests, device)
     out, kernels = torch.empty_like(step[0]), make(size, device, attention)
@@ -252,12 +285,12 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
     target = torch.empty_like(source)
     copy = 2 * source.numel() / seconds(lambda: target.copy_(source))
 
-    def decode(power: int) -> float:
-        scoring = Scoring(power=power)
+    def decode(power: int, evicts: int) -> float:
+        batch, scoring = full_batch(size, device, evicts), Scoring(power=power)
         arguments = (page, batch, victims, *step, None, size.scale, scoring, out)
         return seconds(lambda: kernels.decode(*arguments))
 
-    scored, plain = decode(1), decode(0)
+    scored, plain = decode(1, 1), decode(0, 0)
     moved = size.requests * size.tokens * size.num_kv_heads * 2 * size.head_size
     chunk = [_chunk(size, 0, slice(0, size.tokens), 0, device)]
     long = tokens(size, size.tokens, device)
@@ -272,6 +305,8 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
         return seconds(lambda: kernels.replay(page, chunk, long[0], size.scale, again))
 
     full, bare = prompt(1), prompt(0)
+    # Its orders are sent by every call, so that it is not captured.
+    packed = seconds(lambda: kernels.pack_survivors([page], chunk, Scoring()), captured=False)
     return {
         "copy_GB_per_s": copy / 1e9,
         "decode_GB_per_s": moved * size.dtype.itemsize / scored / 1e9,
@@ -281,4 +316,5 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
         "prompt_ms": full * 1e3,
         "prompt_scoring_adds": full / bare - 1,
         "prompt_replay_adds": replay() / bare,
+        "pack_ms": packed * 1e3,
     }

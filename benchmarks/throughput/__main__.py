@@ -87,9 +87,13 @@ def main() -> None:
     print(machine)
     summaries = [measure(p, args.pairs, args.device, machine, log, csv) for p in chosen]
     print(table(summaries))
-    if not args.quick:
+    if args.quick:
+        return
+    try:
         from benchmarks.throughput.chart import draw
-
+    except ImportError as error:
+        print(f"no chart: {error}")
+    else:
         draw(csv, args.out / name)
 
 
