@@ -133,6 +133,10 @@ CPU = (
         "P4", "free pool, budget 100 %", "smollm2", 512, 512, 16,
         free(1.0, 16, 1024), 0.97,
     ),
+    Profile(
+        "P4-tracked", "free pool, all but a page", "smollm2", 512, 512, 16,
+        free(992, 16, 1024), 0.97,
+    ),
     Profile("P5", "prompts alone", "smollm2", 2048, 1, 8, free(0.2, 1, 2049), 0.85),
     Profile("P6-100", "one sequence, 100 %", "smollm2", 512, 512, 1, free(1.0, 1, 1024), 0.97),
     Profile("P6-20", "one sequence, 20 %", "smollm2", 512, 512, 1, free(0.2, 1, 1024), 0.97),
