@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, tiny_opt
 from tests.e2e.replay import Replay
+from tests.policy.test_readme import add_scatter
 
 LENGTHS = (5, 31, 32, 33, 90, 150)
 """Prompts shorter and longer than a capacity of 32."""
@@ -56,9 +57,13 @@ def test_tiny_models_of_each_gqa_group(
         )
 
 
-@pytest.mark.parametrize("policy", ["local", "streaming", "random"])
+@pytest.mark.parametrize("policy", ["local", "streaming", "random", "scatter"])
 def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """local is a window of R + self, streaming sinks + window; random is reproducible."""
+    """local is a window of R + self, streaming sinks + window; random is reproducible.
+
+    ``scatter`` is what a reader of policy/README.md would add.
+    """
+    add_scatter(monkeypatch)
     model = tiny_opt(tmp_path)
     prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
     replay = follow(
@@ -72,10 +77,11 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
     )
     for (_, _, request_id), retained in replay.retained.items():
         end = LENGTHS[int(request_id.split("-")[0])] + 39  # the last token sampled is not computed
-        sinks = 4 if policy == "streaming" else 0
+        sinks = 4 if policy in ("streaming", "scatter") else 0
         window = {*range(sinks), *range(end - 32 + sinks, end)}
-        if policy == "random":
-            assert set(range(end - 16, end)) < retained
+        if policy in ("random", "scatter"):
+            recent = (32 - sinks) // 2
+            assert {*range(sinks), *range(end - recent, end)} < retained
             assert retained != window
         else:
             assert retained == window
