@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
+from triton.errors import TritonError
 
 from benchmarks.gpu import kernels
 from benchmarks.record import append_rows, machine_name
@@ -130,7 +131,7 @@ class Report:
         try:
             for check in action():
                 self.add(check)
-        except Exception as error:
+        except (RuntimeError, ValueError, AssertionError, TritonError) as error:
             traceback.print_exc()
             self.add((f"{what}: {type(error).__name__}", math.inf, 0.0))
 
@@ -156,6 +157,13 @@ class Report:
         command = [sys.executable, "-m", "benchmarks.throughput", "--device", "gpu", "--pairs", "1"]
         command += ["--out", str(self.out), "--only", *profiles]
         yield "throughput: exit status", float(subprocess.run(command, cwd=ROOT).returncode), 0.0
+
+
+def release() -> Iterable[Check]:
+    """Give back memory that nothing holds any more."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return ()
 
 
 def holds(check: Check) -> bool:
@@ -199,9 +207,8 @@ def main() -> None:
     for part in args.parts:
         for what, action in work[part]:
             report.run(f"{part}: {what}", action)
-        if device.type == "cuda":
-            # Engines in processes of their own ask for most of the device.
-            torch.cuda.empty_cache()
+        # Engines in processes of their own ask for most of the device.
+        report.run(f"{part}: freed", release)
     print("\n".join(["", *map(line, report.checks)]))
     held = sum(map(holds, report.checks))
     print(f"{held} of {len(report.checks)} checks hold on {report.machine}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu import kernels
 from benchmarks.gpu.__main__ import Check, Report, apart, check_kernels, holds
@@ -36,14 +37,14 @@ def test_a_check_that_raises_fails_alone(tmp_path: Path) -> None:
 
     def breaks() -> Iterator[Check]:
         yield "a", 0.0, 0.0
-        raise ZeroDivisionError
+        raise OutOfResources(409600, 232448, "shared memory")
 
     report = Report("m", tmp_path)
     report.run("first", breaks)
     report.run("second", lambda: [("b", math.nan, 1.0)])
     with (tmp_path / "gpu-checks.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["what"] for row in rows] == ["a", "first: ZeroDivisionError", "b"]
+    assert [row["what"] for row in rows] == ["a", "first: OutOfResources", "b"]
     assert [row["holds"] for row in rows] == ["1", "0", "0"]
 
 
