@@ -31,7 +31,8 @@ upper bound.
 """
 _TRACE = """\
 Runs one prompt in the engine with a policy and writes one HTML page, which needs no network: the
-text, shaded by how many layers and KV heads kept each token, step by step, with the scores.
+text, shaded by how many layers and KV heads kept each token, step by step, with the scores. What
+fits into its budget is not scored.
 """
 
 

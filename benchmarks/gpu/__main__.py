@@ -31,20 +31,26 @@ ROOT = Path(__file__).parents[2]
 PARTS = ("kernels", "graphs", "speed", "engines", "throughput")
 PROFILES = ("OPT-16-512+512",)
 MORE_PROFILES = (*PROFILES, "8B-1/8", "free-100")
+BROKEN = (
+    RuntimeError, ValueError, AssertionError, TypeError, LookupError, ImportError, TritonError
+)  # fmt: skip
+"""What a device, a build of vLLM or a kernel may raise."""
 Check = tuple[str, float, float]
 """What, the figure, and the most that it may be."""
 
 
-def flash(device: torch.device) -> PromptAttention | None:
-    """vLLM's FlashAttention where the device has it."""
+def flash(device: torch.device, size: kernels.Size) -> PromptAttention | None:
+    """vLLM's FlashAttention where the device has it, and for this type."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:
+        return None
+    if size.dtype == torch.float32:
         return None
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     from vllm_h2o.worker.flash import FlashPrompt
 
-    version = get_flash_attn_version()
+    version = get_flash_attn_version(head_size=size.head_size)
     return None if version is None else FlashPrompt(flash_attn_varlen_func, version)
 
 
@@ -54,9 +60,9 @@ def check_kernels(device: torch.device, size: kernels.Size) -> Iterator[Check]:
     label = f"{label}, pages of {size.block_size}, {size.dtype}"
     for what, error, allowed in kernels.check_decode(size, device):
         yield f"{label}: decode, {what}", error, allowed
-    attentions = {"own": None, "FlashAttention": flash(device)}
-    if attentions["FlashAttention"] is None or size.dtype == torch.float32:
-        del attentions["FlashAttention"]
+    attentions = {"own": None}
+    if (fast := flash(device, size)) is not None:
+        attentions["FlashAttention"] = fast
     for name, attention in attentions.items():
         for behind in (False, True):
             where = "behind others" if behind else "first chunks"
@@ -131,7 +137,7 @@ class Report:
         try:
             for check in action():
                 self.add(check)
-        except (RuntimeError, ValueError, AssertionError, TritonError) as error:
+        except BROKEN as error:
             traceback.print_exc()
             self.add((f"{what}: {type(error).__name__}", math.inf, 0.0))
 
@@ -146,7 +152,7 @@ class Report:
 
     def speed(self, size: kernels.Size, device: torch.device) -> Iterator[Check]:
         """Figures of one size, printed and kept; nothing is asked of them here."""
-        figures = kernels.speed(size, device, flash(device))
+        figures = kernels.speed(size, device, flash(device, size))
         row = {"machine": self.machine, "torch": torch.__version__, **vars(size), **figures}
         append_rows(self.out / "gpu-kernels.csv", [row])
         print({name: round(value, 3) for name, value in figures.items()}, flush=True)
@@ -167,7 +173,7 @@ def release() -> Iterable[Check]:
 
 
 def holds(check: Check) -> bool:
-    """Whether a figure is no more than it may be; one that is no number is."""
+    """Whether a figure is no more than it may be; NaN never is."""
     return check[1] <= check[2]
 
 

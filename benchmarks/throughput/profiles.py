@@ -174,6 +174,10 @@ GPU = (
         "free-100", "free pool, budget 100 %", "llama-8b", 1024, 512, 128,
         free(1.0, 128, 1536), 0.97, block_size=16,
     ),
+    Profile(
+        "free-tracked", "free pool, all but a page", "llama-8b", 1024, 512, 128,
+        free(1520, 128, 1536), 0.97, block_size=16,
+    ),
 )  # fmt: skip
 """Shapes of real models with weights of chance: for speed alone, never for quality."""
 

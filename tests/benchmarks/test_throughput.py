@@ -19,7 +19,18 @@ from benchmarks.throughput.runs import ratio_of
 from benchmarks.throughput.watch import Watch
 from tests.house_rules import ROOT
 
-FREE = {"P3-4k", "P3-8k", "P4", "P4-tracked", "P5", "P6-100", "P6-20", "batch-32", "free-100"}
+FREE = {
+    "P3-4k",
+    "P3-8k",
+    "P4",
+    "P4-tracked",
+    "P5",
+    "P6-100",
+    "P6-20",
+    "batch-32",
+    "free-100",
+    "free-tracked",
+}
 PROFILE = Profile("P", "", "smollm2", 64, 32, 4, (Side("h2o", 0.2), Side("stock vLLM")), 1.0)
 
 

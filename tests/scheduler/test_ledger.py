@@ -57,6 +57,8 @@ def test_a_request_that_fits_is_not_scored() -> None:
     """Nothing of it is ever evicted; its row of the block table counts as much as what it asks."""
     for ledger, longest in ((Ledger(BUDGET, 4), 16), (Ledger(BUDGET, 4, row_pages=4), 999)):
         assert ledger.preview("r", 0, 9, Claim(9, longest)).scores_from == NEVER
+    # A prompt of 16 tokens leaves no slot for the next one: all the more where the row ends there.
+    assert Ledger(BUDGET, 4, row_pages=4).preview("r", 0, 16, Claim(16, 99)).keep_after == 15
     for claim in (Claim(9, 17), Claim(9)):
         assert Ledger(BUDGET, 4).preview("r", 0, 9, claim).scores_from == 0
 

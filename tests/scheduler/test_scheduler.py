@@ -190,6 +190,32 @@ def test_a_streaming_input_begins_again_at_each_part(depth: int) -> None:
     assert simulation.num_free == simulation.num_total
 
 
+def test_a_streaming_input_fills_a_budget_of_all() -> None:
+    """Where requests enter, a prompt is shorter than the longest sequence; its parts are not."""
+    config = vllm_config(1.0, 64, 8, "fcfs", async_scheduling=False)
+    simulation = Simulation(config, 40, depth=1)
+    request = simulation.add(30, 6, resumable=True)
+    for _ in range(8):
+        simulation.step()
+    # All of the first part but the last token, which was not computed.
+    simulation.add(64 - 35, 6, resumable=True, request_id=request)
+    plan = simulation.step().residency_plan.requests[request]
+    assert (plan.logical_end, plan.keep_after) == (64, 63)
+    simulation.abort([request])
+    assert simulation.num_free == simulation.num_total
+
+
+@pytest.mark.parametrize("stages", [3, 4, 5])
+def test_tokens_behind_the_last_fit(stages: int) -> None:
+    """With many steps in flight vLLM computes some that it throws away."""
+    config = vllm_config(16, 64, 8, "fcfs", async_scheduling=True)
+    config.parallel_config.pipeline_parallel_size = stages
+    simulation = Simulation(config, 40, depth=config.max_concurrent_batches)
+    simulation.add(10, 6)
+    simulation.drain()
+    assert simulation.num_free == simulation.num_total
+
+
 def test_lengths_outlive_nothing() -> None:
     """Abort in the middle of a prompt, while waiting, and after eviction."""
     config = vllm_config(BUDGET, 8, 8, "fcfs", async_scheduling=False)

@@ -176,6 +176,19 @@ def test_the_command(
     assert same(frames, trace.frames)
 
 
+def test_what_fits_shows_no_scores(model: str, tmp_path: Path) -> None:
+    """There are none: a page that showed them would rank zeros."""
+    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
+    files = ("--prompt-file", str(tmp_path / "prompt.txt"), "--out", str(tmp_path / "trace.html"))
+    try:
+        assert main(["trace", model, *ARGUMENTS, "--budget", "256", *files]) == 0
+    finally:
+        cleanup_dist_env_and_memory()
+    data, frames = decode((tmp_path / "trace.html").read_text(encoding="utf-8"))
+    assert data["scored"] is False
+    assert all(frame.position.shape[2] == frame.logical_len for frame in frames)
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     """A headless Chromium."""

@@ -14,6 +14,7 @@ from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch
 from vllm_h2o.kernels.cpu.eager import TorchKernels
+from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.metadata import (
     MAX_BATCH_ELEMENTS,
@@ -237,9 +238,10 @@ def test_no_step_is_empty() -> None:
     assert metadata.decodes == [] and metadata.prompts == []
 
 
-def test_a_warm_up_leaves_zeros() -> None:
+@pytest.mark.parametrize("make", [on_triton, lambda _: TorchKernels()], ids=["triton", "torch"])
+def test_a_warm_up_leaves_zeros(make: Callable[[Shape], Kernels]) -> None:
     """What memory held before may be no number, and a sampler or a router would read it."""
-    layer = Layer(SHAPE, "h2o", 4, kernels=on_triton(SHAPE))
+    layer = Layer(SHAPE, "h2o", 4, kernels=make(SHAPE))
     before = layer.cache.clone()
     for lengths in ([2, 2], [1, 1]):
         with publish(WarmUp()):

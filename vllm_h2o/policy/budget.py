@@ -45,6 +45,16 @@ class Budget:
         """Tokens that survive a step: ``capacity - 1``."""
         return self.capacity - 1
 
+    def holds(self, prompt_len: int, longest: int) -> bool:
+        """Whether a request is never evicted from, at its prompt's end or behind it.
+
+        Args:
+            prompt_len: tokens of its prompt.
+            longest: those, and the most that follow.
+
+        """
+        return prompt_len <= self.kept and longest <= self.capacity
+
 
 def minimum_slots(recent_ratio: float, num_sinks: int) -> int:
     """Fewest slots with which a sequence goes on: sinks, a recent token if any, the next token."""

@@ -154,7 +154,8 @@ class Ledger:
         """
         budget = claim.budget or self.budget
         # No request outgrows its row, whatever it may ask for.
-        if min(claim.longest, self.row_pages * self.block_size) <= budget.capacity:
+        longest = min(claim.longest, self.row_pages * self.block_size)
+        if budget.holds(claim.prompt_len, longest):
             return NEVER
         if not self.shares or claim.prompt_len < self.block_size:
             return 0

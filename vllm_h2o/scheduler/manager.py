@@ -60,6 +60,7 @@ class HeavyHitterManager(FullAttentionManager):
         requests: Mapping[str, Request],
         budget_of: BudgetOf | None = None,
         largest_chunk: int = 0,
+        surplus: int = 0,
     ) -> None:
         """Give the manager what it counts with.
 
@@ -68,11 +69,13 @@ class HeavyHitterManager(FullAttentionManager):
             requests: vLLM's live requests, by id.
             budget_of: a request's own budget; None where all have the ledger's.
             largest_chunk: most tokens of one step; read where chunks are packed.
+            surplus: tokens that may be computed behind a request's last, and are thrown away.
 
         """
         self._ledger, self._requests = ledger, requests
         self._budget_of = budget_of or _no_budget_of_its_own
         self._largest_chunk = largest_chunk
+        self._surplus = surplus
 
     @property
     def ledger(self) -> Ledger:
@@ -91,7 +94,7 @@ class HeavyHitterManager(FullAttentionManager):
         params = request.sampling_params
         return Claim(
             prompt_len=request.num_tokens,
-            longest=request.num_prompt_tokens + request.max_tokens,
+            longest=request.num_prompt_tokens + request.max_tokens + self._surplus,
             seed=params.seed if params else None,
             budget=self._budget_of(request),
         )

@@ -51,7 +51,9 @@ class HeavyHitterScheduler(AsyncScheduler):
         # The seam at which vLLM lets a chunk of a prompt end early, whatever for.
         self.need_mamba_block_aligned_split = self._shares or config.score_replays
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
-        self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk)
+        # vLLM stops in time with three steps of a request in flight; each one more is a token more.
+        surplus = max(self.vllm_config.max_concurrent_batches - 3, 0)
+        self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk, surplus)
         group = self.kv_cache_config.kv_cache_groups[0]
         self.tally = Tally(self.manager, len(group.layer_names))
         self._log_meaning(config)

@@ -129,7 +129,8 @@ def run(
         layers=layers,
         num_recent=budget.num_recent,
         num_sinks=budget.num_sinks,
-        scored=config.score_power > 0,
+        # What fits is not scored.
+        scored=config.score_power > 0 and not budget.holds(len(prompt), len(prompt) + max_tokens),
         frames=[frame.ranked_by_age() for frame in frames] if config.score_by_age else frames,
     )
 

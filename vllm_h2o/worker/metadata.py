@@ -46,7 +46,7 @@ class HeavyHitterMetadata(AttentionMetadata):
         prompts: the chunks of prompts that have more.
         watched: layer name -> scores ([H, end]) of each of ``prompts`` whose survivors leave the
             pages that they share, by its place there; filled in while the layers run.
-        blank: whether tokens of a warm-up, more than there are rows, are attended to by nothing.
+        blank: whether there are tokens of a warm-up that no padding of ``decodes`` makes zeros.
 
     """
 
@@ -61,7 +61,7 @@ class HeavyHitterMetadata(AttentionMetadata):
 class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
     """Builds :class:`HeavyHitterMetadata` from the published step.
 
-    In a warm-up every row is padding, with which attention reads and writes nothing. A captured
+    In a warm-up every row is padding, for which attention reads nothing and gives zeros. A captured
     graph replays kernels, not this: the orders stay in one buffer, and the block table is vLLM's.
     """
 
@@ -129,7 +129,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         else:
             num_rows = common_attn_metadata.num_reqs if not prompts else len(decoding)
             decodes = self._in_place(plans, table, starts, decoding, num_rows)
-        blank = not plans and common_attn_metadata.num_actual_tokens > common_attn_metadata.num_reqs
+        covered = 0 if self.kernels.gathers else common_attn_metadata.num_reqs
+        blank = not plans and common_attn_metadata.num_actual_tokens > covered
         metadata = HeavyHitterMetadata(self.kernels, self.scoring, decodes, prompts, blank=blank)
         if step and any(chunk.keep for chunk in chunks):
             # When the forward pass is through, a replayed graph or not.

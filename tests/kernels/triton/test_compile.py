@@ -70,7 +70,7 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     paged = head == 64
     build(decode.store_token, dtype, "*i64", **shape, HAS_FIRST=paged)
     build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_HOLE=paged,
-          KEEPS_LOGITS=True)
+          KEEPS_LOGITS=not paged)
     build(decode.reduce_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
           PAGES=512 // block, MOST_SHARES=MOST_SHARES, POWER=2 if paged else 1, BY_PAGE=paged,
           BY_AGE=not paged)
@@ -80,7 +80,7 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     for replay in (0.0, REPLAY_WEIGHT):
         build(prompt.attend, dtype, "*i32", **dots, **rows, REPLAY=replay > 0)
         build(prompt.column_scores, dtype, "*i32", **dots, **columns, POWER=2 if replay else 1,
-              REPLAY=replay, SKIPS=False)
+              REPLAY=replay, SKIPS=paged and not replay)
     build(pack.select_survivors, dtype, "*i32", N=block, TILE=1024, BY_PAGE=paged, BY_AGE=not paged,
           num_warps=8)
     build(pack.pack_survivors, dtype, "*i32", **shape, TILE=32, ALIGNED=16)
