@@ -67,6 +67,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.draws = config.policy.score is ScoreKind.RANDOM
         self.heads = heads_of_rank(get_current_vllm_config(), self.num_kv_heads)
+        self.page: tuple[torch.Tensor, Page] | None = None
         self.victims: torch.Tensor | None = None
         self.turn: Callable[[torch.Tensor, int], torch.Tensor] | None = None
 
@@ -105,7 +106,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             return output.zero_()
         if attn_metadata.blank:
             output.zero_()
-        page = Page.of(kv_cache, self.head_size)
+        page = self._page_of(kv_cache)
         kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
         step = (query, key, value)
         first = self._drawn(layer, attn_metadata, query) if self.draws else None
@@ -120,6 +121,12 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             victims = self._victims(page)
             kernels.decode(page, batch, victims, *step, first, self.scale, scoring, output)
         return output
+
+    def _page_of(self, kv_cache: torch.Tensor) -> Page:
+        """Its views, made again when vLLM binds another cache."""
+        if self.page is None or self.page[0] is not kv_cache:
+            self.page = (kv_cache, Page.of(kv_cache, self.head_size))
+        return self.page[1]
 
     def _replay(self, page: Page, metadata: HeavyHitterMetadata, query: torch.Tensor) -> None:
         """Ask the queries of each chunk again, from behind its end."""
