@@ -52,7 +52,7 @@ class Trace:
         layers: indices of the layers.
         num_recent: most recent positions that are never evicted.
         num_sinks: first positions that are never evicted.
-        scored: whether the scores mean anything.
+        scored: whether the scores mean anything: what fits into its budget is not scored.
         frames: the steps.
 
     """
@@ -129,7 +129,6 @@ def run(
         layers=layers,
         num_recent=budget.num_recent,
         num_sinks=budget.num_sinks,
-        # What fits is not scored.
         scored=config.score_power > 0 and not budget.holds(len(prompt), len(prompt) + max_tokens),
         frames=[frame.ranked_by_age() for frame in frames] if config.score_by_age else frames,
     )
