@@ -24,6 +24,7 @@ import torch
 from triton.errors import TritonError
 
 from benchmarks.gpu import kernels
+from benchmarks.gpu.engine import LENGTHS, MAX_MODEL_LEN
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.triton.kernels import PromptAttention
 
@@ -111,9 +112,8 @@ def check_engines(small: bool, shape: str, names: Iterable[str]) -> Iterator[Che
     for name in names:
         one, other = (tokens_of(shape, *size, *options) for options in COMPARED[name])
         yield f"{shape}: {name}: tokens from the first that differs", apart(one, other), allowed
-    # Prompts of 500 and 257 tokens in 128 slots: every sixth request and the one behind it.
     whole, evicted = (tokens_of(shape, *size, *options) for options in (WHOLE, EVICTING))
-    long = [i for i in range(len(whole)) if i % 6 < 2]
+    long = [i for i in range(len(whole)) if LENGTHS[i % len(LENGTHS)] > MAX_MODEL_LEN / 8]
     same = 1 - apart([whole[i] for i in long], [evicted[i] for i in long])
     yield f"{shape}: control: tokens that 1/8 leaves as they are", same, 0.7
 

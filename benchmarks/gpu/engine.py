@@ -21,6 +21,9 @@ from typing import Any
 
 from benchmarks.throughput.models import write_random
 
+MAX_MODEL_LEN = 1024
+LENGTHS = (500, 257, 100, 33, 7, 1)
+"""Of prompts, in turn: beside pages' ends, and of one token."""
 SHAPES: dict[str, dict[str, Any]] = {
     "opt": {
         "architectures": ["OPTForCausalLM"],
@@ -86,7 +89,7 @@ def main() -> None:
             folder,
             dtype=args.dtype,
             skip_tokenizer_init=True,
-            max_model_len=1024,
+            max_model_len=MAX_MODEL_LEN,
             max_num_seqs=16,
             block_size=32,
             num_gpu_blocks_override=600,
@@ -106,9 +109,6 @@ def main() -> None:
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
     args.out.write_text(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
 
-
-LENGTHS = (500, 257, 100, 33, 7, 1)
-"""Of prompts: beside pages' ends, and of one token."""
 
 if __name__ == "__main__":
     main()

@@ -35,17 +35,24 @@ def mixed_prompts(tokens: list[int], count: int, longest: int) -> list[list[int]
     return [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
-def assert_same_tokens(stock: list[RequestOutput], ours: list[RequestOutput]) -> int:
-    """As far as stock goes, equal token by token, but for near ties of stock's own top two.
+def assert_same_tokens(
+    stock: list[RequestOutput], ours: list[RequestOutput], first: int | None = None
+) -> int:
+    """Equal, token by token; a difference is excused only at a near tie of stock's own top two.
+
+    Args:
+        stock: what is right.
+        ours: what is compared.
+        first: of ours, only so many tokens of each request; None: all.
 
     Returns:
         How many requests are excused.
 
     """
     excused = 0
-    for request, (a, b) in enumerate(zip(token_ids(stock), token_ids(ours), strict=True)):
-        assert len(a) <= len(b)
-        b = b[: len(a)]
+    theirs, mine = token_ids(stock), [tokens[:first] for tokens in token_ids(ours)]
+    assert list(map(len, theirs)) == list(map(len, mine))
+    for request, (a, b) in enumerate(zip(theirs, mine, strict=True)):
         different = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
         if not different:
             continue
@@ -147,4 +154,4 @@ def test_every_policy_equals_stock(tmp_path: Path) -> None:
             scored = run(
                 model, prompts, policy, options={"budget": 256}, max_tokens=256, **settings
             )
-            assert assert_same_tokens(stock, scored) <= 1
+            assert assert_same_tokens(stock, scored, first=24) <= 1

@@ -157,18 +157,24 @@ def test_its_size() -> None:
     assert len(page) < 2.5e6
 
 
+def traced(model: str, folder: Path, *options: str) -> tuple[dict[str, Any], list[Frame]]:
+    """What the page of ``vllm-h2o trace`` carries."""
+    (folder / "prompt.txt").write_text(PROMPT, encoding="utf-8")
+    page = folder / "trace.html"
+    files = ("--prompt-file", str(folder / "prompt.txt"), "--out", str(page))
+    try:
+        assert main(["trace", model, *ARGUMENTS, *options, *files]) == 0
+    finally:
+        cleanup_dist_env_and_memory()
+    return decode(page.read_text(encoding="utf-8"))
+
+
 def test_the_command(
     model: str, trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``vllm-h2o trace`` starts an engine of its own, and writes what the other one recorded."""
-    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
-    files = ("--prompt-file", str(tmp_path / "prompt.txt"), "--out", str(tmp_path / "trace.html"))
-    try:
-        assert main(["trace", model, *ARGUMENTS, *files]) == 0
-    finally:
-        cleanup_dist_env_and_memory()
+    data, frames = traced(model, tmp_path)
     assert "7 steps of 3 layers x 2 KV heads" in capsys.readouterr().out
-    data, frames = decode((tmp_path / "trace.html").read_text(encoding="utf-8"))
     assert data["tokens"] == trace.tokens
     assert data["title"].endswith(
         ", h2o: 32 tokens a head (15 heavy, 16 recent, 0 sinks, 1 in turn)"
@@ -178,13 +184,7 @@ def test_the_command(
 
 def test_what_fits_shows_no_scores(model: str, tmp_path: Path) -> None:
     """There are none: a page that showed them would rank zeros."""
-    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
-    files = ("--prompt-file", str(tmp_path / "prompt.txt"), "--out", str(tmp_path / "trace.html"))
-    try:
-        assert main(["trace", model, *ARGUMENTS, "--budget", "256", *files]) == 0
-    finally:
-        cleanup_dist_env_and_memory()
-    data, frames = decode((tmp_path / "trace.html").read_text(encoding="utf-8"))
+    data, frames = traced(model, tmp_path, "--budget", "256")
     assert data["scored"] is False
     assert all(frame.position.shape[2] == frame.logical_len for frame in frames)
 

@@ -200,23 +200,21 @@ def join_shares(
     """The shares' means of V, weighted; and each query head's log-sum-exp of all logits."""
     share = tl.arange(0, MOST_SHARES)
     live = (share < num_live)[:, None] & (group < G)[None, :]
-    at = (part[None, :] + share[:, None] * G) * 2
-    high = tl.load(peak_ptr + at, mask=live, other=float("-inf"))
-    peak = tl.max(high, axis=0)
+    peaks = peak_ptr + (part[None, :] + share[:, None] * G) * 2
+    highest = tl.max(tl.load(peaks, mask=live, other=float("-inf")), axis=0)
     # Rows of the group's padding have no share: exp(-inf - -inf) would be NaN.
-    ground = tl.where(group < G, peak, 0.0)
-    sums = tl.load(peak_ptr + at + 1, mask=live, other=0.0)
-    total = tl.sum(tl.exp(high - ground[None, :]) * sums, axis=0)
+    peak = tl.where(group < G, highest, 0.0)
+    total = tl.zeros(group.shape, tl.float32)
     out = tl.zeros([group.shape[0], dim.shape[0]], tl.float32)
     kept = (group < G)[:, None] & (dim < D)[None, :]
     for s in range(num_live):
-        at_s = part + s * G
-        high_s = tl.load(peak_ptr + at_s * 2, mask=group < G, other=0.0)
-        sum_s = tl.load(peak_ptr + at_s * 2 + 1, mask=group < G, other=0.0)
-        mean = tl.load(part_ptr + at_s[:, None] * D + dim[None, :], mask=kept, other=0.0)
-        out += (tl.exp(high_s - ground) * sum_s)[:, None] * mean
-    total = tl.where(group < G, total, 1.0)
-    return out / total[:, None], ground + tl.log(total)
+        at = part + s * G
+        high = tl.load(peak_ptr + at * 2, mask=group < G, other=0.0)
+        weight = tl.exp(high - peak) * tl.load(peak_ptr + at * 2 + 1, mask=group < G, other=1.0)
+        mean = tl.load(part_ptr + at[:, None] * D + dim[None, :], mask=kept, other=0.0)
+        out += weight[:, None] * mean
+        total += weight
+    return out / total[:, None], peak + tl.log(total)
 
 
 @triton.jit(do_not_specialize=["num_shares", "skip_recent"])

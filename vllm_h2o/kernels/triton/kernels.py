@@ -187,7 +187,7 @@ class TritonKernels:
         scoring: Scoring,
     ) -> None:
         """All chunks in one launch of each kernel. Probabilities are not kept, but made twice."""
-        self._check(page, again)
+        self._check(page, again, again)
         lse = self._lse(page, chunks, again, scale, None)
         self._score(page, chunks, again, lse, scale, scoring, REPLAY_WEIGHT)
 
