@@ -4,7 +4,7 @@
 BIN := .venv/bin
 PYTHON ?= python3
 STAMP := .venv/.setup-complete
-KERNELS := vllm_h2o/kernels/cpu
+KERNELS := vllm_h2o/kernels/native
 LIBRARIES := $(KERNELS)/h2o_portable.so
 PROCESSES ?= 2
 RESULTS := benchmarks/results

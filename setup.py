@@ -15,7 +15,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-FOLDER = Path("vllm_h2o/kernels/cpu")
+FOLDER = Path("vllm_h2o/kernels/native")
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 # GCC 12 warns about its own intrinsics' headers, and about vectors that never leave a library.
 COMMON += [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import append_rows, machine_name
-from demo.smollm2 import MODEL, model_dir
+from benchmarks.smollm2 import MODEL, model_dir
 
 BUDGET, BLOCK_SIZE, LENGTH, SEED, TEMPERATURE = 64, 16, 500, 1, 0.7
 

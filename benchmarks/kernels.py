@@ -16,8 +16,8 @@ from vllm import _custom_ops as ops
 
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cpu import native
-from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.native import kernels as native
 
 Call = Callable[[], object]
 BLOCK_SIZE, DTYPE = 32, torch.bfloat16

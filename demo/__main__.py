@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import append_rows, machine_name
+from benchmarks.smollm2 import MODEL, model_dir
 from demo.generate import (
     BLOCK_SIZE,
     BUDGET,
@@ -25,7 +26,6 @@ from demo.generate import (
     POOL_PAGES,
     Result,
 )
-from demo.smollm2 import MODEL, model_dir
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

@@ -37,7 +37,9 @@ class Module:
     @property
     def is_patch(self) -> bool:
         """Whether the file patches a symbol, and is not the machinery around the patches."""
-        return self.path.startswith("patches/") and not Path(self.path).name.startswith("_")
+        return self.path.startswith("vllm_h2o/patches/") and not Path(self.path).name.startswith(
+            "_"
+        )
 
     def imports(self) -> set[str]:
         """Dotted names of everything imported anywhere in the file."""
@@ -58,7 +60,7 @@ class Module:
 @cache
 def package() -> list[Module]:
     """All modules of the package, the patches among them."""
-    files = [*(ROOT / "vllm_h2o").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]
+    files = (ROOT / "vllm_h2o").rglob("*.py")
     names = sorted(str(file.relative_to(ROOT)) for file in files)
     return [Module(name, (ROOT / name).read_text()) for name in names]
 
@@ -70,7 +72,14 @@ def below(name: str, *parents: str) -> bool:
 
 def plain_doors(module: Module) -> Iterator[str]:
     """Policy, config, wire, errors and ledger know neither vLLM nor torch."""
-    plain = ("config.py", "wire.py", "errors.py", "scheduler/ledger.py", "policy/")
+    plain = (
+        "options/config.py",
+        "options/parsing.py",
+        "wire.py",
+        "errors.py",
+        "scheduler/ledger.py",
+        "policy/",
+    )
     if module.path.startswith(tuple(f"vllm_h2o/{start}" for start in plain)):
         yield from (name for name in module.imports() if below(name, "vllm", "torch"))
 
@@ -99,8 +108,8 @@ def side_doors(module: Module) -> Iterator[str]:
 def patch_doors(module: Module) -> Iterator[str]:
     """Only the plugin imports patches; patches import what they call, errors and each other."""
     for name in module.imports():
-        if module.path.startswith("patches/"):
-            allowed = tuple(f"vllm_h2o.{n}" for n in ("errors", "engine", "request", "patches"))
+        if module.path.startswith("vllm_h2o/patches/"):
+            allowed = tuple(f"vllm_h2o.{n}" for n in ("errors", "hooks", "options", "patches"))
             if below(name, "vllm_h2o") and not below(name, *allowed):
                 yield name
         elif module.path != "vllm_h2o/plugin.py" and below(name, "vllm_h2o.patches"):
@@ -186,7 +195,7 @@ def environment(module: Module) -> Iterator[str]:
 
 def defaulted_getattr(module: Module) -> Iterator[str]:
     """``getattr`` with a default hides that vLLM has renamed an attribute."""
-    if module.path == "patches/_patch.py":
+    if module.path == "vllm_h2o/patches/_patch.py":
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and len(node.args) == 3 and "getattr" in words(node.func):

@@ -38,24 +38,36 @@ from tests.house_rules import (
 
 TESTED_ELSEWHERE = {
     "vllm_h2o/kernels/batch.py": ("tests/worker/test_metadata.py", "what fills it"),
-    "vllm_h2o/kernels/cpu/decode.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
-    "vllm_h2o/kernels/cpu/prompt.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
-    "vllm_h2o/kernels/cpu/eager.py": ("tests/kernels/test_cpu.py", "one test holds the three"),
-    "vllm_h2o/kernels/interface.py": ("tests/kernels/test_cpu.py", "what keeps to it is tested"),
-    "vllm_h2o/kernels/scoring.py": ("tests/kernels/test_cpu_prompt.py", "random_scores"),
+    "vllm_h2o/kernels/torch/decode.py": (
+        "tests/kernels/torch/test_kernels.py",
+        "one test holds the three",
+    ),
+    "vllm_h2o/kernels/torch/prefill.py": (
+        "tests/kernels/torch/test_kernels.py",
+        "one test holds the three",
+    ),
+    "vllm_h2o/kernels/torch/kernels.py": (
+        "tests/kernels/torch/test_kernels.py",
+        "one test holds the three",
+    ),
+    "vllm_h2o/kernels/interface.py": (
+        "tests/kernels/torch/test_kernels.py",
+        "what keeps to it is tested",
+    ),
+    "vllm_h2o/kernels/torch/random.py": ("tests/kernels/torch/test_prefill.py", "random_scores"),
     "vllm_h2o/kernels/triton/decode.py": ("tests/kernels/test_agree.py", "test_decode"),
     "vllm_h2o/kernels/triton/pack.py": ("tests/kernels/test_agree.py", "test_pack"),
-    "vllm_h2o/kernels/triton/prompt.py": ("tests/kernels/test_agree.py", "test_prefill"),
+    "vllm_h2o/kernels/triton/prefill.py": ("tests/kernels/test_agree.py", "test_prefill"),
     "vllm_h2o/planner/show.py": ("tests/test_cli.py", "as it is printed"),
     "vllm_h2o/scheduler/footprint.py": ("tests/planner/test_capacity.py", "against engines"),
-    "vllm_h2o/worker/inspect.py": ("tests/trace/test_record.py", "needs an engine"),
+    "vllm_h2o/worker/recorder.py": ("tests/trace/test_record.py", "needs an engine"),
     "vllm_h2o/scheduler/spec.py": (
         "tests/scheduler/test_manager.py",
         "its pages are counted there",
     ),
     "vllm_h2o/worker/attention.py": ("tests/e2e/test_retained.py", "needs an engine"),
-    "patches/_patch.py": ("tests/patches/test_patch.py", "a name without its underscore"),
-    "patches/__main__.py": ("tests/patches/test_each.py", "it describes each patch"),
+    "vllm_h2o/patches/_patch.py": ("tests/patches/test_patch.py", "a name without its underscore"),
+    "vllm_h2o/patches/__main__.py": ("tests/patches/test_each.py", "it describes each patch"),
 }
 """Module with logic -> (where it is tested, why there). Every patch is tested in test_each.py."""
 
@@ -85,28 +97,28 @@ BREACHES = [
         "vllm_h2o/scheduler/ledger.py",
         "def f():\n    from vllm import LLM",
     ),
-    (kernel_doors, "vllm_h2o/kernels/page.py", "from vllm_h2o.wire import RequestPlan"),
-    (kernel_doors, "vllm_h2o/kernels/page.py", "import numpy"),
+    (kernel_doors, "vllm_h2o/kernels/cache.py", "from vllm_h2o.wire import RequestPlan"),
+    (kernel_doors, "vllm_h2o/kernels/cache.py", "import numpy"),
     (side_doors, "vllm_h2o/scheduler/spec.py", "from vllm_h2o.worker import step"),
     (side_doors, "vllm_h2o/worker/step.py", "from vllm_h2o.scheduler.spec import HeavyHitterSpec"),
     (side_doors, "vllm_h2o/worker/backend.py", "from vllm_h2o.scheduler import ledger"),
-    (patch_doors, "vllm_h2o/engine.py", "from vllm_h2o.patches import ALWAYS"),
-    (patch_doors, "patches/a__b.py", "from vllm_h2o import config"),
-    (sizes, "vllm_h2o/engine.py", "\n" * (FILE_LINES + 1)),
-    (sizes, "patches/a__b.py", "\n" * (PATCH_LINES + 1)),
-    (sizes, "vllm_h2o/engine.py", LONG_FUNCTION),
-    (untyped, "vllm_h2o/engine.py", "def f(a) -> None: ..."),
-    (untyped, "vllm_h2o/engine.py", "def f(*a) -> None: ..."),
-    (untyped, "vllm_h2o/engine.py", "class A:\n    def f(self): ..."),
-    (docstrings, "vllm_h2o/engine.py", "a = 1"),
-    (docstrings, "vllm_h2o/engine.py", '"""M."""\nclass A:\n    """A."""\n    def f(self): ...'),
-    (names, "vllm_h2o/new_engine.py", ""),
-    (names, "vllm_h2o/utils/engine.py", ""),
-    (broad_excepts, "vllm_h2o/engine.py", "try: ...\nexcept: ..."),
-    (broad_excepts, "vllm_h2o/engine.py", "try: ...\nexcept (ValueError, Exception): ..."),
-    (environment, "vllm_h2o/engine.py", "import os\nos.environ['A']"),
-    (environment, "vllm_h2o/engine.py", "from os import getenv"),
-    (defaulted_getattr, "vllm_h2o/engine.py", "getattr(a, 'b', None)"),
+    (patch_doors, "vllm_h2o/hooks.py", "from vllm_h2o.patches import ALWAYS"),
+    (patch_doors, "vllm_h2o/patches/a__b.py", "from vllm_h2o import config"),
+    (sizes, "vllm_h2o/hooks.py", "\n" * (FILE_LINES + 1)),
+    (sizes, "vllm_h2o/patches/a__b.py", "\n" * (PATCH_LINES + 1)),
+    (sizes, "vllm_h2o/hooks.py", LONG_FUNCTION),
+    (untyped, "vllm_h2o/hooks.py", "def f(a) -> None: ..."),
+    (untyped, "vllm_h2o/hooks.py", "def f(*a) -> None: ..."),
+    (untyped, "vllm_h2o/hooks.py", "class A:\n    def f(self): ..."),
+    (docstrings, "vllm_h2o/hooks.py", "a = 1"),
+    (docstrings, "vllm_h2o/hooks.py", '"""M."""\nclass A:\n    """A."""\n    def f(self): ...'),
+    (names, "vllm_h2o/new_hooks.py", ""),
+    (names, "vllm_h2o/utils/hooks.py", ""),
+    (broad_excepts, "vllm_h2o/hooks.py", "try: ...\nexcept: ..."),
+    (broad_excepts, "vllm_h2o/hooks.py", "try: ...\nexcept (ValueError, Exception): ..."),
+    (environment, "vllm_h2o/hooks.py", "import os\nos.environ['A']"),
+    (environment, "vllm_h2o/hooks.py", "from os import getenv"),
+    (defaulted_getattr, "vllm_h2o/hooks.py", "getattr(a, 'b', None)"),
 ]
 
 
@@ -144,7 +156,7 @@ def test_median_file() -> None:
 
 def test_light_imports() -> None:
     """Modules that know neither torch nor vLLM do not load them in a roundabout way either."""
-    light = "vllm_h2o.plugin, vllm_h2o.config, vllm_h2o.engine, vllm_h2o.scheduler.ledger"
+    light = "vllm_h2o.plugin, vllm_h2o.options.config, vllm_h2o.hooks, vllm_h2o.scheduler.ledger"
     code = f"import sys, {light}; print(*sorted({{'torch', 'vllm'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from tests.tiny_models import folder
 from vllm_h2o import patches, plugin
-from vllm_h2o.engine import BACKEND
 from vllm_h2o.errors import PatchError
+from vllm_h2o.hooks import BACKEND
 from vllm_h2o.patches import Patch, _patch
 
 CUSTOM = AttentionBackendEnum.CUSTOM

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_h2o.refusals import ANOTHER_MODEL, IN_LAYERS, REFUSALS, WHY_IN_LAYERS, WHY_OPTION
+from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, REFUSALS, WHY_IN_LAYERS, WHY_OPTION
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- refusals: written by `python -m tools.refusals` -->\n"

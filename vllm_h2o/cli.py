@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError, KVPolicyError
-from vllm_h2o.parsing import number
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.parsing import number
 from vllm_h2o.policy import POLICIES
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.wire import PolicyStats
 
 logger = init_logger("vllm.kv_policy")

@@ -43,8 +43,8 @@ def register() -> None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_h2o.engine import BACKEND
     from vllm_h2o.errors import PatchError
+    from vllm_h2o.hooks import BACKEND
     from vllm_h2o.patches import ALWAYS
     from vllm_h2o.patches._patch import verify_all
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cpu.eager import TorchKernels
-from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton.kernels import PromptAttention, TritonKernels
 
 VIEWS = ("key", "value", "score", "position")

@@ -18,7 +18,7 @@ from benchmarks.quality.forced import force, forced_engine
 from benchmarks.quality.plans import PLANS, POLICIES, QUICK, Plan, slots
 from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
-from demo.smollm2 import model_dir
+from benchmarks.smollm2 import model_dir
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 """[W, S] nats, and [W, S] whether each token was the first choice."""

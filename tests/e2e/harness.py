@@ -12,8 +12,8 @@ from transformers import LlamaConfig, OPTConfig
 from vllm import LLM, RequestOutput, SamplingParams
 
 from benchmarks.quality.forced import in_process
+from benchmarks.smollm2 import model_dir
 from benchmarks.throughput.models import write_random
-from demo.smollm2 import model_dir
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
 

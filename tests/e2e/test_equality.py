@@ -20,7 +20,7 @@ from tests.e2e.harness import (
     tiny_llama,
     token_ids,
 )
-from vllm_h2o.kernels.cpu import native
+from vllm_h2o.kernels.native import kernels as native
 from vllm_h2o.policy import POLICIES
 
 NEAR_TIE = 1e-4

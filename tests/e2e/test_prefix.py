@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
 from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, token_ids
-from tests.e2e.replay import Replay
+from tests.e2e.oracle import Replay
 from vllm_h2o.errors import UnsupportedError
 
 CHARACTERS = [ord(c) % 256 for c in TEXT]

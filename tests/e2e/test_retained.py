@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, tiny_opt
-from tests.e2e.replay import Replay
+from tests.e2e.oracle import Replay
 from tests.policy.test_readme import add_scatter
 
 LENGTHS = (5, 31, 32, 33, 90, 150)

@@ -17,9 +17,9 @@ from vllm.config import CacheConfig, ParallelConfig, VllmConfig, set_current_vll
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_h2o.engine import WORKER
+from vllm_h2o.hooks import WORKER
+from vllm_h2o.kernels.cache import Page
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.page import Page
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Claim, Ledger
 from vllm_h2o.scheduler.spec import HeavyHitterSpec

@@ -11,10 +11,10 @@ import torch
 
 from tests.kernels.harness import Shape, empty_cache
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cpu import native
-from vllm_h2o.kernels.cpu.eager import TorchKernels
+from vllm_h2o.kernels.cache import Page
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.native import kernels as native
+from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 
 VIEWS = ("key", "value", "score", "position")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.kernels.harness import LAYER_INDEX, Layer, Life
-from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.cache import Page
 from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
 from vllm_h2o.policy import POLICIES, ScoreKind
 from vllm_h2o.wire import RequestPlan

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.harness import Probe, engine, generate, tiny_llama
-from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.planner.capacity import Row, Workload, policy_row, stock_row
 from vllm_h2o.planner.model import Model, load
 from vllm_h2o.scheduler import scheduler

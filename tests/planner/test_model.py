@@ -14,8 +14,8 @@ from vllm.config.model import (
 
 from tests.tiny_models import CONFIGS, engine_config, folder
 from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.options.refusals import MODEL_REFUSALS
 from vllm_h2o.planner.model import load
-from vllm_h2o.refusals import MODEL_REFUSALS
 
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 SHAPES: list[PretrainedConfig] = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_h2o import policy
-from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import base
 
 

@@ -17,8 +17,8 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from benchmarks.smollm2 import model_dir
 from benchmarks.throughput.models import write_random
-from demo.smollm2 import model_dir
 from tests.e2e.harness import engine
 from tests.trace.browser import Tab, chromium, tab
 from vllm_h2o.cli import main

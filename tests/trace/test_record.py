@@ -12,11 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.harness import TEXT, Probe, engine, smollm2, tiny_llama
-from tests.e2e.replay import Replay, Where
-from vllm_h2o.config import KVPolicyConfig
+from tests.e2e.oracle import Replay, Where
 from vllm_h2o.errors import ConfigError, UnsupportedError
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.trace.record import Frame, merge, record, run, texts
-from vllm_h2o.worker.inspect import Recorder
+from vllm_h2o.worker.recorder import Recorder
 
 PROMPT = [ord(c) % 256 for c in TEXT[:100]]
 GENERATED = 24

@@ -9,7 +9,7 @@ import torch
 
 from tests.kernels.test_agree import SHAPE, copied, filled, number, same
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
-from vllm_h2o.kernels.cpu.eager import TorchKernels
+from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.worker.flash import FlashPrompt, runs_of
 

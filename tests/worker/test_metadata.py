@@ -10,11 +10,11 @@ import torch
 
 from tests.kernels.harness import Layer, Shape, builder, common_metadata, empty_cache
 from tests.kernels.test_agree import on_triton
-from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.hooks import WORKER
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch
-from vllm_h2o.kernels.cpu.eager import TorchKernels
 from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.metadata import (
     MAX_BATCH_ELEMENTS,

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.cache import Page
 
 
 class Kernels(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.footprint import CacheShape, Pool
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_h2o.errors import UnsupportedError
-from vllm_h2o.refusals import MODEL_REFUSALS, refuse
+from vllm_h2o.options.refusals import MODEL_REFUSALS, refuse
 from vllm_h2o.scheduler.footprint import CacheShape
 
 ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -13,15 +13,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError, IntegrityError, UnsupportedError
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.request import asked_budget, budget_of
 from vllm_h2o.policy import Budget
-from vllm_h2o.request import asked_budget, budget_of
 from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
-from vllm_h2o.scheduler.tally import Tally
+from vllm_h2o.scheduler.stats import Tally
 
 logger = init_logger("vllm.kv_policy")
 

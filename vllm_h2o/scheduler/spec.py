@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from vllm_h2o.config import KVPolicyConfig
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.scheduler.footprint import SCORE_AND_POSITION_BYTES
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import ConfigError, UnsupportedError
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.planner.model import Model, load
 from vllm_h2o.policy import Budget
 

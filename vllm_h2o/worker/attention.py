@@ -10,13 +10,13 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import IntegrityError, UnsupportedError
-from vllm_h2o.kernels.packing import window_scores
-from vllm_h2o.kernels.page import Page
-from vllm_h2o.kernels.scoring import random_scores
+from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.torch.pack import window_scores
+from vllm_h2o.kernels.torch.random import random_scores
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.policy import ScoreKind
-from vllm_h2o.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.worker.metadata import HeavyHitterMetadata, drawn_by_position, heads_of_rank
 
 

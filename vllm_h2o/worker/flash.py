@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk
-from vllm_h2o.kernels.page import Page
+from vllm_h2o.kernels.cache import Page
 
 
 @dataclass(frozen=True)

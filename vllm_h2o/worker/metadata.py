@@ -17,17 +17,17 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_h2o.config import KVPolicyConfig
-from vllm_h2o.engine import WORKER
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.hooks import WORKER
 from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.cache import Page
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.packing import pack_survivors
-from vllm_h2o.kernels.page import Page
-from vllm_h2o.kernels.scoring import random_scores
+from vllm_h2o.kernels.torch.pack import pack_survivors
+from vllm_h2o.kernels.torch.random import random_scores
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import ScoreKind
 from vllm_h2o.wire import RequestPlan
-from vllm_h2o.worker.choice import choose_kernels
+from vllm_h2o.worker.selector import choose_kernels
 from vllm_h2o.worker.step import current_step
 
 MAX_BATCH_ELEMENTS = 1 << 24

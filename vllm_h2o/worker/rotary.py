@@ -9,8 +9,8 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from vllm_h2o.config import KVPolicyConfig
 from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.worker.attention import HeavyHitterImpl
 
 

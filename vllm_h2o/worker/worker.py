@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.platforms import current_platform
 
 from vllm_h2o.plugin import activate
-from vllm_h2o.worker.inspect import RecordsPages
+from vllm_h2o.worker.recorder import RecordsPages
 from vllm_h2o.worker.rotary import BindsTurns
 from vllm_h2o.worker.step import PublishesSteps
 

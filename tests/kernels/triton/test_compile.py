@@ -19,7 +19,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from vllm_h2o.kernels.batch import REPLAY_WEIGHT
-from vllm_h2o.kernels.triton import decode, pack, prompt
+from vllm_h2o.kernels.triton import decode, pack, prefill as prompt
 from vllm_h2o.kernels.triton.kernels import (
     MOST_SHARES, padded_group, precision, prompt_tiles, tile_of)
 

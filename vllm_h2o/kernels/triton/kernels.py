@@ -11,8 +11,9 @@ import torch
 import triton
 
 from vllm_h2o.kernels.batch import REPLAY_WEIGHT, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.page import Page
-from vllm_h2o.kernels.triton import decode, pack, prompt
+from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.triton import decode, pack
+from vllm_h2o.kernels.triton import prefill as prompt
 
 TILE = 64
 """Slots that a decode program holds at once."""

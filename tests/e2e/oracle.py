@@ -1,0 +1,215 @@
+"""The engine's real Q, K, V of a run, replayed through the reference after every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_h2o.kernels.batch import page_rows
+from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
+from vllm_h2o.wire import RequestPlan
+from vllm_h2o.worker.attention import HeavyHitterImpl
+from vllm_h2o.worker.step import Step, current_step
+
+TIE = 1e-5
+"""Relative distance of two scores at which float32 may order them either way."""
+
+Where = tuple[str, int, str]
+"""Layer name, KV head, request id."""
+
+
+@dataclass
+class Replay:
+    """Follows every layer, KV head and request of an engine with the reference, in float64.
+
+    Args:
+        scheduler: the engine's, for the lengths of prompts.
+        heads: the references.
+        retained: positions that the engine holds now.
+        num_compared: retained sets that were compared.
+        num_victims: victims that were compared.
+        num_ties: victims that differ, between scores closer than ``TIE``.
+        max_error: largest difference of an attention output from the reference's.
+
+    """
+
+    scheduler: Any
+    heads: dict[Where, Head] = field(default_factory=dict)
+    retained: dict[Where, frozenset[int]] = field(default_factory=dict)
+    num_compared: int = 0
+    num_victims: int = 0
+    num_ties: int = 0
+    max_error: float = 0.0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Replay:
+        """Follow every forward of the policy's attention from now on."""
+        original = HeavyHitterImpl.forward
+
+        def forward(impl: HeavyHitterImpl, layer: Any, *tensors: Any, **kwargs: Any) -> Any:
+            query, key, value, kv_cache, metadata, output = (*tensors, *kwargs.values())[:6]
+            result = original(impl, layer, query, key, value, kv_cache, metadata, output)
+            step = current_step() if metadata is not None else None
+            if step is not None:
+                page = Page.of(kv_cache, impl.head_size)
+                tensors = (query.clone(), key.clone(), value.clone(), output.clone())
+                follow = partial(self.follow, step, impl, layer.layer_name, page, metadata)
+                step.afterwards.append(partial(follow, *tensors))
+            return result
+
+        monkeypatch.setattr(HeavyHitterImpl, "forward", forward)
+        return self
+
+    def follow(
+        self,
+        step: Step,
+        impl: HeavyHitterImpl,
+        layer_name: str,
+        page: Page,
+        metadata: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """One layer of one step: all requests, all KV heads."""
+        order = step.row_order(None)[: len(step.plan.requests)]  # type: ignore[arg-type]
+        tables = {chunk.tokens.start: chunk.table for chunk in metadata.prompts}
+        for batch in metadata.decodes:
+            tables |= dict(zip(batch.order("token").tolist(), batch.table, strict=True))
+        start = 0
+        for request_id in order:
+            plan = step.plan.requests[request_id]
+            tokens = slice(start, start := start + plan.num_new)
+            rows = page_rows(tables[tokens.start], impl.num_kv_heads)
+            victims = None if impl.victims is None else impl.victims[tables[tokens.start][0]]
+            for head in range(impl.num_kv_heads):
+                where = (layer_name, head, request_id)
+                new = (query[tokens], key[tokens], value[tokens])
+                if where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
+                    self.heads[where] = self._head(impl, metadata, plan, page, rows[head])
+                out = self._step(impl, where, plan, *new)
+                group = slice(head * out.shape[1], (head + 1) * out.shape[1])
+                error = (out - output[tokens].view(*query[tokens].shape)[:, group].double()).abs()
+                self.max_error = max(self.max_error, float(error.max()))
+                self._compare(
+                    where,
+                    plan,
+                    page,
+                    rows[head][plan.pack_page :],
+                    None if victims is None else victims[head],
+                )
+
+    def _head(
+        self,
+        impl: HeavyHitterImpl,
+        metadata: Any,
+        plan: RequestPlan,
+        page: Page,
+        rows: torch.Tensor,
+    ) -> Head:
+        """A new reference, with the keys and values that the request found in the prefix cache."""
+        slots = torch.arange(plan.logical_start)
+        at = (rows[slots // page.block_size], slots % page.block_size)
+        assert page.position[at].tolist() == slots.tolist()
+        scoring = metadata.scoring
+        return Head(
+            Strip(
+                page.key[at].double(),
+                page.value[at].double(),
+                torch.zeros(len(slots), dtype=torch.float64),
+                slots,
+            ),
+            plan.capacity,
+            plan.num_recent,
+            plan.num_sinks,
+            impl.scale,
+            power=scoring.power,
+            skip_recent=scoring.skip_recent,
+            packs_chunks=self.scheduler.ledger.packs_chunks,
+            by_age=scoring.by_age,
+            page_size=self.scheduler.ledger.victim_size,
+            logical_len=plan.logical_start,
+        )
+
+    def _step(
+        self,
+        impl: HeavyHitterImpl,
+        where: Where,
+        plan: RequestPlan,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        layer_name, head, request_id = where
+        scores = None
+        if impl.draws:
+            layer = extract_layer_index(layer_name)
+            positions = range(plan.logical_start, plan.logical_end)
+            scores = [random_score(plan.seed, layer, head, position) for position in positions]
+            found = self.heads[where].strip
+            if not plan.first_page and found.position.tolist() == list(range(plan.logical_start)):
+                drawn = [random_score(plan.seed, layer, head, p) for p in range(plan.logical_start)]
+                found.score = torch.tensor(drawn, dtype=torch.float64)
+        grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
+        prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
+        ends_prompt = plan.in_prompt and plan.logical_end == prompt_len
+        again = None
+        if impl.turn is not None and plan.num_new > 1:
+            again = self._turned(grouped[:, head], plan.num_new)
+        return self.heads[where].step(
+            grouped[:, head],
+            key[:, head].double(),
+            value[:, head].double(),
+            ends_prompt,
+            scores,
+            plan.scores_from,
+            again,
+        )
+
+    def _turned(self, query: torch.Tensor, distance: int) -> torch.Tensor:
+        """[T, G, D], as asked ``distance`` positions later, by the model's own theta."""
+        hf_config = self.scheduler.vllm_config.model_config.hf_config
+        half = query.shape[-1] // 2
+        powers = torch.arange(half, dtype=torch.float64) / half
+        angle = distance * hf_config.rope_parameters["rope_theta"] ** -powers
+        a, b = query[..., :half], query[..., half:]
+        return torch.cat(
+            [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
+        )
+
+    def _compare(
+        self, where: Where, plan: RequestPlan, page: Page, rows: torch.Tensor, victim: Any
+    ) -> None:
+        strip = self.heads[where].strip
+        slots = torch.arange(plan.resident_end)
+        if plan.hole:
+            refilled = int(victim) + plan.refill
+            slots = slots[(slots <= refilled) | (slots > refilled + plan.hole)]
+        positions = page.position[rows[slots // page.block_size], slots % page.block_size].tolist()
+        self.retained[where] = frozenset(positions)
+        assert len(self.retained[where]) == len(positions)
+        assert self.retained[where] == {p for p in strip.position.tolist() if p >= 0}, (where, plan)
+        self.num_compared += 1
+        if plan.selects:
+            self.num_victims += 1
+            self._compare_victim(where, positions[int(victim)])
+
+    def _compare_victim(self, where: Where, position: int) -> None:
+        head = self.heads[where]
+        assert head.victim is not None
+        if int(head.strip.position[head.victim]) == position:
+            return
+        chosen = head.strip.position.tolist().index(position)
+        ranks = head.strip.ranks(head.logical_len, head.by_age)
+        if head.page_size > 1:
+            ranks = page_sums(head.strip, head.page_size)
+        lowest, other = float(ranks[head.victim]), float(ranks[chosen])
+        assert abs(other - lowest) <= TIE * abs(lowest), (where, lowest, other)
+        self.num_ties += 1
+        head.victim = chosen

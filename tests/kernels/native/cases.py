@@ -1,0 +1,134 @@
+"""Steps made of random tensors for the native kernels, and what they should do, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from tests.kernels.harness import Shape, empty_cache
+from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.cache import Page
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """So many threads of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Pool:
+    """Pages that are NaN but for the first slots of some requests.
+
+    Args:
+        shape: sizes.
+        lengths: slots of each request that hold tokens.
+        extra: pages of each table beyond those that the slots need; another's.
+
+    """
+
+    shape: Shape
+    lengths: list[int]
+    extra: int = 1
+
+    def __post_init__(self) -> None:
+        needs = [max(-(-length // self.shape.block_size), 1) for length in self.lengths]
+        order = (torch.randperm(sum(needs)) + 1).split(needs)
+        width = max(needs) + self.extra
+        self.table = torch.stack(
+            [torch.cat([own, order[i - 1].repeat(width)])[:width] for i, own in enumerate(order)]
+        ).to(torch.int32)
+        self.cache = empty_cache(self.shape, sum(needs) + 1)
+        self.page = Page.of(self.cache, self.shape.head_size)
+        for request, length in enumerate(self.lengths):
+            for head in range(self.shape.num_kv_heads):
+                self.fill(request, head, length)
+
+    def fill(self, request: int, head: int, length: int) -> None:
+        """Random K, V and scores for a strip's slots; positions are those of a prompt."""
+        at = self.at(request, head, length)
+        size = (length, self.shape.head_size)
+        self.page.key[at] = torch.randn(size).to(self.shape.dtype)
+        self.page.value[at] = torch.randn(size).to(self.shape.dtype)
+        self.page.score[at] = torch.rand(length)
+        self.page.position[at] = torch.arange(length, dtype=torch.int32)
+
+    def at(self, request: int, head: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, offsets) of the first slots."""
+        slot = torch.arange(length)
+        block = self.table[request][slot // self.shape.block_size].long()
+        return block * self.shape.num_kv_heads + head, slot % self.shape.block_size
+
+    def tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v as views of one tensor, as a model has them."""
+        heads = self.shape.num_kv_heads
+        whole = torch.randn(number, heads * (self.shape.group + 2), self.shape.head_size)
+        query, key, value = whole.to(self.shape.dtype).split(
+            [heads * self.shape.group, heads, heads], 1
+        )
+        return query * 2, key, value
+
+
+def decode_batch(table: torch.Tensor, **orders: list[int]) -> DecodeBatch:
+    """A batch of such orders; others are zeros."""
+    rows = [orders.get(name, [0] * table.shape[0]) for name in DECODE_ORDERS]
+    return DecodeBatch(table, torch.tensor(rows))
+
+
+def prompt_chunk(table: torch.Tensor, tokens: slice, start: int, **rest: int) -> PromptChunk:
+    """A chunk that keeps all."""
+    limits = {"position": start, "keep": 0, "recent_from": 0, "num_sinks": 0, "seed": 0, **rest}
+    return PromptChunk(tokens, table, start, **limits)
+
+
+@dataclass(frozen=True)
+class Strip64:
+    """What one KV head holds of one request, in float64: [L, D], [L, D], [L], [L]."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    score: torch.Tensor
+    position: torch.Tensor
+
+    @classmethod
+    def of(cls, pool: Pool, request: int, head: int, length: int) -> Strip64:
+        """A copy."""
+        at, page = pool.at(request, head, length), pool.page
+        views = (page.key, page.value, page.score)
+        return cls(*(view[at].double() for view in views), page.position[at].long())
+
+
+def attend64(
+    strip: Strip64,
+    query: torch.Tensor,
+    seen: torch.Tensor,
+    asked: torch.Tensor,
+    scale: float,
+    scoring: Scoring,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and what each token receives.
+
+    Args:
+        strip: L slots.
+        query: [T, G, D].
+        seen: [T, L], bool: which slots each query attends to.
+        asked: [T]: positions of the queries.
+        scale: of the logits.
+        scoring: what is received.
+
+    Returns:
+        [T, G, D] and [T, L].
+
+    """
+    logits = torch.einsum("tgd,ld->tgl", query.double(), strip.key.nan_to_num()) * scale
+    probs = torch.softmax(logits.masked_fill(~seen[:, None], -torch.inf), dim=-1)
+    out = torch.einsum("tgl,ld->tgd", probs, strip.value.nan_to_num())
+    given = probs.pow(scoring.power).sum(1) if scoring.power else torch.zeros(seen.shape).double()
+    old = asked[:, None] - strip.position >= scoring.skip_recent
+    return out, given * (seen & old)

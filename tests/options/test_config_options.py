@@ -1,0 +1,131 @@
+"""Options of scores, prompts and requests: what they come to, and what does not go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.options.test_config import refusal
+from vllm_h2o.errors import ConfigError
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.policy import Budget
+
+
+@pytest.mark.parametrize(
+    ("field", "works"),
+    [
+        ("budget_basis", "max_model_len, prompt, request"),
+        ("granularity", "token, block"),
+        ("prefill", "full, window, chunked"),
+        ("score", "sum, sum_squares, mean, mean_squares, replay"),
+    ],
+)
+def test_choices_that_all_work(field: str, works: str) -> None:
+    """Each is taken; another is met with the list."""
+    for value in works.split(", "):
+        assert getattr(KVPolicyConfig(**{field: value}), field) == value
+    assert f"is: what works is {works}; why not: there is no" in refusal(**{field: "nonsense"})
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "found"),
+    [
+        (
+            {"budget": 64, "budget_basis": "prompt"},
+            "budget_basis='prompt'",
+            "budget=64 is a number of slots, a share of nothing",
+        ),
+        (
+            {"name": "local", "prefill": "window"},
+            "prefill='window' with policy 'local'",
+            "'local' does not rank tokens by attention",
+        ),
+        (
+            {"observation_window": 16},
+            "observation_window=16",
+            "prefill='full' lets every query of a prompt score",
+        ),
+        (
+            {"prefill": "window", "observation_window": 0},
+            "observation_window=0",
+            "no query scores",
+        ),
+        (
+            {"prefill": "window", "score": "mean"},
+            "prefill='window' with score='mean'",
+            "a mean counts every query of the prompt, and the last alone score",
+        ),
+        (
+            {"granularity": "block", "score": "mean"},
+            "granularity='block' with score='mean'",
+            "means are ranked token by token",
+        ),
+        (
+            {"granularity": "block", "budget_basis": "prompt"},
+            "granularity='block' with budget_basis='prompt'",
+            "the pages of a short request may all be recent",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], asked: str, found: str) -> None:
+    """Each alone is fine, together one would be ignored."""
+    message = refusal(**options)
+    assert message.startswith(f"kv-policy: asked: {asked}; is: {found}; why not: ")
+    assert message.endswith("what to do: leave it out, or change the other option.")
+
+
+@pytest.mark.parametrize(
+    ("options", "power", "by_age"),
+    [
+        ({}, 1, False),
+        ({"score": "sum_squares"}, 2, False),
+        ({"score": "mean"}, 1, True),
+        ({"name": "h2o_mean"}, 2, True),
+        ({"name": "h2o_mean", "score": "sum"}, 1, False),
+        ({"name": "h2o_replay"}, 2, True),
+        ({"name": "random"}, 0, False),
+    ],
+)
+def test_scores(options: dict[str, Any], power: int, by_age: bool) -> None:
+    """Each policy has a score of its own, which an option replaces."""
+    config = KVPolicyConfig(**options)
+    assert (config.score_power, config.score_by_age) == (power, by_age)
+    assert config.score_replays == (config.name == "h2o_replay")
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt_len", "max_tokens", "expected"),
+    [
+        ({"budget": 0.25, "budget_basis": "prompt"}, 100, 500, Budget(32, 15, 16, 0)),
+        ({"budget": 0.25, "budget_basis": "request"}, 100, 156, Budget(64, 31, 32, 0)),
+        ({"budget": 0.5, "budget_basis": "request"}, 900, 900, Budget(512, 255, 256, 0)),
+        ({"budget": 0.1, "budget_basis": "prompt", "min_budget": 48}, 9, 9, Budget(48, 23, 24, 0)),
+        (
+            {"budget": 0.1, "budget_basis": "prompt", "num_sink_tokens": 20},
+            9,
+            9,
+            Budget(32, 5, 6, 20),
+        ),
+        ({"budget": 64, "protect_prompt_tokens": 40}, 10, 99, Budget(64, 26, 27, 10)),
+        ({"budget": 64, "protect_prompt_tokens": 40}, 40, 99, None),
+        ({"budget": 64, "protect_prompt_tokens": 3, "num_sink_tokens": 4}, 2, 9, None),
+        ({"budget": 0.25}, 100, 500, None),
+    ],
+)
+def test_a_request_of_its_own(
+    options: dict[str, Any], prompt_len: int, max_tokens: int, expected: Budget | None
+) -> None:
+    """Shares of prompts and requests in whole pages; never too few for sinks and a next token."""
+    config = KVPolicyConfig(**options)
+    assert config.resolve_request(512, 16, prompt_len, max_tokens) == expected
+
+
+@pytest.mark.parametrize(("ratio", "least"), [(0.5, 96), (0.25, 64), (0.0, 48)])
+def test_pages_that_are_left_to_evict(ratio: float, least: int) -> None:
+    """Recent tokens may touch so many pages that a small budget has none that could go."""
+    options = {"granularity": "block", "recent_ratio": ratio}
+    assert KVPolicyConfig(budget=least, **options).resolve(1024, 16).capacity == least
+    with pytest.raises(ConfigError, match="no page might be left to evict"):
+        KVPolicyConfig(budget=least - 16, **options).resolve(1024, 16)
+    assert KVPolicyConfig(budget=1.0, **options).resolve(32, 16).capacity == 32

@@ -1,0 +1,108 @@
+"""A request's own budget: what is read, what it comes to, and what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_h2o.errors import ConfigError
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.request import asked_budget, budget_of, check_request
+from vllm_h2o.policy import Budget
+
+
+def capacity(config: KVPolicyConfig, asked: Any, prompt_len: int = 100, more: int = 50) -> int:
+    """Slots that a request gets, of an engine of 1024 tokens in pages of 16."""
+    budget = budget_of(config, 1024, 16, prompt_len, more, asked_budget({"kv_budget": asked}))
+    assert isinstance(budget, Budget)
+    return budget.capacity
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "expected"),
+    [
+        ({}, 64, 64),
+        ({}, 65, 80),
+        ({}, "64", 64),
+        ({}, 0.5, 512),
+        ({}, "0.5", 512),
+        ({}, 1.0, 1024),
+        ({}, "full", 1024),
+        ({"budget": "full"}, 0.1, 112),
+        ({"budget_basis": "prompt"}, 0.5, 64),
+        ({"budget_basis": "request"}, 0.5, 80),
+        ({"budget_basis": "request"}, 512, 512),
+        ({"budget_basis": "prompt"}, "full", 1024),
+        ({"min_budget": 100}, 64, 112),
+        ({"max_budget": 128}, 128, 128),
+        ({"max_budget": 0.5}, 0.5, 512),
+        ({"name": "full"}, "full", 1024),
+    ],
+)
+def test_what_it_comes_to(options: dict[str, Any], asked: Any, expected: int) -> None:
+    """As ``budget`` does, whatever the engine's own is."""
+    assert capacity(KVPolicyConfig(**options), asked) == expected
+
+
+def test_one_slot_is_not_every_token() -> None:
+    """1 and 1.0 are equal in Python, and different budgets."""
+    assert capacity(KVPolicyConfig(), 1.0) == 1024
+    with pytest.raises(ConfigError, match="kv_budget=1; is: that many slots"):
+        capacity(KVPolicyConfig(), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "extra_args", "said"),
+    [
+        ({}, {"kv_budget": 0}, "kv_budget=0; is: a budget is an int > 0"),
+        ({}, {"kv_budget": "half"}, "kv_budget='half'; is: a budget is an int > 0"),
+        ({}, {"kv_budget": True}, "kv_budget=True; is: a bool"),
+        ({}, {"kv_budget": [1]}, "kv_budget=[1]; is: a list"),
+        ({}, {"KV-Budget": 64}, "'KV-Budget' in a request; is: its budget is read from"),
+        ({"num_sink_tokens": 70}, {"kv_budget": 64}, "kv_budget=64; is: that many slots"),
+        ({"num_sink_tokens": 70}, {"kv_budget": 0.01}, "kv_budget=0.01; is: that is 11 slots"),
+        ({"max_budget": 128}, {"kv_budget": 129}, "is: that is 129 slots, and max_budget=128"),
+        ({"max_budget": 0.5}, {"kv_budget": "full"}, "that is 1024 slots, and max_budget=0.5"),
+        ({"granularity": "block"}, {"kv_budget": 64}, "no page might be left to evict"),
+        ({"name": "full"}, {"kv_budget": 64}, "kv_budget=64; is: 'full' keeps every token"),
+    ],
+)
+def test_refused(options: dict[str, Any], extra_args: dict[str, Any], said: str) -> None:
+    """In four parts, which name what the request asked for."""
+    with pytest.raises(ConfigError) as caught:
+        budget_of(KVPolicyConfig(**options), 1024, 16, 100, 50, asked_budget(extra_args))
+    assert said in str(caught.value)
+
+
+def check(
+    options: dict[str, Any] | None, extra_args: dict[str, Any] | None, pages: int | None = None
+) -> None:
+    """Send a request of 100 + 50 tokens to an engine of 1024."""
+    params = SimpleNamespace(extra_args=extra_args, max_tokens=50)
+    request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1] * 100)
+    config = SimpleNamespace(
+        additional_config={} if options is None else {"kv_policy": {"name": "h2o", **options}},
+        model_config=SimpleNamespace(max_model_len=1024),
+        cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=pages),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+    )
+    assert check_request(request, config) is request
+
+
+def test_where_requests_enter() -> None:
+    """Only one that asks is looked at; without a policy nothing would read what it asks for."""
+    check(None, None)
+    check({}, {"other": 1})
+    check({}, {"kv_budget": 64})
+    with pytest.raises(ConfigError, match="this engine runs without a kv-policy"):
+        check(None, {"kv_budget": 64})
+
+
+def test_a_pool_that_never_holds_it() -> None:
+    """With chunks packed, the pool may be smaller than a longest sequence."""
+    check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=11)
+    with pytest.raises(ConfigError, match="come to 10 pages, and the pool has 9.* for ever"):
+        check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=10)
+    check({"prefill": "chunked", "budget": 32}, {"kv_budget": 32}, pages=10)

@@ -1,0 +1,277 @@
+"""From flags and arguments to vLLM's own options; what is refused is in test_refusals.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from tests.tiny_models import engine_args, engine_config, folder
+from vllm_h2o import patches
+from vllm_h2o.errors import ConfigError, PatchError
+from vllm_h2o.hooks import SCHEDULER, WORKER, check_config, fold_policy, prepare
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.patches._patch import Symbol
+from vllm_h2o.policy import POLICIES
+
+BUDGET = {"kv_policy_config": {"budget": 64}}
+CUSTOM = AttentionBackendEnum.CUSTOM
+
+
+@contextmanager
+def reverted() -> Iterator[None]:
+    """vLLM as it is without the plugin."""
+    for patch in patches.ALWAYS:
+        patch.revert()
+    try:
+        yield
+    finally:
+        for patch in patches.ALWAYS:
+            patch.apply()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny Llama."""
+    return folder(tmp_path_factory.mktemp("models"), "LlamaForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    """The parser of ``vllm serve`` and of every other command with engine arguments."""
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+
+
+Parsed = Callable[..., KVPolicyConfig | None]
+
+
+@pytest.fixture(scope="module")
+def parsed(parser: FlexibleArgumentParser, llama: str) -> Parsed:
+    """The policy that a command line asks for."""
+
+    def parse(*arguments: str) -> KVPolicyConfig | None:
+        args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", llama, *arguments]))
+        return KVPolicyConfig.from_additional_config(args.additional_config)
+
+    return parse
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_flag(parsed: Parsed, policy: str) -> None:
+    """``--kv-policy NAME`` alone takes the defaults."""
+    assert parsed("--kv-policy", policy) == KVPolicyConfig(policy)
+    assert parsed(f"--kv_policy={policy}") == KVPolicyConfig(policy)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--kv-policy-config", '{"budget": 0.3}'], {"budget": 0.3}),
+        (
+            ["--kv-policy-config", '{"budget": 64, "num_sink_tokens": 3}'],
+            {"budget": 64, "num_sink_tokens": 3},
+        ),
+        (["--kv-policy-config.budget", "0.3"], {"budget": 0.3}),
+        (["--kv-policy-config.budget=64"], {"budget": 64}),
+        (["--kv_policy_config.budget", "1.0"], {"budget": 1.0}),
+        (
+            ["--kv-policy-config.recent_ratio", "1", "--kv-policy-config.num_sink_tokens", "4"],
+            {"recent_ratio": 1, "num_sink_tokens": 4},
+        ),
+        (["--kv_policy_config", '{"name": "h2o"}'], {}),
+        (
+            ["--kv-policy-config", '{"budget": 64}', "--kv-policy-config.num_sink_tokens", "5"],
+            {"budget": 64, "num_sink_tokens": 5},
+        ),
+    ],
+)
+def test_options_flag(parsed: Parsed, arguments: list[str], options: dict[str, Any]) -> None:
+    """JSON, dotted, with underscores, before or after the policy's name: the same options."""
+    expected = KVPolicyConfig("h2o", **options)
+    for line in (["--kv-policy", "h2o", *arguments], [*arguments, "--kv-policy", "h2o"]):
+        assert parsed(*line) == expected
+
+
+def test_no_flag(parser: FlexibleArgumentParser, llama: str) -> None:
+    """Without the flags nothing is put anywhere."""
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", llama]))
+    assert args.additional_config == {}
+    with reverted():
+        stock = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+        assert args == AsyncEngineArgs.from_cli_args(stock.parse_args(["--model", llama]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-policy", "h20"], "did you mean 'h2o'"),
+        (["--kv-policy", "h2o", "--kv-policy-config", "{budget: 3}"], "not JSON"),
+        (["--kv-policy", "h2o", "--kv-policy-config.recent-ratio", "1"], "mean 'recent_ratio'"),
+        (["--kv-policy-config.budget", "0.2"], "name one: --kv-policy h2o"),
+        (["--kv-policy", "h2o", "--additional-config", '{"kv_policy": "local"}'], "given twice"),
+    ],
+)
+def test_flags_refused(parsed: Parsed, arguments: list[str], message: str) -> None:
+    """A command line that cannot be meant stops before anything is loaded."""
+    with pytest.raises(ConfigError, match=message):
+        parsed(*arguments)
+
+
+def test_help_is_a_group_of_its_own(parser: FlexibleArgumentParser) -> None:
+    """Under the group's title stand the two flags, every policy and every option that works."""
+    (group,) = [group for group in parser._action_groups if group.title == "KVPolicyConfig"]
+    flags = {option for action in group._group_actions for option in action.option_strings}
+    assert flags == {"--kv-policy", "--kv-policy-config"}
+    text = ArgumentParser.format_help(parser)  # vLLM's own asks for a group by its title
+    for policy in POLICIES.values():
+        assert f"- {policy.name}: {policy.summary.split()[0]}" in text
+    for option in ("budget", "min_budget", "recent_ratio", "num_sink_tokens", "seed"):
+        assert f"- {option}: " in text
+
+
+@pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
+def test_arguments(kind: type[EngineArgs], llama: str) -> None:
+    """``LLM(kv_policy=...)`` and the server's arguments take the same two keywords."""
+    args = kind(model=llama, kv_policy="h2o", kv_policy_config={"budget": 64}, seed=3)
+    assert (args.model, args.seed) == (llama, 3)
+    assert args.additional_config == {"kv_policy": KVPolicyConfig("h2o", 64).to_dict()}
+    assert kind(llama, seed=3).additional_config == {}
+    with pytest.raises(TypeError, match="kv_polici"):
+        kind(llama, kv_polici="h2o")
+
+
+def test_fold_policy() -> None:
+    """Other plugins' entries stay, the caller's mapping is not written to."""
+    given = {"other": 1}
+    args = SimpleNamespace(additional_config=given)
+    assert fold_policy(args, None, None) is args
+    assert args.additional_config is given
+    assert fold_policy(args, "local", None) is args
+    assert args.additional_config == {"other": 1, "kv_policy": KVPolicyConfig("local").to_dict()}
+    assert given == {"other": 1}
+
+
+@pytest.mark.parametrize("given", ["h2o", {"name": "h2o"}, {"budget": 0.2}, None])
+def test_fold_policy_given_twice_alike(given: Any) -> None:
+    """The same policy in another form is no contradiction."""
+    args = SimpleNamespace(additional_config={"kv_policy": given})
+    fold_policy(args, "h2o", None)
+    assert args.additional_config == {"kv_policy": KVPolicyConfig().to_dict()}
+
+
+@pytest.mark.parametrize("given", ["local", {"budget": 0.3}, {"num_sink_tokens": 1}])
+def test_fold_policy_given_twice_differently(given: Any) -> None:
+    """Two different policies are refused, and both are shown."""
+    args = SimpleNamespace(additional_config={"kv_policy": given})
+    with pytest.raises(ConfigError) as caught:
+        fold_policy(args, "h2o", None)
+    assert str(caught.value) == (
+        f"kv-policy: asked: kv_policy='h2o'; is: additional_config holds {given!r}; "
+        "why not: the policy is given twice, differently; what to do: give it once."
+    )
+
+
+def test_options_without_a_policy() -> None:
+    """Options alone would do nothing, so they are refused; with a name inside they are enough."""
+    args = SimpleNamespace(additional_config=None)
+    for options in ({"budget": 0.3}, '{"budget": 0.3}', {}):
+        with pytest.raises(ConfigError) as caught:
+            fold_policy(args, None, options)
+        assert str(caught.value) == (
+            f"kv-policy: asked: kv_policy_config={options!r}; is: no kv_policy; "
+            "why not: options without a policy would be a silent no-op; "
+            "what to do: name one: --kv-policy h2o."
+        )
+    fold_policy(args, None, '{"name": "local"}')
+    assert args.additional_config == {"kv_policy": KVPolicyConfig("local").to_dict()}
+
+
+def test_prepare_without_a_policy(llama: str) -> None:
+    """Nothing is changed, and nothing is verified either."""
+    args = engine_args(llama, additional_config={"other": 1})
+    before = dict(vars(args))
+    assert prepare(args) is None
+    assert vars(args) == before
+
+
+def test_prepare(llama: str) -> None:
+    """Four options are set, once and again, and the policy is carried in full."""
+    args = engine_args(llama, additional_config={"kv_policy": "h2o", "other": 1})
+    for _ in range(2):
+        assert prepare(args) == KVPolicyConfig()
+        assert (args.scheduler_cls, args.worker_cls) == (SCHEDULER, WORKER)
+        assert args.attention_backend is CUSTOM
+        assert args.enable_prefix_caching is False
+        assert args.additional_config == {"kv_policy": KVPolicyConfig().to_dict(), "other": 1}
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "OPTForCausalLM"])
+def test_config_with_a_policy(tmp_path: Path, architecture: str) -> None:
+    """vLLM's finished config says what the policy needs, and making it twice is possible."""
+    args = engine_args(folder(tmp_path, architecture), kv_policy="h2o", **BUDGET)
+    for config in (args.create_engine_config(), args.create_engine_config()):
+        assert config.scheduler_config.scheduler_cls == SCHEDULER
+        assert config.parallel_config.worker_cls == WORKER
+        assert config.attention_config.backend is CUSTOM
+        assert config.cache_config.enable_prefix_caching is False
+        carried = KVPolicyConfig.from_additional_config(config.additional_config)
+        assert carried == KVPolicyConfig("h2o", 64)
+
+
+def test_policies_do_not_share_compiled_code(llama: str) -> None:
+    """The policy is part of the key under which vLLM keeps compiled graphs."""
+    options: list[dict[str, Any]] = [
+        {},
+        {"kv_policy": "h2o", **BUDGET},
+        {"kv_policy": "local", **BUDGET},
+        {"kv_policy": "h2o", "kv_policy_config": {"budget": 80}},
+    ]
+    hashes = {engine_config(llama, **each).compute_hash() for each in options}
+    assert len(hashes) == len(options)
+
+
+def described(config: VllmConfig) -> dict[str, str]:
+    """Every field of a config; the id that each instance draws for itself is left out."""
+    fields = (field.name for field in dataclasses.fields(config) if field.name != "instance_id")
+    return {name: repr(getattr(config, name)) for name in fields}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enable_prefix_caching": True, "additional_config": {"other": 1}}, {"seed": 7}],
+)
+def test_without_a_policy_the_config_is_stock(llama: str, options: dict[str, Any]) -> None:
+    """With the plugin and no policy, every field is the one that vLLM makes by itself."""
+    with_plugin = engine_config(llama, **options)
+    with reverted():
+        stock = engine_config(llama, **options)
+    assert described(with_plugin) == described(stock)
+    assert with_plugin.compute_hash() == stock.compute_hash()
+    assert with_plugin.scheduler_config.scheduler_cls is None
+    assert with_plugin.attention_config.backend is None
+    assert "H2o" not in repr(with_plugin) and "h2o" not in repr(with_plugin)
+
+
+def test_check_config_without_a_policy() -> None:
+    """Whatever the config is, it goes through unread."""
+    config = object()
+    assert check_config(config, None) is config
+
+
+def test_an_unknown_vllm_stops_a_policy_alone(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed symbol that only a policy relies upon is refused when one is asked for."""
+    wrong = Symbol("vllm.v1.core.sched.scheduler:Scheduler.schedule", "0" * 12)
+    monkeypatch.setattr(patches, "RELIED_UPON", (wrong,))
+    engine_config(llama)
+    with pytest.raises(PatchError, match=r"Scheduler\.schedule"):
+        engine_config(llama, kv_policy="h2o", **BUDGET)

@@ -1,0 +1,86 @@
+"""The kernels follow the device, what could be built for it, and what is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import ParallelConfig, VllmConfig
+
+from tests.kernels.harness import Shape, builder, vllm_config
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.hooks import WORKER
+from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.native import kernels as native
+from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.worker.selector import choose_kernels
+
+BUILT = pytest.mark.skipif(not native.available(), reason="no native library has been built")
+SHAPE, ODD = Shape(), Shape(head_size=24)
+
+
+def choose(
+    asked: str = "auto", shape: Shape = SHAPE, device: str = "cpu", granularity: str = "token"
+) -> Kernels:
+    """For a layer of that shape."""
+    spec = builder(shape, "h2o").kv_cache_spec
+    config = KVPolicyConfig(kernels=asked, granularity=granularity)
+    return choose_kernels(vllm_config("h2o"), spec, torch.device(device), config)
+
+
+@BUILT
+@pytest.mark.parametrize("asked", ["auto", "native"])
+def test_cpu(asked: str) -> None:
+    """The C++ kernels compute on a CPU, in the best build that it runs."""
+    kernels = choose(asked)
+    assert isinstance(kernels, native.NativeKernels)
+    assert kernels.variant == native.available()[0]
+
+
+def test_cpu_by_torch() -> None:
+    """Where torch is asked for, or heads are no multiple of 16 wide, torch computes."""
+    assert isinstance(choose("torch"), TorchKernels)
+    assert isinstance(choose("auto", ODD), TorchKernels)
+    with pytest.raises(UnsupportedError, match="multiples of 16"):
+        choose("native", ODD)
+
+
+def test_cpu_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where no library was built, torch computes, unless the C++ ones were asked for by name."""
+    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    assert isinstance(choose(), TorchKernels)
+    with pytest.raises(UnsupportedError, match="no C.. compiler"):
+        choose("native")
+
+
+def test_a_cache_of_another_dtype() -> None:
+    """K and V that must be cast on their way are torch's on a CPU, and nobody's on a GPU."""
+    config = VllmConfig(parallel_config=ParallelConfig(worker_cls=WORKER))
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    spec = builder(SHAPE, "h2o").kv_cache_spec
+    auto, by_name = KVPolicyConfig(), KVPolicyConfig(kernels="native")
+    assert isinstance(choose_kernels(config, spec, torch.device("cpu"), auto), TorchKernels)
+    for device, asked in (("cpu", by_name), ("cuda", auto)):
+        with pytest.raises(UnsupportedError, match="--kv-cache-dtype auto"):
+            choose_kernels(config, spec, torch.device(device), asked)
+
+
+@BUILT
+def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that was built before its structs changed is not called."""
+    native._open.cache_clear()
+    monkeypatch.setattr(native, "LAYOUT", -1)
+    with pytest.raises(native.NativeUnavailableError, match="make native"):
+        native.load(native.available()[0])
+    native._open.cache_clear()
+
+
+def test_cuda_has_its_own() -> None:
+    """Kernels for a CPU are refused by name on a GPU, and pages that it could not sum."""
+    with pytest.raises(UnsupportedError, match="powers of two"):
+        choose(shape=Shape(block_size=48), device="cuda", granularity="block")
+    with pytest.raises(UnsupportedError, match="they compute on a CPU"):
+        choose("torch", device="cuda")

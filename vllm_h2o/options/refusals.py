@@ -1,0 +1,236 @@
+"""What does not go with a policy, why, and what to do instead: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.options.config import KVPolicyConfig
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that does not go with a policy.
+
+    Args:
+        what: the thing, as the user knows it.
+        applies: whether a vLLM config has it.
+        why: the reason.
+        remedy: what to do.
+
+    """
+
+    what: str
+    applies: Callable[[Any], bool]
+    why: str
+    remedy: str
+
+
+def refuse(refusals: Iterable[Refusal], vllm_config: Any, asked: str, subject: str) -> None:
+    """Stop at the first of some refusals that applies.
+
+    Args:
+        refusals: in their order.
+        vllm_config: what they look at.
+        asked: what was asked for.
+        subject: what has the thing that is refused.
+
+    Raises:
+        UnsupportedError: with the refusal's reason and remedy.
+
+    """
+    for refusal in refusals:
+        if refusal.applies(vllm_config):
+            found = f"{subject} {refusal.what}"
+            raise UnsupportedError(asked, found, refusal.why, refusal.remedy)
+
+
+def _alibi(vllm_config: Any) -> bool:
+    hf = vllm_config.model_config.hf_text_config.to_dict()
+    attn = hf.get("attn_config") or {}
+    return bool(
+        hf.get("alibi")
+        or (isinstance(attn, dict) and attn.get("alibi"))
+        or hf.get("model_type") == "bloom"
+        or hf.get("position_embedding_type") == "alibi"
+    )
+
+
+def _windowed(vllm_config: Any) -> bool:
+    hf = vllm_config.model_config.hf_text_config.to_dict()
+    kinds = set(hf.get("layer_types") or ())
+    return vllm_config.model_config.get_sliding_window() is not None or bool(
+        kinds - {"full_attention"}
+    )
+
+
+def _config(vllm_config: Any) -> KVPolicyConfig:
+    config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+    return config or KVPolicyConfig()
+
+
+def _cuts_windows(vllm_config: Any) -> bool:
+    config, limits = _config(vllm_config), vllm_config.scheduler_config
+    if not vllm_config.cache_config.enable_prefix_caching or not config.score_power:
+        return False
+    # In the worst case every other sequence takes a token of the step.
+    most = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
+    room = most - limits.max_num_seqs + 1
+    longest = limits.long_prefill_token_threshold or room
+    return min(room, longest) < config.observation_window
+
+
+def _foreign_platform(_: Any) -> bool:
+    from vllm.platforms import current_platform
+
+    return not (current_platform.is_cpu() or current_platform.is_cuda())
+
+
+ANOTHER_MODEL = "run this model without --kv-policy"
+
+WHY_OPTION = {
+    "scheduler_cls": "only its scheduler says which tokens stay",
+    "worker_cls": "only its worker brings the scheduler's plan to the kernels",
+    "attention_backend": "only its kernels keep scores and evict",
+}
+"""Options that a policy sets itself: why another value is refused, in ``engine.prepare``."""
+
+IN_LAYERS = {
+    "alibi_slopes": "ALiBi",
+    "sliding_window": "a sliding window",
+    "logits_soft_cap": "a soft cap of the logits",
+    "kv_sharing_target_layer_name": "cross-layer KV sharing",
+    "sinks": "attention sinks",
+    "attn_type": "attention other than a decoder's",
+}
+"""What an attention layer asks for in its arguments, and the policy's attention refuses."""
+WHY_IN_LAYERS = "the policy's attention does not compute it"
+
+MODEL_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "a pooling model",
+        lambda c: c.model_config.runner_type != "generate",
+        "nothing is generated, so nothing is evicted",
+        ANOTHER_MODEL,
+    ),
+    Refusal(
+        "an encoder-decoder model",
+        lambda c: c.model_config.is_encoder_decoder,
+        "cross-attention keeps another cache",
+        ANOTHER_MODEL,
+    ),
+    Refusal(
+        "multi-head latent attention (MLA)",
+        lambda c: c.model_config.use_mla,
+        "its cache holds one latent vector for all heads, not K and V of each",
+        ANOTHER_MODEL,
+    ),
+    Refusal(
+        "an attention-free or hybrid (state-space) model",
+        lambda c: c.model_config.is_attention_free or c.model_config.is_hybrid,
+        "its states are not tokens that could be evicted",
+        ANOTHER_MODEL,
+    ),
+    Refusal(
+        "a multimodal model",
+        lambda c: c.model_config.is_multimodal_model,
+        "it has not been tried",
+        ANOTHER_MODEL,
+    ),
+    Refusal(
+        "a diffusion model",
+        lambda c: c.model_config.is_diffusion,
+        "it rewrites tokens that were computed",
+        ANOTHER_MODEL,
+    ),
+    Refusal(
+        "ALiBi",
+        _alibi,
+        "the bias depends on distances that the kernels do not compute",
+        ANOTHER_MODEL,
+    ),
+    Refusal(
+        "sliding-window or other windowed layers",
+        _windowed,
+        "the policy works where every layer is full attention",
+        ANOTHER_MODEL,
+    ),
+)
+"""Those that ask the model alone: ``applies`` reads nothing but ``model_config``."""
+REFUSALS: tuple[Refusal, ...] = (
+    *MODEL_REFUSALS,
+    Refusal(
+        "an attention backend for one kind of cache",
+        lambda c: bool(c.attention_config.backend_per_kind),
+        "only the policy's own backend keeps scores and evicts",
+        "leave attention_config.backend_per_kind out",
+    ),
+    Refusal(
+        "a KV connector",
+        lambda c: c.kv_transfer_config is not None,
+        "a transferred page has no scores, and an evicted one is no prefix",
+        "leave --kv-transfer-config out",
+    ),
+    Refusal(
+        "KV cache events",
+        lambda c: c.kv_events_config is not None and c.kv_events_config.enable_kv_cache_events,
+        "it has not been tried",
+        "leave --kv-events-config out",
+    ),
+    Refusal(
+        "prefix caching, and a prefill of which cached queries would score or evict",
+        lambda c: c.cache_config.enable_prefix_caching and not _config(c).shares_prefixes,
+        "a prefix that is found in the cache is not computed again: its scores would be missing",
+        "use --kv-policy-config.prefill window (of at least 2 queries), a policy without scores, "
+        "or leave --enable-prefix-caching out",
+    ),
+    Refusal(
+        "prefix caching, and chunks of prompts that may be smaller than the observation window",
+        _cuts_windows,
+        "the queries that score are computed together, beside the pages that are shared",
+        "give a larger --max-num-batched-tokens, fewer --max-num-seqs, a larger or no "
+        "--long-prefill-token-threshold, or a smaller observation_window",
+    ),
+    Refusal(
+        "speculative decoding",
+        lambda c: c.speculative_config is not None,
+        "which token goes depends on attention of the token before it: a rejected draft would have "
+        "evicted one already, and scored",
+        "leave --speculative-config out",
+    ),
+    Refusal(
+        "a quantised KV cache",
+        lambda c: c.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
+        "the kernels read K and V as they were computed",
+        "use --kv-cache-dtype auto",
+    ),
+    Refusal(
+        "data parallelism of a mixture of experts",
+        lambda c: c.parallel_config.data_parallel_size > 1 and c.model_config.is_moe,
+        "its replicas compute one layer together, which vLLM cannot do on a CPU: it is not tested",
+        "run engines of their own behind a load balancer",
+    ),
+    Refusal(
+        "context parallelism",
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1
+            or c.parallel_config.prefill_context_parallel_size > 1
+        ),
+        "ranks would hold different tokens of one sequence",
+        "leave the context-parallel sizes at 1",
+    ),
+    Refusal(
+        "micro-batches of one step (--enable-dbo, --ubatch-size)",
+        lambda c: c.parallel_config.use_ubatching,
+        "the plan is for the whole batch of a step",
+        "leave both out",
+    ),
+    Refusal(
+        "a platform other than CPU and CUDA",
+        _foreign_platform,
+        "there are no kernels for it",
+        "use a CUDA or a CPU build of vLLM",
+    ),
+)

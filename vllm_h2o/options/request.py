@@ -1,0 +1,125 @@
+"""A request's own budget: ``extra_args={"kv_budget": 0.1}``; over HTTP, ``vllm_xargs``.
+
+Checked where a request enters (a refusal there is HTTP 400 and harms no other), and read again
+where it is scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from vllm.exceptions import VLLMClientError
+
+from vllm_h2o.errors import ConfigError
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.parsing import misspells, number
+from vllm_h2o.policy import Budget
+
+KEY = "kv_budget"
+
+
+class RefusedRequestError(ConfigError, VLLMClientError):
+    """A request's own budget cannot be used: HTTP 400. Of a mere ValueError vLLM makes 500."""
+
+
+def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | None:
+    """What a request asks for; None where it asks for nothing.
+
+    Raises:
+        ConfigError: for what is neither a number nor a word, or a key that is almost the right one.
+
+    """
+    for key in extra_args or ():
+        if misspells(key, KEY):
+            raise ConfigError(
+                f"{key!r} in a request",
+                f"its budget is read from {KEY!r} alone",
+                "a key that nothing reads would be a silent no-op",
+                f"name it {KEY!r}",
+            )
+    asked = number((extra_args or {}).get(KEY))
+    if asked is None or (isinstance(asked, int | float | str) and not isinstance(asked, bool)):
+        return asked
+    raise ConfigError(
+        f"{KEY}={asked!r}",
+        f"a {type(asked).__name__}",
+        "a budget is an int > 0 (slots), a float in (0, 1] (a share), or 'full'",
+        "give e.g. 512, 0.2 or 'full'",
+    )
+
+
+# Typed, for 1 is one slot and 1.0 is every token.
+@lru_cache(maxsize=4096, typed=True)
+def budget_of(
+    config: KVPolicyConfig,
+    max_model_len: int,
+    block_size: int,
+    prompt_len: int,
+    max_tokens: int,
+    asked: int | float | str | None,
+) -> Budget | None:
+    """``KVPolicyConfig.resolve_request``, worked out once for the many times it is asked.
+
+    Raises:
+        ConfigError: which names what the request asked for.
+
+    """
+    try:
+        return config.resolve_request(max_model_len, block_size, prompt_len, max_tokens, asked)
+    except ConfigError as error:
+        raise ConfigError(f"{KEY}={asked!r}", error.found, error.why, error.remedy) from error
+
+
+def check_request(request: Any, vllm_config: Any) -> Any:
+    """Refuse a request whose own budget cannot be used.
+
+    Args:
+        request: vLLM's EngineCoreRequest, complete.
+        vllm_config: of the engine that will get it.
+
+    Returns:
+        ``request``.
+
+    Raises:
+        RefusedRequestError: in four parts.
+
+    """
+    try:
+        return _checked(request, vllm_config)
+    except ConfigError as error:
+        raise RefusedRequestError(*error.args) from error
+
+
+def _checked(request: Any, vllm_config: Any) -> Any:
+    params = request.sampling_params
+    asked = asked_budget(params.extra_args) if params is not None else None
+    if asked is None:
+        return request
+    config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+    if config is None:
+        raise ConfigError(
+            f"{KEY}={asked!r}",
+            "this engine runs without a kv-policy",
+            "every token stays: the budget would be a silent no-op",
+            f"start it with --kv-policy h2o, or leave {KEY} out",
+        )
+    max_model_len = vllm_config.model_config.max_model_len
+    block_size, pages = vllm_config.cache_config.block_size, vllm_config.cache_config.num_gpu_blocks
+    prompt_len = len(request.prompt_token_ids or ()) or request.prompt_embeds.shape[0]
+    lengths = (max_model_len, block_size, prompt_len, params.max_tokens)
+    budget = budget_of(config, *lengths, asked)
+    if config.prefill == "chunked" and budget is not None and pages:
+        # Elsewhere the pool is known to hold a longest sequence whole.
+        chunk = vllm_config.scheduler_config.max_num_batched_tokens
+        longest = min(budget.kept + chunk, prompt_len + params.max_tokens)
+        needed = -(-longest // block_size)
+        if needed > pages - 1:
+            raise ConfigError(
+                f"{KEY}={asked!r}",
+                f"the request may come to {needed} pages, and the pool has {pages - 1}",
+                "it would wait for ever",
+                "ask for a smaller budget or fewer tokens, or give the server a larger pool",
+            )
+    return request

@@ -1,0 +1,30 @@
+"""Turns a policy in ``additional_config`` into vLLM's own options, and refuses what does not go.
+
+Symbol: vllm.engine.arg_utils:EngineArgs.create_engine_config
+Why no seam: ``additional_config`` is handed on unread; nothing is called with the finished config.
+What changes: with a policy, scheduler, worker, attention backend and prefix caching are set before,
+    and the finished config is checked after; without one, nothing.
+Upstream: none yet.
+Drop when: vLLM calls plugins with the engine arguments and the finished config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_h2o.hooks import check_config, prepare
+from vllm_h2o.patches._patch import Patch, Symbol
+
+
+def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original`` between preparation and check."""
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = prepare(self)
+        return check_config(original(self, *args, **kwargs), config)
+
+    return create_engine_config
+
+
+PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.create_engine_config", "483c1f351b6a"), wrap)

@@ -1,0 +1,31 @@
+"""Carries the two flags from the command line into the engine arguments.
+
+Symbol: vllm.engine.arg_utils:EngineArgs.from_cli_args
+Why no seam: only the dataclass's own fields are read from the namespace.
+What changes: the flags are folded into ``additional_config``.
+Upstream: none yet.
+Drop when: vLLM has a registry of plugin flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_h2o.hooks import fold_policy
+from vllm_h2o.patches._patch import Patch, Symbol
+
+
+def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original`` with the flags folded into what it returns."""
+
+    def from_cli_args(cls: type, args: Any) -> Any:
+        flags = vars(args)
+        return fold_policy(
+            original(cls, args), flags.get("kv_policy"), flags.get("kv_policy_config")
+        )
+
+    return from_cli_args
+
+
+PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.from_cli_args", "ef4a4108d032"), wrap)

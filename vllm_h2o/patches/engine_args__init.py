@@ -1,0 +1,36 @@
+"""Lets ``LLM(kv_policy=..., kv_policy_config=...)`` and ``EngineArgs(...)`` take the two arguments.
+
+Symbol: vllm.engine.arg_utils:EngineArgs.__init__
+Why no seam: engine arguments are the fields of a dataclass; a plugin cannot add one.
+What changes: two keyword arguments more, folded into ``additional_config``.
+Upstream: none yet.
+Drop when: vLLM passes unknown engine arguments on to plugins.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vllm_h2o.hooks import fold_policy
+from vllm_h2o.patches._patch import Patch, Symbol
+
+
+def wrap(original: Callable[..., None]) -> Callable[..., None]:
+    """``original`` with the two arguments taken out before it is called."""
+
+    def init(
+        self: Any, *args: Any, kv_policy: Any = None, kv_policy_config: Any = None, **kwargs: Any
+    ) -> None:
+        original(self, *args, **kwargs)
+        fold_policy(self, kv_policy, kv_policy_config)
+
+    signature = inspect.signature(original)
+    ours = list(inspect.signature(init).parameters.values())[2:4]
+    parameters = sorted([*signature.parameters.values(), *ours], key=lambda p: p.kind)
+    init.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return init
+
+
+PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.__init__", "4f32e0310dcd"), wrap)

@@ -1,0 +1,33 @@
+"""Refuses a request whose own budget cannot be used, before it reaches the engine.
+
+Symbol: vllm.v1.engine.input_processor:InputProcessor.process_inputs
+Why no seam: what vLLM validates of ``extra_args`` goes through logits processors, which would run
+    in every step, and knows neither the prompt's length nor the engine's configuration.
+What changes: a request with a ``kv_budget`` in its ``extra_args`` is checked when it is complete; a
+    refusal is a VLLMClientError, too, which vLLM's server answers with HTTP 400, where a mere
+    ValueError is a 500. Any other request passes untouched.
+Upstream: none yet.
+Drop when: vLLM calls plugins with each finished request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_h2o.options.request import check_request
+from vllm_h2o.patches._patch import Patch, Symbol
+
+
+def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, and a check of what it returns."""
+
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return check_request(original(self, *args, **kwargs), self.vllm_config)
+
+    return process_inputs
+
+
+PATCH = Patch(
+    Symbol("vllm.v1.engine.input_processor:InputProcessor.process_inputs", "e477ed92c9d8"), wrap
+)

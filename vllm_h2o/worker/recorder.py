@@ -1,0 +1,148 @@
+"""Records which tokens the pages hold, and their scores, while steps run.
+
+In the worker, and not between two steps of whoever asks: an engine in a process of its own runs
+ahead of its callers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_h2o.kernels.batch import page_rows
+from vllm_h2o.kernels.cache import Page
+from vllm_h2o.wire import RequestPlan
+from vllm_h2o.worker.attention import HeavyHitterImpl
+from vllm_h2o.worker.metadata import heads_of_rank
+
+Frame = dict[str, Any]
+"""What one request holds after one step, in plain values that any executor can send.
+
+``request_id``, ``logical_len``; ``layers``: their indices; ``first_head``, ``num_kv_heads``: the KV
+heads of this rank; ``positions`` and ``scores``: bytes of [layers, heads, kept], int32 and float32.
+"""
+
+
+@dataclass
+class Recorder:
+    """What has been recorded so far.
+
+    Args:
+        every: record each so-manyth token past the prompt, beginning with the first.
+        frames: the records of all requests, in the order of steps.
+        latest: the last record of each request, where it was not due: kept until the next.
+        num_steps: steps past the prompt, by request.
+
+    """
+
+    every: int
+    frames: list[Frame] = field(default_factory=list)
+    latest: dict[str, Frame] = field(default_factory=dict)
+    num_steps: Counter[str] = field(default_factory=Counter)
+
+    def is_due(self, request_id: str, plan: RequestPlan) -> bool:
+        """Whether this step is to be recorded: survivors were packed, or enough tokens went by."""
+        if plan.in_prompt:
+            return plan.keep_after > 0
+        self.num_steps[request_id] += 1
+        return (self.num_steps[request_id] - 1) % self.every == 0
+
+    def add(self, frame: Frame, due: bool) -> None:
+        """Enter a record; one that is not due stays only if none follows."""
+        self.latest.pop(frame["request_id"], None)
+        if due:
+            self.frames.append(frame)
+        else:
+            self.latest[frame["request_id"]] = frame
+
+
+class RecordsPages:
+    """Mixed into the worker, in front of what runs its steps; called through ``collective_rpc``."""
+
+    model_runner: Any
+    vllm_config: Any
+    use_v2_model_runner: bool
+    _recorder: Recorder | None = None
+
+    def start_recording(self, every: int) -> None:
+        """Record from the next step on: the end of each prompt, and each ``every``-th token."""
+        self._recorder = Recorder(every)
+
+    def take_recording(self) -> list[Frame]:
+        """Stop, and hand out what was recorded, the last step of each request included."""
+        recorder, self._recorder = self._recorder, None
+        return [] if recorder is None else [*recorder.frames, *recorder.latest.values()]
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Run one step, and read the pages after it while a recording is on."""
+        result = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if self._recorder is not None:
+            for request_id, plan in scheduler_output.residency_plan.requests.items():
+                due = self._recorder.is_due(request_id, plan)
+                self._recorder.add(self._frame(request_id, plan), due)
+        return result
+
+    def _frame(self, request_id: str, plan: RequestPlan) -> Frame:
+        context = self.vllm_config.compilation_config.static_forward_context
+        cached = self._layer_names()
+        layers = {
+            extract_layer_index(name): layer
+            for name, layer in context.items()
+            if name in cached and isinstance(layer.impl, HeavyHitterImpl)
+        }
+        held = [self._held(layer, request_id, plan) for _, layer in sorted(layers.items())]
+        num_kv_heads = held[0][0].shape[0]
+        return {
+            "request_id": request_id,
+            "logical_len": plan.logical_end,
+            "layers": sorted(layers),
+            "first_head": heads_of_rank(self.vllm_config, num_kv_heads).start,
+            "num_kv_heads": num_kv_heads,
+            "positions": torch.stack([position for position, _ in held]).cpu().numpy().tobytes(),
+            "scores": torch.stack([score for _, score in held]).cpu().numpy().tobytes(),
+        }
+
+    def _layer_names(self) -> set[str]:
+        groups = self.model_runner.kv_cache_config.kv_cache_groups
+        return {name for group in groups for name in group.layer_names}
+
+    def _held(
+        self, layer: Any, request_id: str, plan: RequestPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[H, kept] positions and scores, in the order of slots; a hole is left out."""
+        page = Page.of(layer.kv_cache, layer.impl.head_size)
+        blocks = self._blocks(request_id, layer.layer_name, plan, page.block_size)
+        rows = page_rows(blocks, page.num_kv_heads)
+        position = page.position[rows].flatten(1)[:, : plan.resident_end]
+        score = page.score[rows].flatten(1)[:, : plan.resident_end]
+        if not plan.hole:
+            return position, score
+        slots = torch.arange(plan.resident_end, device=position.device)
+        refilled = layer.impl.victims[blocks[0]][:, None] + plan.refill
+        taken = (slots <= refilled) | (slots > refilled + plan.hole)
+        return (
+            position[taken].view(page.num_kv_heads, -1),
+            score[taken].view(page.num_kv_heads, -1),
+        )
+
+    def _blocks(
+        self, request_id: str, layer_name: str, plan: RequestPlan, block_size: int
+    ) -> torch.Tensor:
+        """The request's pages after the step, from the runner's block table."""
+        first = plan.pack_page or plan.first_page
+        own = slice(first, first - (-plan.resident_end // block_size))
+        runner = self.model_runner
+        groups = runner.kv_cache_config.kv_cache_groups
+        (group,) = (i for i, group in enumerate(groups) if layer_name in group.layer_names)
+        if self.use_v2_model_runner:
+            row = runner.req_states.req_id_to_index[request_id]
+            table = runner.block_tables.block_tables[group].gpu
+        else:
+            row = runner.input_batch.req_id_to_index[request_id]
+            table = runner.input_batch.block_table[group].get_device_tensor(row + 1)
+        return table[row, own].long()

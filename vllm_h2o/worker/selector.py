@@ -1,0 +1,112 @@
+"""Which kernels compute, by device; said once in the log."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.options.config import KVPolicyConfig
+
+logger = init_logger("vllm.kv_policy")
+
+
+def choose_kernels(
+    vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device, config: KVPolicyConfig
+) -> Kernels:
+    """The fastest that run on ``device``, or those that the policy's configuration asks for.
+
+    Raises:
+        UnsupportedError: when those are not there.
+
+    """
+    if device.type == "cuda":
+        _check_for_gpu(spec, config, _model_dtype(vllm_config, spec))
+        return _triton(vllm_config, spec, device)
+    return _cpu(spec, config.kernels, spec.dtype == _model_dtype(vllm_config, spec))
+
+
+def _model_dtype(vllm_config: VllmConfig, spec: AttentionSpec) -> torch.dtype:
+    return vllm_config.model_config.dtype if vllm_config.model_config else spec.dtype
+
+
+def _check_for_gpu(spec: AttentionSpec, config: KVPolicyConfig, dtype: torch.dtype) -> None:
+    if spec.dtype != dtype:
+        raise UnsupportedError(
+            f"a KV cache of {spec.dtype}",
+            f"the model computes in {dtype}",
+            "the kernels for GPUs store K and V as they were computed",
+            "use --kv-cache-dtype auto",
+        )
+    if config.kernels != "auto":
+        raise UnsupportedError(
+            f"kernels={config.kernels!r}",
+            "the model runs on a GPU",
+            "they compute on a CPU",
+            "leave kernels out",
+        )
+    if config.granularity == "block" and spec.block_size.bit_count() != 1:
+        raise UnsupportedError(
+            "granularity='block'",
+            f"pages of {spec.block_size} tokens",
+            "on a GPU pages are summed in powers of two",
+            "give a block size of 16, 32, 64 or 128",
+        )
+
+
+def _cpu(spec: AttentionSpec, asked: str, same_dtype: bool) -> Kernels:
+    from vllm_h2o.kernels.native import kernels as native
+    from vllm_h2o.kernels.torch.kernels import TorchKernels
+
+    fits = spec.head_size % native.HEAD_MULTIPLE == 0 and same_dtype
+    if asked == "torch" or (asked == "auto" and not fits):
+        return TorchKernels()
+    if not fits:
+        raise UnsupportedError(
+            "kernels='native'",
+            f"heads of {spec.head_size} and a cache of {spec.dtype}",
+            f"heads must be multiples of {native.HEAD_MULTIPLE}, and the model's dtype the cache's",
+            "leave kernels out, and --kv-cache-dtype auto",
+        )
+    try:
+        kernels = native.load()
+    except native.NativeUnavailableError as error:
+        if asked == "native":
+            raise UnsupportedError(error.asked, error.found, error.why, error.remedy) from error
+        logger.warning_once("h2o: the torch kernels compute, several times slower: %s", error)
+        return TorchKernels()
+    logger.info_once("h2o: C++ kernels, built for %s", kernels.variant)
+    return kernels
+
+
+def _triton(vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device) -> Kernels:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    from vllm_h2o.kernels.triton.kernels import TritonKernels
+    from vllm_h2o.worker.flash import FlashPrompt
+
+    # FlashAttention begins with Ampere, has no float32, and pages in multiples of 16.
+    has_flash = (
+        torch.cuda.get_device_capability(device)[0] >= 8
+        and spec.dtype != torch.float32
+        and spec.block_size % 16 == 0
+        and spec.head_size % 8 == 0
+        and spec.head_size <= 256
+    )
+    version = get_flash_attn_version(head_size=spec.head_size) if has_flash else None
+    attention = None
+    if version is not None:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        attention = FlashPrompt(flash_attn_varlen_func, version)
+    logger.info_once(
+        "h2o: Triton kernels on %s; prompts by %s",
+        torch.cuda.get_device_name(device),
+        f"FlashAttention {version}" if version is not None else "a Triton kernel of our own",
+    )
+    num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    rows = vllm_config.scheduler_config.max_num_seqs
+    return TritonKernels(device, rows, num_heads, spec.num_kv_heads, spec.head_size, attention)
