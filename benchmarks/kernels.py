@@ -15,8 +15,8 @@ import torch
 from vllm import _custom_ops as ops
 
 from benchmarks.record import append_rows, machine_name
-from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.native import kernels as native
 
 Call = Callable[[], object]
@@ -59,11 +59,11 @@ def tokens(shape: Shape, number: int) -> tuple[torch.Tensor, torch.Tensor, torch
     return query, key, value
 
 
-def empty_page(shape: Shape, num_blocks: int) -> Page:
+def empty_page(shape: Shape, num_blocks: int) -> LayerCache:
     """A layer's pages; the same numbers in each."""
     content = 2 * shape.head_size + 8 // DTYPE.itemsize
     cache = torch.zeros(num_blocks, shape.num_kv_heads, BLOCK_SIZE, content, dtype=DTYPE)
-    page = Page.of(cache, shape.head_size)
+    page = LayerCache.of(cache, shape.head_size)
     for view in (page.key, page.value):
         view.copy_(torch.randn(view.shape[1:]))
     return page
@@ -75,11 +75,11 @@ def our_decode(kernels: native.NativeKernels, shape: Shape, batch: int, length: 
     page = empty_page(shape, table.numel() + 1)
     whole = {
         "token": list(range(batch)),
-        **dict.fromkeys(("attended", "position"), [length] * batch),
+        **dict.fromkeys(("attended_len", "position"), [length] * batch),
         **dict.fromkeys(("selects", "scores"), [1] * batch),
         "recent_from": [length // 2] * batch,
     }
-    orders = torch.tensor([whole.get(name, [0] * batch) for name in DECODE_ORDERS])
+    orders = torch.tensor([whole.get(name, [0] * batch) for name in DECODE_FIELDS])
     described = DecodeBatch(table, orders)
     victims = torch.zeros(page.num_blocks, shape.num_kv_heads, dtype=torch.int32)
     query, key, value = tokens(shape, batch)

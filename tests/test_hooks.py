@@ -19,9 +19,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.tiny_models import engine_args, engine_config, folder
 from vllm_h2o import patches
 from vllm_h2o.errors import ConfigError, PatchError
-from vllm_h2o.hooks import SCHEDULER, WORKER, check_config, fold_policy, prepare
+from vllm_h2o.hooks import check_config, prepare
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.flags import fold_policy
 from vllm_h2o.patches._patch import Symbol
+from vllm_h2o.paths import SCHEDULER, WORKER
 from vllm_h2o.policy import POLICIES
 
 BUDGET = {"kv_policy_config": {"budget": 64}}

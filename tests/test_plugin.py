@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from tests.tiny_models import folder
 from vllm_h2o import patches, plugin
 from vllm_h2o.errors import PatchError
-from vllm_h2o.hooks import BACKEND
 from vllm_h2o.patches import Patch, _patch
+from vllm_h2o.paths import BACKEND
 
 CUSTOM = AttentionBackendEnum.CUSTOM
 ALWAYS = {patch.symbol.path for patch in patches.ALWAYS}

@@ -25,7 +25,7 @@ def test_growing(start: int) -> None:
     """Below capacity a token takes a slot more, and attends to it too."""
     step = plan(logical_start=start, resident_start=start)
     assert not step.overwrites
-    assert step.attended == step.resident_end == start + 1
+    assert step.attended_len == step.resident_end == start + 1
     assert step.logical_end == start + 1
 
 
@@ -34,7 +34,7 @@ def test_full(extra: int) -> None:
     """At capacity a token takes its victim's slot: the length stays, however long the text."""
     step = plan(logical_start=64 + extra, resident_start=64)
     assert step.overwrites
-    assert step.attended == step.resident_end == 64
+    assert step.attended_len == step.resident_end == 64
     assert step.logical_end == 65 + extra
 
 
@@ -44,16 +44,16 @@ def test_prompt_is_kept_whole(start: int, num_new: int) -> None:
     """Inside the prompt nothing is overwritten, not even at exactly capacity or beyond."""
     chunk = plan(logical_start=start, resident_start=start, num_new=num_new, in_prompt=True)
     assert not chunk.overwrites
-    assert chunk.attended == chunk.resident_end == start + num_new
+    assert chunk.attended_len == chunk.resident_end == start + num_new
 
 
 @given(start=st.integers(0, 4096), num_new=st.integers(1, 4096))
 def test_last_chunk_packs(start: int, num_new: int) -> None:
     """The whole prompt is attended to; what remains is what was ordered to be kept."""
     chunk = plan(
-        logical_start=start, resident_start=start, num_new=num_new, in_prompt=True, keep_after=63
+        logical_start=start, resident_start=start, num_new=num_new, in_prompt=True, num_survivors=63
     )
-    assert (chunk.attended, chunk.resident_end) == (start + num_new, 63)
+    assert (chunk.attended_len, chunk.resident_end) == (start + num_new, 63)
 
 
 def test_first_token_after_packing_fills_the_last_slot() -> None:
@@ -84,11 +84,11 @@ def test_integers_only() -> None:
     [
         ({"resident_start": 63}, 0),
         ({"resident_start": 64}, 1),
-        ({"resident_start": 64, "hole": 15}, 16),
-        ({"resident_start": 64, "refill": 1, "hole": 14}, 0),
-        ({"resident_start": 64, "refill": 15}, 0),
+        ({"resident_start": 64, "num_free_slots": 15}, 16),
+        ({"resident_start": 64, "next_offset": 1, "num_free_slots": 14}, 0),
+        ({"resident_start": 64, "next_offset": 15}, 0),
         ({"in_prompt": True, "resident_start": 90, "num_new": 10}, 0),
-        ({"in_prompt": True, "resident_start": 90, "num_new": 10, "keep_after": 63}, 37),
+        ({"in_prompt": True, "resident_start": 90, "num_new": 10, "num_survivors": 63}, 37),
     ],
     ids=["growing", "full", "a page", "refilled", "its last slot", "prompt", "packed"],
 )

@@ -2,7 +2,7 @@
 
 ::
 
-    scheduler: ledger, manager -> tally --make_stats()--> vLLM's SchedulerStats
+    scheduler: ledger, manager -> StatsReporter --make_stats()--> vLLM's SchedulerStats
     front end: StatLoggerManager.record() -> PolicyStatLogger (first) -> vLLM's own loggers
 
 Numbers travel as vLLM's do: what has happened since the last report, and how things stand. With
@@ -55,9 +55,7 @@ class PolicyStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
-        config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
-        assert config is not None
-        self._policy = config.name
+        self._policy = KVPolicyConfig.required(vllm_config).name
         # vLLM's own line is missing then, too: each process sees a part of the reports.
         self._logs = vllm_config.parallel_config._api_process_count == 1
         self._unsaid: dict[int, PolicyStats] = {}

@@ -5,8 +5,8 @@
     import vllm ... -> before_engine_args   (group vllm.platform_plugins: while vLLM is imported)
                          -> register        (as soon as vllm.engine.arg_utils is there)
     load_general_plugins -> register        (group vllm.general_plugins: every process, again)
-    policy on, where its engine is configured -> activate_front_end   (the patches that only
-               in each worker                 -> activate              a policy needs)
+    with a policy: in each worker -> activate   (its patches; where the engine is configured, the
+                   patch of create_engine_config applies those of the front end)
 
 ``LLM(..., kv_policy="h2o")`` makes its engine arguments before vLLM loads general plugins. The only
 entry point that runs earlier is the one that asks which platform this is; ours answers "none of
@@ -31,6 +31,7 @@ def before_engine_args() -> None:
     """
     package = importlib.import_module("vllm.engine")
     if not hasattr(package, _ENGINE_ARGS):
+        # A liberty: a module of vLLM's changes its class until its submodule is there.
         package.__class__ = _EnginePackage
 
 
@@ -44,9 +45,9 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from vllm_h2o.errors import PatchError
-    from vllm_h2o.hooks import BACKEND
     from vllm_h2o.patches import ALWAYS
     from vllm_h2o.patches._patch import verify_all
+    from vllm_h2o.paths import BACKEND
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
@@ -65,41 +66,10 @@ def register() -> None:
 
 def activate() -> None:
     """Apply the patches that a policy needs. Called where a worker with a policy starts."""
-    from vllm_h2o.patches import WITH_POLICY
+    from vllm_h2o.patches._with_policy import activate_worker
 
     register()
-    verify_for_policy()
-    for patch in WITH_POLICY:
-        patch.apply()
-
-
-def activate_front_end() -> None:
-    """Apply the patches that a policy needs where its engine is configured, after verifying all.
-
-    Raises:
-        PatchError: when a symbol is not the known one. Nothing has been changed then.
-
-    """
-    from vllm_h2o.patches import FRONT_END
-    from vllm_h2o.patches._patch import verify_all
-
-    verify_for_policy()
-    verify_all(FRONT_END)
-    for patch in FRONT_END:
-        patch.apply()
-
-
-def verify_for_policy() -> None:
-    """Verify every symbol that a policy patches or relies upon. Changes nothing.
-
-    Raises:
-        PatchError: when one of them is not the known one.
-
-    """
-    from vllm_h2o.patches import RELIED_UPON, WITH_POLICY
-    from vllm_h2o.patches._patch import verify_all
-
-    verify_all([*WITH_POLICY, *RELIED_UPON])
+    activate_worker()
 
 
 class _EnginePackage(ModuleType):

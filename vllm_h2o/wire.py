@@ -10,31 +10,30 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass, fields
 
-NEVER = 1 << 62
-"""A position that no query has."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
     """One request in one step. Logical lengths count tokens, resident lengths count slots in use.
 
     Args:
         logical_start: tokens computed before this step; the position of the first new token.
-        num_new: tokens computed in this step; one past the prompt.
+        num_new: tokens computed in this step; always 1 during decode.
         in_prompt: whether the new tokens belong to the prompt (of a resumed request: to what is
             computed again), within which a token takes a slot of its own.
         resident_start: slots in use before this step; never above ``capacity`` outside the prompt.
         capacity: slots the request may hold after its prompt, C.
-        keep_after: tokens that survive this step; 0 means that nothing is packed.
+        num_survivors: tokens that survive this step; 0 means that nothing is packed.
         num_recent: most recent positions that are never victims.
         num_sinks: first positions that are never victims.
         seed: of the ``random`` policy.
-        scores_from: position from which on queries add to scores.
-        refill: slots of the victim's page that are taken already, where pages are evicted.
-        hole: slots of that page that are still empty after this step.
-        first_page: page of the block table's row in which the request's slots begin.
-        pack_page: page of the row in which they begin once survivors are packed: behind those of
-            the prompt, which others share. 0: in place.
+        fits: whether prompt + max_tokens fit the budget: nothing is ever evicted, nothing scored.
+        scoring_start: position from which on queries add to scores.
+        next_offset: where pages are evicted, the offset in the victim block that the new token
+            takes.
+        num_free_slots: slots of that block that are still free after this step.
+        first_block_idx: column of the block table's row in which the request's slots begin.
+        pack_block_idx: column in which they begin once survivors are packed: after the prompt's
+            blocks, which others read. 0: in place.
 
     """
 
@@ -43,15 +42,16 @@ class RequestPlan:
     in_prompt: bool
     resident_start: int
     capacity: int
-    keep_after: int
-    num_recent: int
-    num_sinks: int
-    seed: int
-    scores_from: int = 0
-    refill: int = 0
-    hole: int = 0
-    first_page: int = 0
-    pack_page: int = 0
+    num_survivors: int = 0
+    num_recent: int = 0
+    num_sinks: int = 0
+    seed: int = 0
+    fits: bool = False
+    scoring_start: int = 0
+    next_offset: int = 0
+    num_free_slots: int = 0
+    first_block_idx: int = 0
+    pack_block_idx: int = 0
 
     @property
     def logical_end(self) -> int:
@@ -59,19 +59,24 @@ class RequestPlan:
         return self.logical_start + self.num_new
 
     @property
+    def recent_start(self) -> int:
+        """Positions from here on are never victims."""
+        return self.logical_end - self.num_recent
+
+    @property
     def overwrites(self) -> bool:
         """Whether the new token takes its victim's slot: the request was full already."""
         return not self.in_prompt and self.resident_start == self.capacity
 
     @property
-    def attended(self) -> int:
-        """Slots in use, a hole among them, while this step attends; survivors are packed later."""
+    def attended_len(self) -> int:
+        """Slots in use, free ones included, while this step attends; survivors are packed later."""
         return self.resident_start if self.overwrites else self.resident_start + self.num_new
 
     @property
     def selects(self) -> bool:
         """Whether a victim is chosen after this step: no slot is left for the next token."""
-        return not self.in_prompt and self.attended == self.capacity and not self.hole
+        return not self.in_prompt and self.attended_len == self.capacity and not self.num_free_slots
 
     @property
     def num_evicted(self) -> int:
@@ -79,21 +84,21 @@ class RequestPlan:
 
         Of a victim that is a page all at once, with the first of its slots that is overwritten.
         """
-        if self.keep_after:
-            return self.attended - self.keep_after
-        return 1 + self.hole if self.overwrites and not self.refill else 0
+        if self.num_survivors:
+            return self.attended_len - self.num_survivors
+        return 1 + self.num_free_slots if self.overwrites and not self.next_offset else 0
 
     @property
     def held_end(self) -> int:
         """Slots whose pages stay held after this step, be it the prompt's last or a later one."""
-        if self.keep_after == self.capacity - 1:
+        if self.num_survivors == self.capacity - 1:
             return self.capacity
-        return self.keep_after or self.attended
+        return self.num_survivors or self.attended_len
 
     @property
     def resident_end(self) -> int:
         """Slots in use after this step."""
-        return self.keep_after or self.attended
+        return self.num_survivors or self.attended_len
 
 
 @dataclass(frozen=True, slots=True)

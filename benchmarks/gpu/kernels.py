@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton.kernels import PromptAttention, TritonKernels
 
@@ -70,12 +70,12 @@ LONG = Size(1, 1 << 17, 32, 8, 128, 16, torch.bfloat16)
 SMALL = (Size(3, 100, 6, 2, 64, 16, torch.float32), Size(2, 64, 4, 4, 64, 16, torch.float16))
 
 
-def filled(size: Size, device: torch.device) -> Page:
+def filled(size: Size, device: torch.device) -> LayerCache:
     """Random pages for all requests; positions are those of prompts."""
     content = 2 * size.head_size + 8 // size.dtype.itemsize
     blocks = size.requests * size.pages + 1
     shape = (blocks, size.num_kv_heads, size.block_size, content)
-    page = Page.of(torch.zeros(shape, dtype=size.dtype, device=device), size.head_size)
+    page = LayerCache.of(torch.zeros(shape, dtype=size.dtype, device=device), size.head_size)
     page.key.normal_()
     page.value.normal_()
     page.score.uniform_()
@@ -86,7 +86,7 @@ def filled(size: Size, device: torch.device) -> Page:
     return page
 
 
-def on_cpu(page: Page) -> Page:
+def on_cpu(page: LayerCache) -> LayerCache:
     """The same tokens, in float32, for the torch kernels."""
     views = {name: getattr(page, name).cpu().clone() for name in VIEWS}
     exact = {name: views[name].float().clone() for name in ("key", "value")}
@@ -96,10 +96,10 @@ def on_cpu(page: Page) -> Page:
 def full_batch(size: Size, device: torch.device, evicts: int = 1) -> DecodeBatch:
     """Requests that are full: each overwrites, and selects where it ``evicts``."""
     table = torch.arange(size.requests * size.pages, dtype=torch.int32, device=device)
-    orders = torch.zeros(size.requests, len(DECODE_ORDERS), dtype=torch.int64)
+    orders = torch.zeros(size.requests, len(DECODE_FIELDS), dtype=torch.int64)
     values = {
         "token": torch.arange(size.requests),
-        "attended": size.tokens,
+        "attended_len": size.tokens,
         "overwrites": 1,
         "selects": evicts,
         "position": size.tokens + 5,
@@ -107,7 +107,7 @@ def full_batch(size: Size, device: torch.device, evicts: int = 1) -> DecodeBatch
         "scores": 1,
     }
     for name, value in values.items():
-        orders[:, DECODE_ORDERS.index(name)] = value
+        orders[:, DECODE_FIELDS.index(name)] = value
     return DecodeBatch(table.view(size.requests, size.pages), orders.to(device).T)
 
 
@@ -137,11 +137,11 @@ def check_decode(size: Size, device: torch.device) -> Iterator[tuple[str, float,
         page, batch, victims, query, key, value, None, size.scale, Scoring(), out
     )
     expected = torch.empty(query.shape)
-    there = DecodeBatch(batch.table.cpu(), batch.orders.cpu())
+    there = DecodeBatch(batch.table.cpu(), batch.fields.cpu())
     exact = (t.float().cpu() for t in (query, key, value))
     TorchKernels().decode(twin, there, theirs, *exact, None, size.scale, Scoring(), expected)
     yield from _compare(page, twin, out, expected, size)
-    owner = batch.owner.cpu().long()
+    owner = batch.first_block_ids.cpu().long()
     yield "victims that differ", float((victims.cpu() != theirs)[owner].float().mean()), 1e-3
 
 
@@ -168,7 +168,7 @@ def check_prompt(
     exact = tuple(t.float().cpu() for t in step)
     TorchKernels().prefill(twin, there, *exact, None, size.scale, Scoring(), expected)
     yield from _compare(page, twin, out, expected, size)
-    again = Scoring(power=2, by_age=True, replays=True)
+    again = Scoring(power=2, by_age=True, second_pass=True)
     kernels.replay(page, chunks, query, size.scale, again)
     TorchKernels().replay(twin, there, exact[0], size.scale, again)
     yield "replayed score, relative", _score_error(page, twin), 1e-3
@@ -183,7 +183,7 @@ def check_long(device: torch.device) -> Iterator[tuple[str, float, float]]:
 
 
 def _check_pack(
-    page: Page, chunks: list[PromptChunk], kernels: TritonKernels
+    page: LayerCache, chunks: list[PromptChunk], kernels: TritonKernels
 ) -> tuple[str, float, float]:
     # The same scores on both sides: what is compared is the choice and the move.
     twin = on_cpu(page)
@@ -194,7 +194,7 @@ def _check_pack(
     return "survivors that differ", float((kept[0] != kept[1]).float().mean()), 0.0
 
 
-def _positions(page: Page, chunks: list[PromptChunk]) -> torch.Tensor:
+def _positions(page: LayerCache, chunks: list[PromptChunk]) -> torch.Tensor:
     first = page.position.view(page.num_blocks, page.num_kv_heads, -1).cpu()
     strips = [first[chunk.table.cpu().long()].transpose(0, 1).flatten(1) for chunk in chunks]
     return torch.cat([s[:, : c.keep].flatten() for s, c in zip(strips, chunks, strict=True)])
@@ -207,13 +207,13 @@ def _chunk(size: Size, request: int, part: slice, start: int, device: torch.devi
     return PromptChunk(part, table, start, start, end // 3, end - end // 6, 4, 0)
 
 
-def _score_error(page: Page, twin: Page) -> float:
+def _score_error(page: LayerCache, twin: LayerCache) -> float:
     error = (page.score.cpu() - twin.score).abs() / twin.score.abs().clamp(min=1e-3)
     return float(error.max())
 
 
 def _compare(
-    page: Page, twin: Page, out: torch.Tensor, expected: torch.Tensor, size: Size
+    page: LayerCache, twin: LayerCache, out: torch.Tensor, expected: torch.Tensor, size: Size
 ) -> Iterator[tuple[str, float, float]]:
     rough = 1e-5 if size.dtype == torch.float32 else 2e-2
     yield "output", float((out.float().cpu() - expected).abs().max()), rough
@@ -228,8 +228,8 @@ def check_graph(size: Size, device: torch.device) -> Iterator[tuple[str, float, 
     victims = torch.zeros(page.num_blocks, size.num_kv_heads, dtype=torch.int32, device=device)
     query, key, value = tokens(size, size.requests, device)
     out, kernels = torch.empty_like(query), make(size, device, None)
-    orders = batch.orders.clone()
-    batch.orders[DECODE_ORDERS.index("attended")] = 0
+    orders = batch.fields.clone()
+    batch.fields[DECODE_FIELDS.index("attended_len")] = 0
 
     def step() -> None:
         kernels.decode(page, batch, victims, query, key, value, None, size.scale, Scoring(), out)
@@ -239,9 +239,9 @@ def check_graph(size: Size, device: torch.device) -> Iterator[tuple[str, float, 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    batch.orders.copy_(orders)
+    batch.fields.copy_(orders)
     # One request is padding.
-    batch.orders[DECODE_ORDERS.index("attended"), -1] = 0
+    batch.fields[DECODE_FIELDS.index("attended_len"), -1] = 0
     before = [getattr(page, name).clone() for name in VIEWS]
     graph.replay()
     replayed = [out.clone(), victims.clone(), *(getattr(page, name).clone() for name in VIEWS)]
@@ -301,7 +301,7 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
         return seconds(lambda: kernels.prefill(*arguments))
 
     def replay() -> float:
-        again = Scoring(power=2, by_age=True, replays=True)
+        again = Scoring(power=2, by_age=True, second_pass=True)
         return seconds(lambda: kernels.replay(page, chunk, long[0], size.scale, again))
 
     full, bare = prompt(1), prompt(0)

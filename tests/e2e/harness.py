@@ -117,8 +117,8 @@ class Probe:
             self.scheduler.check_integrity()
             manager = self.scheduler.manager
             self.held.append({i: len(b) for i, b in manager.req_to_blocks.items()})
-            residencies = manager.ledger.residencies.items()
-            self.resident.append({i: r.resident_len for i, r in residencies})
+            states = manager.ledger.states.items()
+            self.resident.append({i: r.resident_len for i, r in states})
             return output
 
         def checked_update(*args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_h2o.kernels.batch import page_rows
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import cache_rows
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
@@ -56,7 +56,7 @@ class Replay:
             result = original(impl, layer, query, key, value, kv_cache, metadata, output)
             step = current_step() if metadata is not None else None
             if step is not None:
-                page = Page.of(kv_cache, impl.head_size)
+                page = LayerCache.of(kv_cache, impl.head_size)
                 tensors = (query.clone(), key.clone(), value.clone(), output.clone())
                 follow = partial(self.follow, step, impl, layer.layer_name, page, metadata)
                 step.afterwards.append(partial(follow, *tensors))
@@ -70,7 +70,7 @@ class Replay:
         step: Step,
         impl: HeavyHitterImpl,
         layer_name: str,
-        page: Page,
+        page: LayerCache,
         metadata: Any,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -81,12 +81,12 @@ class Replay:
         order = step.row_order(None)[: len(step.plan.requests)]  # type: ignore[arg-type]
         tables = {chunk.tokens.start: chunk.table for chunk in metadata.prompts}
         for batch in metadata.decodes:
-            tables |= dict(zip(batch.order("token").tolist(), batch.table, strict=True))
+            tables |= dict(zip(batch.field("token").tolist(), batch.table, strict=True))
         start = 0
         for request_id in order:
             plan = step.plan.requests[request_id]
             tokens = slice(start, start := start + plan.num_new)
-            rows = page_rows(tables[tokens.start], impl.num_kv_heads)
+            rows = cache_rows(tables[tokens.start], impl.num_kv_heads)
             victims = None if impl.victims is None else impl.victims[tables[tokens.start][0]]
             for head in range(impl.num_kv_heads):
                 where = (layer_name, head, request_id)
@@ -101,7 +101,7 @@ class Replay:
                     where,
                     plan,
                     page,
-                    rows[head][plan.pack_page :],
+                    rows[head][plan.pack_block_idx :],
                     None if victims is None else victims[head],
                 )
 
@@ -110,7 +110,7 @@ class Replay:
         impl: HeavyHitterImpl,
         metadata: Any,
         plan: RequestPlan,
-        page: Page,
+        page: LayerCache,
         rows: torch.Tensor,
     ) -> Head:
         """A new reference, with the keys and values that the request found in the prefix cache."""
@@ -148,19 +148,21 @@ class Replay:
     ) -> torch.Tensor:
         layer_name, head, request_id = where
         scores = None
-        if impl.draws:
+        if impl.has_random_scores:
             layer = extract_layer_index(layer_name)
             positions = range(plan.logical_start, plan.logical_end)
             scores = [random_score(plan.seed, layer, head, position) for position in positions]
             found = self.heads[where].strip
-            if not plan.first_page and found.position.tolist() == list(range(plan.logical_start)):
+            if not plan.first_block_idx and found.position.tolist() == list(
+                range(plan.logical_start)
+            ):
                 drawn = [random_score(plan.seed, layer, head, p) for p in range(plan.logical_start)]
                 found.score = torch.tensor(drawn, dtype=torch.float64)
         grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
         prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
         ends_prompt = plan.in_prompt and plan.logical_end == prompt_len
         again = None
-        if impl.turn is not None and plan.num_new > 1:
+        if impl.rotate is not None and plan.num_new > 1:
             again = self._turned(grouped[:, head], plan.num_new)
         return self.heads[where].step(
             grouped[:, head],
@@ -184,13 +186,13 @@ class Replay:
         )
 
     def _compare(
-        self, where: Where, plan: RequestPlan, page: Page, rows: torch.Tensor, victim: Any
+        self, where: Where, plan: RequestPlan, page: LayerCache, rows: torch.Tensor, victim: Any
     ) -> None:
         strip = self.heads[where].strip
         slots = torch.arange(plan.resident_end)
-        if plan.hole:
-            refilled = int(victim) + plan.refill
-            slots = slots[(slots <= refilled) | (slots > refilled + plan.hole)]
+        if plan.num_free_slots:
+            refilled = int(victim) + plan.next_offset
+            slots = slots[(slots <= refilled) | (slots > refilled + plan.num_free_slots)]
         positions = page.position[rows[slots // page.block_size], slots % page.block_size].tolist()
         self.retained[where] = frozenset(positions)
         assert len(self.retained[where]) == len(positions)

@@ -17,11 +17,11 @@ from vllm.config import CacheConfig, ParallelConfig, VllmConfig, set_current_vll
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_h2o.hooks import WORKER
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.paths import WORKER
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import Claim, Ledger
+from vllm_h2o.scheduler.ledger import Ledger, RequestInfo
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
@@ -62,7 +62,7 @@ class Life:
         sharpness: factor of the queries: how unequal probabilities are.
         packs_chunks: whether survivors are packed after each chunk.
         observation_window: queries of the prompt that score; 0: all of them.
-        evicts_pages: whether victims are pages.
+        evicts_blocks: whether victims are pages.
 
     """
 
@@ -74,7 +74,7 @@ class Life:
     sharpness: float = 2.0
     packs_chunks: bool = False
     observation_window: int = 0
-    evicts_pages: bool = False
+    evicts_blocks: bool = False
     num_computed: int = 0
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False, repr=False)
 
@@ -105,7 +105,7 @@ class Life:
             shape.block_size,
             packs_chunks=self.packs_chunks,
             observation_window=self.observation_window,
-            evicts_pages=self.evicts_pages,
+            evicts_blocks=self.evicts_blocks,
         )
 
     def tokens(self, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -118,9 +118,9 @@ class Life:
         bounds = [sum(self.chunks[:i]) for i in range(len(self.chunks) + 1)]
         later = [bound for bound in bounds if bound > self.num_computed]
         end = later[0] if later else self.num_computed + 1
-        claim = Claim(self.prompt_len, seed=self.seed)
-        plan = self.ledger.preview(self.request_id, self.num_computed, end, claim)
-        self.ledger.commit(self.request_id, plan, claim)
+        info = RequestInfo(self.prompt_len, seed=self.seed)
+        plan = self.ledger.preview(self.request_id, self.num_computed, end, info)
+        self.ledger.commit(self.request_id, plan, info)
         self.num_computed = end
         return self.ledger.take_step({self.request_id: plan.num_new}).requests[self.request_id]
 
@@ -209,7 +209,7 @@ class Layer:
             num_heads = shape.num_kv_heads * shape.group
             self.impl = HeavyHitterImpl(num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
         self.cache = empty_cache(shape, num_blocks)
-        self.page = Page.of(self.cache, shape.head_size)
+        self.page = LayerCache.of(self.cache, shape.head_size)
         self.free = list(range(1, num_blocks))
         self.random.shuffle(self.free)
         self.tables: dict[str, list[int]] = {}
@@ -222,7 +222,7 @@ class Layer:
         order = list(plans)
         self.random.shuffle(order)
         for request_id in order:
-            self._hold(request_id, plans[request_id].attended)
+            self._hold(request_id, plans[request_id].attended_len)
         step = Step(ResidencyPlan(plans), lambda _: order)
         lengths = [plans[request_id].num_new for request_id in order]
         common = common_metadata([*lengths, 0], self._block_tables(order))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.native import kernels as native
 from vllm_h2o.kernels.torch.kernels import TorchKernels
@@ -47,10 +47,10 @@ SCORINGS = [
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 
 
-def filled(shape: Shape, num_blocks: int, seed: int) -> Page:
+def filled(shape: Shape, num_blocks: int, seed: int) -> LayerCache:
     """Pages of random tokens; each page's positions follow one another."""
     draw = torch.Generator().manual_seed(seed)
-    page = Page.of(empty_cache(shape, num_blocks), shape.head_size)
+    page = LayerCache.of(empty_cache(shape, num_blocks), shape.head_size)
     for view in (page.key, page.value):
         view.copy_(torch.randn(view.shape, generator=draw))
     # Few levels: ties are common.
@@ -59,15 +59,15 @@ def filled(shape: Shape, num_blocks: int, seed: int) -> Page:
     return page
 
 
-def copied(page: Page, shape: Shape) -> Page:
+def copied(page: LayerCache, shape: Shape) -> LayerCache:
     """The same tokens elsewhere."""
-    twin = Page.of(empty_cache(shape, page.num_blocks), shape.head_size)
+    twin = LayerCache.of(empty_cache(shape, page.num_blocks), shape.head_size)
     for name in VIEWS:
         getattr(twin, name).copy_(getattr(page, name))
     return twin
 
 
-def same(ours: Page, theirs: Page, num_blocks: int) -> None:
+def same(ours: LayerCache, theirs: LayerCache, num_blocks: int) -> None:
     """All tokens and scores of the first blocks."""
     rows = slice(0, num_blocks * ours.num_kv_heads)
     for name in VIEWS:
@@ -87,17 +87,17 @@ def decode_batch(shape: Shape, scoring: Scoring, seed: int) -> tuple[DecodeBatch
         refill = rng.randrange(size) if overwrites and scoring.by_page else 0
         values = {
             "token": token,
-            "attended": attended,
+            "attended_len": attended,
             "overwrites": overwrites,
             "selects": attended > 0 and attended % size == 0,
             "position": 1000,
             "recent_from": 998 - 10 * token,
             "num_sinks": token,
-            "refill": refill,
-            "hole": size - 1 - refill if overwrites and scoring.by_page else 0,
+            "next_offset": refill,
+            "num_free_slots": size - 1 - refill if overwrites and scoring.by_page else 0,
             "scores": token != 3,
         }
-        orders.append([int(values.get(name, 0)) for name in DECODE_ORDERS])
+        orders.append([int(values.get(name, 0)) for name in DECODE_FIELDS])
     # Orders lie as a graph's buffer has them, request by request.
     table = torch.tensor(tables, dtype=torch.int32)
     return DecodeBatch(table, torch.tensor(orders).T), owned
@@ -114,15 +114,15 @@ def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     query = torch.randn(7, 6, 64)
     key, value = torch.randn(2, 7, 2, 64)
     victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
-    victims[batch.owner[2]] = torch.tensor([0, SHAPE.block_size])
-    victims[batch.owner[5]] = torch.tensor([7 * SHAPE.block_size, 3 * SHAPE.block_size])
+    victims[batch.first_block_ids[2]] = torch.tensor([0, SHAPE.block_size])
+    victims[batch.first_block_ids[5]] = torch.tensor([7 * SHAPE.block_size, 3 * SHAPE.block_size])
     results = []
     for kernels, page in ((TorchKernels(), theirs), (make(SHAPE), ours)):
         out, chosen = torch.full_like(query, 7.0), victims.clone()
         real = batch
-        if kernels.gathers:
+        if kernels.copies_kv:
             rows = [0, 1, 2, 3, 5, 6]
-            real = DecodeBatch(batch.table[rows], batch.orders[:, rows])
+            real = DecodeBatch(batch.table[rows], batch.fields[:, rows])
         kernels.decode(page, real, chosen, query, key, value, None, 0.2, scoring, out)
         results.append((out, chosen))
     (expected, their_victims), (out, our_victims) = results
@@ -133,7 +133,7 @@ def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     same(ours, theirs, owned)
 
 
-def number(page: Page, chunks: list[PromptChunk]) -> None:
+def number(page: LayerCache, chunks: list[PromptChunk]) -> None:
     """Give the chunks' slots, and those before them, the positions of a prompt."""
     for chunk in chunks:
         for block, at in enumerate(chunk.table[: -(-chunk.end // 16)].tolist()):
@@ -192,7 +192,7 @@ def test_replay(make: Callable[[Shape], Kernels], power: int, dtype: torch.dtype
     ours = copied(theirs, shape)
     torch.manual_seed(9)
     again = torch.randn(140, 6, 64).to(dtype)
-    scoring = Scoring(power, skip_recent=3, by_age=True, replays=True)
+    scoring = Scoring(power, skip_recent=3, by_age=True, second_pass=True)
     before = theirs.score.clone()
     for kernels, page in ((TorchKernels(), theirs), (make(SHAPE), ours)):
         kernels.replay(page, chunks, again, 0.2, scoring)

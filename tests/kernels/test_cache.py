@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.cache import LayerCache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VIEWS = ("key", "value", "score", "position")
@@ -46,7 +46,7 @@ def test_layout(dtype: torch.dtype, head_size: int, block_size: int) -> None:
         "position": torch.randint(-(1 << 31), (1 << 31) - 1, shape).to(torch.int32),
     }
     cache = make_cache(dtype, head_size, block_size)
-    page = Page.of(cache, head_size)
+    page = LayerCache.of(cache, head_size)
     for name, values in content.items():
         view = getattr(page, name)
         assert (view.shape, view.dtype) == (values.shape, values.dtype)
@@ -62,7 +62,7 @@ def test_views_do_not_overlap(dtype: torch.dtype, head_size: int, block_size: in
     owners = torch.zeros(make_cache(dtype, head_size, block_size).nbytes, dtype=torch.int)
     for name in VIEWS:
         cache = make_cache(dtype, head_size, block_size, fill=0xA5)
-        page = Page.of(cache, head_size)
+        page = LayerCache.of(cache, head_size)
         before = {other: raw(getattr(page, other)).clone() for other in VIEWS}
         getattr(page, name).zero_()
         for other in VIEWS:
@@ -75,7 +75,7 @@ def test_views_do_not_overlap(dtype: torch.dtype, head_size: int, block_size: in
 def test_rows_are_aligned(dtype: torch.dtype, head_size: int, block_size: int) -> None:
     """Every token's K and V starts at a multiple of 16 bytes, every score and position of 4."""
     cache = make_cache(dtype, head_size, block_size)
-    page, base = Page.of(cache, head_size), cache.data_ptr()
+    page, base = LayerCache.of(cache, head_size), cache.data_ptr()
     for row, slot in itertools.product(range(page.key.shape[0]), range(block_size)):
         for view in (page.key, page.value):
             assert (view[row, slot].data_ptr() - base) % 16 == 0
@@ -87,7 +87,7 @@ def test_rows_are_aligned(dtype: torch.dtype, head_size: int, block_size: int) -
 def test_rows_are_blocks_and_heads() -> None:
     """Row ``block_id * num_kv_heads + head`` is that head's part of that block of vLLM's cache."""
     cache = make_cache(torch.float32, 64, 16)
-    page = Page.of(cache, 64)
+    page = LayerCache.of(cache, 64)
     page.key[2 * NUM_KV_HEADS + 1] = 1.0
     assert cache[2, 1].count_nonzero() == 16 * 64
     assert cache.count_nonzero() == 16 * 64
@@ -96,7 +96,7 @@ def test_rows_are_blocks_and_heads() -> None:
 def test_a_layer_of_a_larger_tensor() -> None:
     """The cache may be one layer's slice of what vLLM allocated for all."""
     layers = torch.zeros(2, NUM_BLOCKS, NUM_KV_HEADS, 16, 2 * 64 + 4, dtype=torch.bfloat16)
-    Page.of(layers[1], 64).position.fill_(-1)
+    LayerCache.of(layers[1], 64).position.fill_(-1)
     assert layers[0].count_nonzero() == 0
     assert layers[1].view(torch.int32).count_nonzero() == NUM_BLOCKS * NUM_KV_HEADS * 16
 
@@ -104,7 +104,7 @@ def test_a_layer_of_a_larger_tensor() -> None:
 def test_one_head_has_no_order_of_heads() -> None:
     """With one KV head token-major memory is head-major too, whatever its strides say."""
     cache = torch.zeros(NUM_BLOCKS, 16, 1, 2 * 64 + 2).transpose(1, 2)
-    Page.of(cache, 64).score.fill_(1.0)
+    LayerCache.of(cache, 64).score.fill_(1.0)
     assert cache.count_nonzero() == NUM_BLOCKS * 16
 
 
@@ -116,7 +116,7 @@ def test_wrong_content_is_refused(dtype: torch.dtype, off_by: int) -> None:
     cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, 16, content, dtype=dtype)
     slot_bytes = content * dtype.itemsize
     with pytest.raises(ValueError, match=f"a slot of {slot_bytes} bytes does not hold K and V"):
-        Page.of(cache, 64)
+        LayerCache.of(cache, 64)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,11 @@ def test_other_layouts_are_refused(memory: tuple[int, ...], dims: tuple[int, ...
     cache = torch.zeros(memory).permute(dims)
     assert cache.shape == (NUM_BLOCKS, NUM_KV_HEADS, 16, 130)
     with pytest.raises(ValueError, match="not head-major and dense: strides"):
-        Page.of(cache, 64)
+        LayerCache.of(cache, 64)
 
 
 def test_padded_pages_are_refused() -> None:
     """Bytes between pages would shift every row behind them."""
     padded = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS + 1, 16, 130)[:, :NUM_KV_HEADS]
     with pytest.raises(ValueError, match="not head-major and dense: strides"):
-        Page.of(padded, 64)
+        LayerCache.of(padded, 64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.kernels.harness import LAYER_INDEX, Layer, Life
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
 from vllm_h2o.policy import POLICIES, ScoreKind
 from vllm_h2o.wire import RequestPlan
@@ -92,13 +92,13 @@ class Truth:
             expected = head.step(*tokens, ends_prompt, scores, plan.scores_from)
             same(output[:, of_group], expected, self.output_atol, f"{name}, head {h}: outputs")
             strip = Strip(*(view[h].double() for view in held[:3]), held[3][h].long())
-            if plan.keep_after:
+            if plan.num_survivors:
                 self._follow_packing(head, strip)
             taken = torch.ones(resident, dtype=torch.bool)
-            if plan.hole:
+            if plan.num_free_slots:
                 assert victims is not None
-                last = int(victims[h]) + plan.refill
-                taken[last + 1 : last + 1 + plan.hole] = False
+                last = int(victims[h]) + plan.next_offset
+                taken[last + 1 : last + 1 + plan.num_free_slots] = False
             ours, theirs = part(strip, taken), part(head.strip, head.strip.position >= 0)
             compare(ours, theirs, f"{name}, head {h}, {plan}")
             if plan.selects:
@@ -186,14 +186,14 @@ class Fence:
         scores = tokens.clone()
         block_size = self.layer.shape.block_size
         for name, plan in self.plans.items():
-            rows = self.layer.rows(name, plan.attended)
+            rows = self.layer.rows(name, plan.attended_len)
             for h in range(self.layer.shape.num_kv_heads):
                 for slot in self._written(name, plan, h):
                     tokens[rows[h, slot // block_size], slot % block_size] = True
-                attended = range(plan.attended) if self.accumulates else ()
+                attended = range(plan.attended_len) if self.accumulates else ()
                 for slot in attended:
                     scores[rows[h, slot // block_size], slot % block_size] = True
-        then, now = Page.of(self.before, self.layer.shape.head_size), self.layer.page
+        then, now = LayerCache.of(self.before, self.layer.shape.head_size), self.layer.page
         for view in ("key", "value", "position", "score"):
             changed = bits(getattr(then, view)) != bits(getattr(now, view))
             allowed = tokens | scores if view == "score" else tokens
@@ -205,8 +205,8 @@ class Fence:
         if plan.overwrites:
             victims = self.victims[name]
             assert victims is not None
-            return [int(victims[head]) + plan.refill]
-        return range(0 if plan.keep_after else plan.resident_start, plan.attended)
+            return [int(victims[head]) + plan.next_offset]
+        return range(0 if plan.num_survivors else plan.resident_start, plan.attended_len)
 
 
 def live(
@@ -242,7 +242,7 @@ def live(
         _admit(layer, truth, waiting, running)
         chosen = [name for name in running if layer.random.random() >= pause] or list(running)
         plans = {name: running[name].next_plan() for name in chosen}
-        fence = Fence(layer, plans, POLICIES[policy].score is ScoreKind.SUM)
+        fence = Fence(layer, plans, POLICIES[policy].score is ScoreKind.ATTENTION)
         outputs = layer.step(plans, running)
         fence.check()
         entry = {}
@@ -250,8 +250,8 @@ def live(
             truth.follow(running[name], plan, outputs[name])
             selects = plan.selects
             entry[name] = (outputs[name], layer.victims(name) if selects else None)
-            if plan.keep_after:
-                packed[name] = plan.keep_after
+            if plan.num_survivors:
+                packed[name] = plan.num_survivors
             if not running[name].num_left:
                 packed[name] = 0
                 del running[name]

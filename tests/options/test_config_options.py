@@ -91,7 +91,7 @@ def test_scores(options: dict[str, Any], power: int, by_age: bool) -> None:
     """Each policy has a score of its own, which an option replaces."""
     config = KVPolicyConfig(**options)
     assert (config.score_power, config.score_by_age) == (power, by_age)
-    assert config.score_replays == (config.name == "h2o_replay")
+    assert config.has_second_pass == (config.name == "h2o_replay")
 
 
 @pytest.mark.parametrize(

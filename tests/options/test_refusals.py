@@ -13,9 +13,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.tiny_models import engine_config, folder
 from tools.refusals import BEGIN, END, README, written
 from vllm_h2o.errors import ConfigError, UnsupportedError
-from vllm_h2o.hooks import BACKEND, SCHEDULER, WORKER, check_config
+from vllm_h2o.hooks import check_config
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import REFUSALS
+from vllm_h2o.paths import BACKEND, SCHEDULER, WORKER
 
 LLAMA = "LlamaForCausalLM"
 ANOTHER_MODEL = "run this model without --kv-policy"
@@ -195,9 +196,9 @@ def test_windows_that_a_step_may_cut(models: Path, limits: dict[str, int], fits:
         ("full", {}, True),
     ],
 )
-def test_who_shares_prefixes(policy: str, options: dict[str, Any], shares: bool) -> None:
+def test_who_shares_prefixes(policy: str, options: dict[str, Any], prefix_caching: bool) -> None:
     """Where survivors follow from what each request computes itself."""
-    assert KVPolicyConfig.from_options(policy, options).shares_prefixes == shares
+    assert KVPolicyConfig.from_options(policy, options).supports_prefix_caching == prefix_caching
 
 
 def test_every_refusal_is_tested() -> None:

@@ -145,11 +145,11 @@ class ShadowPool:
             self.whole_until[request_id] = NEVER
         elif plan.in_prompt:
             self.whole_until[request_id] = plan.logical_end
-        refilled, page = 0, plan.first_page
+        refilled, page = 0, plan.first_block_idx
         own = set()
         if plan.overwrites:
             assert plan.num_new == 1
-            refilled = self.victims[request_id] + plan.refill
+            refilled = self.victims[request_id] + plan.next_offset
             slot = self._slot(request_id, refilled, page)
             self.slots[slot] = self._token(request_id, plan.logical_start)
             own.add(slot)
@@ -158,8 +158,8 @@ class ShadowPool:
                 slot = self._slot(request_id, plan.resident_start + i, page)
                 self.slots[slot] = self._token(request_id, plan.logical_start + i)
                 own.add(slot)
-        hole = range(refilled + 1, refilled + 1 + plan.hole)
-        indices = [index for index in range(plan.attended) if index not in hole]
+        hole = range(refilled + 1, refilled + 1 + plan.num_free_slots)
+        indices = [index for index in range(plan.attended_len) if index not in hole]
         held = [self._slot(request_id, index, page) for index in indices]
         tokens = [(self.slots if slot in own else self.before)[slot] for slot in held]
         positions = [token[1] for token in tokens]
@@ -168,11 +168,11 @@ class ShadowPool:
         recent = range(max(plan.logical_end - plan.num_recent, 0), plan.logical_end)
         assert set(recent) <= set(positions)
         old = [p for p in positions if plan.num_sinks <= p < plan.logical_end - plan.num_recent]
-        if plan.keep_after:
-            dropped = set(self.random.sample(old, len(positions) - plan.keep_after))
+        if plan.num_survivors:
+            dropped = set(self.random.sample(old, len(positions) - plan.num_survivors))
             positions = [p for p in positions if p not in dropped]
             for index, position in enumerate(positions):
-                slot = self._slot(request_id, index, plan.pack_page)
+                slot = self._slot(request_id, index, plan.pack_block_idx)
                 self.slots[slot] = self._token(request_id, position)
             self.num_evictions += len(dropped)
         elif plan.selects:
@@ -284,11 +284,11 @@ class Simulation:
         self._compare_chunks(output.residency_plan.requests)
         self.count["chunk"] += sum(p.in_prompt and p.logical_start > 0 for p in plans)
         self.count["decode"] += sum(not p.in_prompt for p in plans)
-        self.count["pack"] += sum(p.keep_after > 0 for p in plans)
-        self.count["move"] += sum(p.pack_page > 0 for p in plans)
+        self.count["pack"] += sum(p.num_survivors > 0 for p in plans)
+        self.count["move"] += sum(p.pack_block_idx > 0 for p in plans)
         lives = zip(output.residency_plan.requests, plans, strict=True)
         self.count["hit"] += sum(p.logical_start > 0 for i, p in lives if i not in self.pool.tables)
-        self.count["refill"] += sum(p.refill > 0 for p in plans)
+        self.count["next_offset"] += sum(p.next_offset > 0 for p in plans)
         self.count["pack within a prompt"] += self._num_packed_within_a_prompt(output)
         self.peak_held = max(self.peak_held, self.num_total - self.num_free)
         self.pool.execute(output)
@@ -308,10 +308,10 @@ class Simulation:
 
     def _sample(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One token for each request whose last prompt token, or a later one, was computed."""
-        residencies = self.scheduler.ledger.residencies
+        states = self.scheduler.ledger.states
         plans = output.residency_plan.requests
         ids = list(output.num_scheduled_tokens)
-        done = [plans[i].logical_end >= residencies[i].prompt_end for i in ids]
+        done = [plans[i].logical_end >= states[i].prompt_end for i in ids]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
@@ -319,9 +319,9 @@ class Simulation:
         )
 
     def _num_packed_within_a_prompt(self, output: SchedulerOutput) -> int:
-        ends = self.scheduler.ledger.residencies
+        ends = self.scheduler.ledger.states
         plans = output.residency_plan.requests.items()
-        return sum(p.keep_after > 0 and p.logical_end < ends[i].prompt_end for i, p in plans)
+        return sum(p.num_survivors > 0 and p.logical_end < ends[i].prompt_end for i, p in plans)
 
     def _token(self) -> int:
         return STOP if self.random.random() < self.stop_rate else 7
@@ -334,10 +334,10 @@ class Simulation:
 
     def _compare_chunks(self, plans: dict[str, RequestPlan]) -> None:
         """Where queries are asked again, chunks are as long as alone, whatever else there is."""
-        size = self.scheduler.ledger.replay_chunk
+        size = self.scheduler.ledger.second_pass_chunk
         for request_id, plan in plans.items() if size else ():
             if plan.in_prompt:
-                rest = self.scheduler.ledger.residencies[request_id].prompt_end - plan.logical_start
+                rest = self.scheduler.ledger.states[request_id].prompt_end - plan.logical_start
                 assert plan.num_new == min(size, rest), (request_id, plan)
 
     def run(self, ops: Sequence[tuple]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import Claim, Ledger
+from vllm_h2o.scheduler.ledger import Ledger, RequestInfo
 from vllm_h2o.wire import NEVER, RequestPlan
 
 BUDGET = Budget(capacity=16, num_heavy=7, num_recent=8, num_sinks=0)
@@ -16,8 +16,8 @@ BUDGET = Budget(capacity=16, num_heavy=7, num_recent=8, num_sinks=0)
 
 def run(ledger: Ledger, start: int, end: int, prompt_len: int) -> RequestPlan:
     """Compute tokens [start, end) of request "r" in a step of its own."""
-    plan = ledger.preview("r", start, end, Claim(prompt_len))
-    ledger.commit("r", plan, Claim(prompt_len))
+    plan = ledger.preview("r", start, end, RequestInfo(prompt_len))
+    ledger.commit("r", plan, RequestInfo(prompt_len))
     ledger.take_step({"r": end - start})
     return plan
 
@@ -31,17 +31,17 @@ def test_resident_length_follows_the_definition(chunks: list[int], decodes: int)
         plan = run(ledger, done, done + chunk, prompt_len)
         done += chunk
         assert plan.in_prompt
-        assert plan.attended == done
-        assert plan.keep_after == (15 if done == prompt_len and done > 15 else 0)
+        assert plan.attended_len == done
+        assert plan.num_survivors == (15 if done == prompt_len and done > 15 else 0)
     resident = min(prompt_len, 15)
-    assert ledger.residencies["r"].resident_len == resident
+    assert ledger.states["r"].resident_len == resident
     for _ in range(decodes):
         plan = run(ledger, done, done + 1, prompt_len)
         done += 1
         assert plan.overwrites == (resident == 16)
         resident = min(resident + 1, 16)
-        assert plan.attended == plan.resident_end == resident
-        assert ledger.residencies["r"].logical_len == done
+        assert plan.attended_len == plan.resident_end == resident
+        assert ledger.states["r"].logical_len == done
 
 
 def test_a_prompt_chunk_of_one_token_at_capacity_overwrites_nothing() -> None:
@@ -50,32 +50,40 @@ def test_a_prompt_chunk_of_one_token_at_capacity_overwrites_nothing() -> None:
     run(ledger, 0, 16, prompt_len=20)
     plan = run(ledger, 16, 17, prompt_len=20)
     assert not plan.overwrites
-    assert plan.attended == 17
+    assert plan.attended_len == 17
 
 
 def test_a_request_that_fits_is_not_scored() -> None:
     """Nothing of it is ever evicted; its row of the block table counts as much as what it asks."""
-    for ledger, longest in ((Ledger(BUDGET, 4), 16), (Ledger(BUDGET, 4, row_pages=4), 999)):
-        assert ledger.preview("r", 0, 9, Claim(9, longest)).scores_from == NEVER
+    for ledger, longest in (
+        (Ledger(BUDGET, 4), 16),
+        (Ledger(BUDGET, 4, max_blocks_per_request=4), 999),
+    ):
+        assert ledger.preview("r", 0, 9, RequestInfo(9, longest)).scores_from == NEVER
     # A prompt of 16 tokens leaves no slot for the next one: all the more where the row ends there.
-    assert Ledger(BUDGET, 4, row_pages=4).preview("r", 0, 16, Claim(16, 99)).keep_after == 15
-    for claim in (Claim(9, 17), Claim(9)):
-        assert Ledger(BUDGET, 4).preview("r", 0, 9, claim).scores_from == 0
+    assert (
+        Ledger(BUDGET, 4, max_blocks_per_request=4)
+        .preview("r", 0, 16, RequestInfo(16, 99))
+        .num_survivors
+        == 15
+    )
+    for info in (RequestInfo(9, 17), RequestInfo(9)):
+        assert Ledger(BUDGET, 4).preview("r", 0, 9, info).scores_from == 0
 
 
 def test_preview_changes_nothing() -> None:
     """It may be asked twice, and pages may not be granted."""
     ledger = Ledger(BUDGET, block_size=4)
-    first = ledger.preview("r", 0, 5, Claim(9))
-    assert ledger.preview("r", 0, 5, Claim(9)) == first
-    assert not ledger.residencies
+    first = ledger.preview("r", 0, 5, RequestInfo(9))
+    assert ledger.preview("r", 0, 5, RequestInfo(9)) == first
+    assert not ledger.states
     assert not ledger.take_step({}).requests
 
 
 def test_a_request_preempted_in_its_own_step_leaves_the_plan() -> None:
     """And may come back with a longer prompt: what it had generated is computed again."""
     ledger = Ledger(BUDGET, block_size=4)
-    ledger.commit("r", ledger.preview("r", 0, 5, Claim(5)), Claim(5))
+    ledger.commit("r", ledger.preview("r", 0, 5, RequestInfo(5)), RequestInfo(5))
     ledger.close("r")
     assert not ledger.take_step({}).requests
     assert run(ledger, 0, 9, prompt_len=9).in_prompt
@@ -84,16 +92,16 @@ def test_a_request_preempted_in_its_own_step_leaves_the_plan() -> None:
 def test_the_request_seed_wins() -> None:
     """The config's seed is for requests without one."""
     ledger = Ledger(BUDGET, block_size=4, seed=3)
-    assert ledger.preview("r", 0, 1, Claim(1)).seed == 3
-    assert ledger.preview("r", 0, 1, Claim(1, seed=7)).seed == 7
+    assert ledger.preview("r", 0, 1, RequestInfo(1)).seed == 3
+    assert ledger.preview("r", 0, 1, RequestInfo(1, seed=7)).seed == 7
 
 
 def test_a_seed_of_any_size_fits_a_tensor() -> None:
     """Modulo 2^64: what is beyond int64 would fail in the worker, in the middle of a step."""
     ledger = Ledger(BUDGET, block_size=4)
-    assert ledger.preview("r", 0, 1, Claim(1, seed=2**63)).seed == -(2**63)
-    assert ledger.preview("r", 0, 1, Claim(1, seed=-5)).seed == -5
-    assert ledger.preview("r", 0, 1, Claim(1, seed=2**64 + 9)).seed == 9
+    assert ledger.preview("r", 0, 1, RequestInfo(1, seed=2**63)).seed == -(2**63)
+    assert ledger.preview("r", 0, 1, RequestInfo(1, seed=-5)).seed == -5
+    assert ledger.preview("r", 0, 1, RequestInfo(1, seed=2**64 + 9)).seed == 9
 
 
 @pytest.mark.parametrize(
@@ -109,7 +117,7 @@ def test_lengths_that_contradict_each_other_raise(start: int, end: int, message:
     ledger = Ledger(BUDGET, block_size=4)
     run(ledger, 0, 5, prompt_len=9)
     with pytest.raises(IntegrityError, match=message):
-        ledger.preview("r", start, end, Claim(9))
+        ledger.preview("r", start, end, RequestInfo(9))
 
 
 def test_two_tokens_past_the_prompt_raise() -> None:
@@ -117,15 +125,15 @@ def test_two_tokens_past_the_prompt_raise() -> None:
     ledger = Ledger(BUDGET, block_size=4)
     run(ledger, 0, 5, prompt_len=5)
     with pytest.raises(IntegrityError, match="more than one past it"):
-        ledger.preview("r", 5, 7, Claim(5))
+        ledger.preview("r", 5, 7, RequestInfo(5))
 
 
 def test_a_plan_that_is_not_the_schedule_raises() -> None:
     """Scheduled without pages, or pages without a schedule, or twice."""
     ledger = Ledger(BUDGET, block_size=4)
-    plan = ledger.preview("r", 0, 5, Claim(5))
-    ledger.commit("r", plan, Claim(5))
+    plan = ledger.preview("r", 0, 5, RequestInfo(5))
+    ledger.commit("r", plan, RequestInfo(5))
     with pytest.raises(IntegrityError, match="scheduled twice"):
-        ledger.commit("r", plan, Claim(5))
+        ledger.commit("r", plan, RequestInfo(5))
     with pytest.raises(IntegrityError, match="the ledger"):
         ledger.take_step({"r": 5, "other": 1})

@@ -103,7 +103,7 @@ def random_schedules(
     simulation.stop_rate = stop_rate
     simulation.run(ops)
     assert simulation.num_free == simulation.num_total
-    assert not simulation.scheduler.ledger.residencies
+    assert not simulation.scheduler.ledger.states
     totals.update(simulation.count)
     totals["evict"] += simulation.pool.num_evictions
 
@@ -113,7 +113,7 @@ def test_no_page_is_lost_shared_or_freed_twice() -> None:
     totals.clear()
     random_schedules()
     events = "add chunk decode preempt resume abort finish pack evict reset"
-    for event in (*events.split(), "pack within a prompt", "refill", "move", "hit"):
+    for event in (*events.split(), "pack within a prompt", "next_offset", "move", "hit"):
         assert totals[event] >= 100, (event, totals)
 
 
@@ -200,7 +200,7 @@ def test_a_streaming_input_fills_a_budget_of_all() -> None:
     # All of the first part but the last token, which was not computed.
     simulation.add(64 - 35, 6, resumable=True, request_id=request)
     plan = simulation.step().residency_plan.requests[request]
-    assert (plan.logical_end, plan.keep_after) == (64, 63)
+    assert (plan.logical_end, plan.num_survivors) == (64, 63)
     simulation.abort([request])
     assert simulation.num_free == simulation.num_total
 
@@ -270,14 +270,14 @@ def test_a_budget_of_the_request_itself(
     request = simulation.add(prompt_len, max_tokens)
     for _ in range(12):
         simulation.step()
-    residencies = simulation.scheduler.ledger.residencies
-    assert residencies[request].budget.capacity == capacity
+    states = simulation.scheduler.ledger.states
+    assert states[request].budget.capacity == capacity
     assert simulation.pages_of(request) <= capacity // BLOCK_SIZE
     simulation.reset()
     for _ in range(3):
         simulation.step()
-    assert residencies[request].budget.capacity == capacity
-    assert residencies[request].prompt_end > prompt_len
+    assert states[request].budget.capacity == capacity
+    assert states[request].prompt_end > prompt_len
 
 
 @pytest.mark.parametrize(("prompt_len", "num_sinks"), [(40, 8), (5, 5), (2, 2)])

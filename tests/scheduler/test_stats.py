@@ -37,18 +37,18 @@ class Observed(Simulation):
         kv_cache_manager.new_step_starts = measured
 
     def step(self) -> Any:
-        """One step; what the tally says then is what there is."""
+        """One step; what the stats_reporter says then is what there is."""
         output = super().step()
         plans = output.residency_plan.requests
         self.plans |= plans
         self.counted["evicted_tokens"] = self.pool.num_gone
-        self.counted["packs"] += sum(plan.keep_after > 0 for plan in plans.values())
+        self.counted["packs"] += sum(plan.num_survivors > 0 for plan in plans.values())
         self.compare()
         return output
 
     def compare(self) -> None:
         """Ask for a report."""
-        stats = asdict(self.scheduler.tally.report())
+        stats = asdict(self.scheduler.stats_reporter.report())
         self.reported.update({name: stats.pop(name) for name in COUNTERS})
         assert dict(self.reported) == dict(self.counted)
         assert stats == self._levels()
@@ -64,7 +64,9 @@ class Observed(Simulation):
         stock = sum(-(-tokens // size) for tokens in computed.values()) * size * 256
         held = (self.num_total - self.num_free) * size * 264
         return {
-            "requests_at_capacity": sum(not p.in_prompt and p.attended == p.capacity for p in last),
+            "requests_at_capacity": sum(
+                not p.in_prompt and p.attended_len == p.capacity for p in last
+            ),
             "resident_tokens": sum(len(self.pool.held[i][1]) for i in with_pages),
             "logical_tokens": sum(computed.values()),
             "saved_bytes": stock - held,
@@ -105,7 +107,7 @@ def random_schedules(
     simulation.stop_rate = stop_rate
     simulation.run(ops)
     simulation.compare()
-    assert simulation.scheduler.tally.report() == PolicyStats(0, 0, 0, 0, 0, 0, 0)
+    assert simulation.scheduler.stats_reporter.report() == PolicyStats(0, 0, 0, 0, 0, 0, 0)
     totals.update(simulation.reported)
     totals.update(simulation.count)
 
@@ -124,7 +126,7 @@ def test_of_one_request() -> None:
     simulation = Simulation(config, 40, depth=1)
     simulation.add(prompt_len=40, max_tokens=20)
     page, stock_page = 4 * 264, 4 * 256
-    report = simulation.scheduler.tally.report
+    report = simulation.scheduler.stats_reporter.report
     simulation.step()
     assert report() == PolicyStats(29, 1, 0, 0, 11, 40, 10 * (stock_page - page))
     simulation.step()

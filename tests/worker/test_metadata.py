@@ -11,10 +11,10 @@ import torch
 from tests.kernels.harness import Layer, Shape, builder, common_metadata, empty_cache
 from tests.kernels.test_agree import on_triton
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.hooks import WORKER
-from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.paths import WORKER
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.metadata import (
     MAX_BATCH_ELEMENTS,
@@ -66,13 +66,13 @@ def gathered() -> HeavyHitterMetadataBuilder:
 def in_place() -> HeavyHitterMetadataBuilder:
     """A builder for kernels that gather nothing, as a graph replays them."""
     made = builder(SHAPE, "h2o")
-    made.kernels = SimpleNamespace(gathers=False)
+    made.kernels = SimpleNamespace(copies_kv=False)
     return made
 
 
 def orders_of(batch: DecodeBatch) -> dict[str, list[int]]:
     """By name."""
-    return {name: batch.order(name).tolist() for name in DECODE_ORDERS}
+    return {name: batch.field(name).tolist() for name in DECODE_FIELDS}
 
 
 def test_prompts_one_by_one() -> None:
@@ -87,15 +87,15 @@ def test_prompts_one_by_one() -> None:
 
 ORDERS = {
     "token": [20, 26, 27],
-    "attended": [32, 18, 32],
+    "attended_len": [32, 18, 32],
     "overwrites": [1, 0, 0],
     "selects": [1, 0, 1],
     "position": [90, 17, 60],
     "recent_from": [91 - 12, 18 - 12, 61],
     "num_sinks": [3, 0, 4],
     "seed": [8, 1, 2],
-    "refill": [0, 0, 0],
-    "hole": [0, 0, 0],
+    "next_offset": [0, 0, 0],
+    "num_free_slots": [0, 0, 0],
     "scores": [1, 1, 1],
 }
 
@@ -105,9 +105,9 @@ def test_decodes_together(make: Callable[[], HeavyHitterMetadataBuilder]) -> Non
     """Requests with one new token share one batch, in order of rows."""
     (batch,) = build(list(PLANS), made=make()).decodes
     assert batch.table[:, :2].tolist() == [[9, 3], [8, 2], [11, 10]]
-    assert batch.owner.tolist() == [9, 8, 11]
+    assert batch.first_block_ids.tolist() == [9, 8, 11]
     assert orders_of(batch) == ORDERS
-    assert batch.orders.dtype == torch.int64
+    assert batch.fields.dtype == torch.int64
 
 
 def test_one_token_of_a_prompt() -> None:
@@ -116,7 +116,7 @@ def test_one_token_of_a_prompt() -> None:
     with publish(step := Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
         metadata = gathered().build(0, common_metadata([1], TABLE[2:3]))
     orders = orders_of(metadata.decodes[0])
-    assert (orders["attended"], orders["overwrites"], orders["selects"]) == ([41], [0], [0])
+    assert (orders["attended_len"], orders["overwrites"], orders["selects"]) == ([41], [0], [0])
     assert metadata.prompts == [] and len(step.afterwards) == 1
 
 
@@ -125,10 +125,10 @@ def test_padding_of_a_graph() -> None:
     made = in_place()
     build(["growing", "becomes full", "full"], made=made)
     (batch,) = build(["full"], num_padding=2, made=made).decodes
-    assert batch.order("token").tolist() == [0, 1, 2]
-    assert batch.order("attended").tolist() == [32, 0, 0]
-    for name in DECODE_ORDERS[2:]:
-        assert batch.order(name).tolist()[1:] == [0, 0]
+    assert batch.field("token").tolist() == [0, 1, 2]
+    assert batch.field("attended_len").tolist() == [32, 0, 0]
+    for name in DECODE_FIELDS[2:]:
+        assert batch.field(name).tolist()[1:] == [0, 0]
 
 
 def test_a_graphs_buffers_stay() -> None:
@@ -143,17 +143,17 @@ def test_a_graphs_buffers_stay() -> None:
     assert batch.table.data_ptr() == table.data_ptr()
     with publish(WarmUp()):
         (batch,) = made.build(0, common_metadata([1, 1], table)).decodes
-    assert batch.orders.data_ptr() in addresses and batch.order("attended").tolist() == [0, 0]
+    assert batch.fields.data_ptr() in addresses and batch.field("attended_len").tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("make", [in_place, gathered])
 def test_where_pages_are_shared(make: Callable[[], HeavyHitterMetadataBuilder]) -> None:
     """Decoding begins at a request's own pages; survivors go behind those of the prompt."""
     made = make()
-    made.shares = True
+    made.prefix_caching = True
     plans = {
-        "moves": RequestPlan(29, 3, True, 29, 32, 31, 10, 2, 9, 20, pack_page=2),
-        "moved": RequestPlan(60, 1, False, 20, 32, 0, 0, 4, 2, first_page=2),
+        "moves": RequestPlan(29, 3, True, 29, 32, 31, 10, 2, 9, 20, pack_block_idx=2),
+        "moved": RequestPlan(60, 1, False, 20, 32, 0, 0, 4, 2, first_block_idx=2),
     }
     tables = []
     for _ in range(2):
@@ -161,18 +161,18 @@ def test_where_pages_are_shared(make: Callable[[], HeavyHitterMetadataBuilder]) 
             metadata = made.build(0, common_metadata([3, 1], TABLE[[2, 0]]))
         tables.append(metadata.decodes[0].table)
         assert tables[-1][:, :2].tolist() == [[91, 92]]
-        assert metadata.decodes[0].owner.tolist() == [91]
-    assert (tables[0].data_ptr() == tables[1].data_ptr()) == (not made.kernels.gathers)
+        assert metadata.decodes[0].first_block_ids.tolist() == [91]
+    assert (tables[0].data_ptr() == tables[1].data_ptr()) == (not made.kernels.copies_kv)
     (chunk,) = metadata.prompts
     assert chunk.into is not None and chunk.into.tolist() == [4, 95]
-    assert (chunk.scores_from, chunk.watch_from) == (3, 0)
+    assert (chunk.scores_from, chunk.first_window_query) == (3, 0)
 
 
 def test_order_is_the_batchs() -> None:
     """Rows may come in any order, whatever the plan's."""
     metadata = build(["growing", "last chunk", "becomes full", "first chunk"])
-    assert metadata.decodes[0].order("token").tolist() == [0, 6]
-    assert metadata.decodes[0].owner.tolist() == [8, 11]
+    assert metadata.decodes[0].field("token").tolist() == [0, 6]
+    assert metadata.decodes[0].first_block_ids.tolist() == [8, 11]
     assert [chunk.tokens for chunk in metadata.prompts] == [slice(1, 6), slice(7, 27)]
     assert [int(chunk.table[0]) for chunk in metadata.prompts] == [1, 5]
 
@@ -227,8 +227,8 @@ def test_selection_starts_when_full(resident: int, selects: bool) -> None:
     plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
     with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
         (batch,) = gathered().build(0, common_metadata([1], TABLE[:1])).decodes
-    assert batch.order("selects").tolist() == [selects]
-    assert batch.order("overwrites").tolist() == [resident == 48]
+    assert batch.field("selects").tolist() == [selects]
+    assert batch.field("overwrites").tolist() == [resident == 48]
 
 
 def test_no_step_is_empty() -> None:
@@ -274,10 +274,10 @@ def test_a_long_request_pads_no_short_one() -> None:
     for made, tokens in ((gathered(), [[0, 2], [1], [3, 5], [4]]), (few, None)):
         with publish(step):
             batches = made.build(0, common_metadata([1] * 6, table)).decodes
-        found = [batch.order("token").tolist() for batch in batches]
+        found = [batch.field("token").tolist() for batch in batches]
         assert found == (tokens or [[0, 2], [1], [3], [4], [5]])
         for batch in batches:
-            rows = batch.order("token").tolist()
+            rows = batch.field("token").tolist()
             assert batch.table.shape[1] == max(lengths[i] for i in rows)
 
 

@@ -11,11 +11,11 @@ from vllm.config import ParallelConfig, VllmConfig
 
 from tests.kernels.harness import Shape, builder, vllm_config
 from vllm_h2o.errors import UnsupportedError
-from vllm_h2o.hooks import WORKER
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.native import kernels as native
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.paths import WORKER
 from vllm_h2o.worker.selector import choose_kernels
 
 BUILT = pytest.mark.skipif(not native.available(), reason="no native library has been built")

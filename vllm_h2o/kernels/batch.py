@@ -9,17 +9,16 @@ import torch
 
 @dataclass(frozen=True)
 class Scoring:
-    """What attention adds to the score of a token.
+    """What attention adds to the score of a token, and what is ranked.
 
     Args:
-        power: 0 adds nothing: scores stay what tokens are stored with; 1 adds each probability, 2
-            its square.
+        power: 0 adds nothing: scores stay the initial ones; 1 adds each probability, 2 its square.
         skip_recent: a query adds to tokens that are at least so many positions older than it; 0
             lets each token's own query count.
         by_page: whether pages are ranked, by the sum of their tokens' scores, and not tokens.
         by_age: whether a score is ranked as a mean: divided by the number of queries since the
             token was stored, its own among them.
-        replays: whether the queries of a prompt's chunk are asked again, from behind its end.
+        second_pass: whether a prompt's queries score a second time, rotated past the chunk's end.
 
     """
 
@@ -27,98 +26,127 @@ class Scoring:
     skip_recent: int = 0
     by_page: bool = False
     by_age: bool = False
-    replays: bool = False
+    second_pass: bool = False
 
 
-REPLAY_WEIGHT = 4.0
-"""How much a prompt's queries count when they are asked again, beside a mean over all others."""
+SECOND_PASS_WEIGHT = 4.0
+"""Weight of a second pass over the prompt's queries, relative to a mean over all queries."""
 
-DECODE_ORDERS = (
+
+@dataclass(frozen=True)
+class StepTensors:
+    """One layer's tensors of one step: a row for each of its T tokens.
+
+    Args:
+        query: [T, Hq, D], the model's dtype.
+        key: [T, H, D], the model's dtype.
+        value: [T, H, D], the model's dtype.
+        out: [T, Hq, D], written: the model's dtype, or float32.
+        initial_score: [T, H], float32: scores that tokens are stored with; None: zero.
+        scale: of the logits.
+
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    initial_score: torch.Tensor | None
+    scale: float
+
+
+DECODE_FIELDS = (
     "token",
-    "attended",
+    "attended_len",
     "overwrites",
     "selects",
-    "position",
-    "recent_from",
+    "logical_start",
+    "recent_start",
     "num_sinks",
     "seed",
-    "refill",
-    "hole",
+    "next_offset",
+    "num_free_slots",
     "scores",
 )
-"""Rows of :attr:`DecodeBatch.orders`."""
+"""Rows of :attr:`DecodeBatch.fields`. Triton's and C++'s constants are derived from these names."""
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
     """B requests with one query each; P pages in the longest.
 
-    A request whose ``attended`` is 0 is padding: nothing of it is read or written but its output.
+    A request whose ``attended_len`` is 0 is padding: of it only the output is written, with zeros.
 
     Args:
-        table: [B, P], int32: block ids; whatever stands behind a request's own is never touched.
-        orders: [len(DECODE_ORDERS), B], int64, of any strides, one row each:
+        block_table: [B, P], int32: block ids; what follows a request's own is never touched.
+        fields: [len(DECODE_FIELDS), B], int64, of any strides, one row each:
 
-            token: row of the request's token in the step's q, k, v.
-            attended: slots [0, attended) are attended to, but for the hole.
-            overwrites: 1 where the new token takes slot ``victim + refill``; elsewhere it takes
-                slot ``attended - 1``.
+            token: row of the request's token in the step's tensors.
+            attended_len: slots [0, attended_len) are attended to, less the free ones.
+            overwrites: 1 where the new token takes slot ``victim + next_offset``; elsewhere it
+                takes slot ``attended_len - 1``.
             selects: 1 where a victim is chosen after this step.
-            position: of the new token.
-            recent_from: positions from here on are never victims.
+            logical_start: position of the new token.
+            recent_start: positions from here on are never victims.
             num_sinks: positions below are never victims.
             seed: of the ``random`` policy.
-            refill: slots of the victim's page that are taken already; 0 where tokens are ranked.
-            hole: slots behind the new token's that hold evicted tokens and are not attended to.
+            next_offset: offset in the victim block that the new token takes; 0 where single tokens
+                are evicted.
+            num_free_slots: slots after the new token's that hold evicted tokens: not attended to.
             scores: 1 where the query adds to scores.
 
     """
 
-    table: torch.Tensor
-    orders: torch.Tensor
+    block_table: torch.Tensor
+    fields: torch.Tensor
 
-    def order(self, name: str) -> torch.Tensor:
-        """[B], int64: one row of the orders."""
-        return self.orders[DECODE_ORDERS.index(name)]
+    def field(self, name: str) -> torch.Tensor:
+        """[B], int64: one of the fields."""
+        return self.fields[DECODE_FIELDS.index(name)]
 
     @property
-    def owner(self) -> torch.Tensor:
+    def first_block_ids(self) -> torch.Tensor:
         """[B], int32: each request's first block id, under which its victims are kept."""
-        return self.table[:, 0]
+        return self.block_table[:, 0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptChunk:
     """T tokens of one request's prompt.
 
     Args:
-        tokens: rows of the chunk in the step's q, k, v.
-        table: [P], int32: ids of the blocks that hold slots [0, start + T), and whatever stands
-            behind them, which is never touched.
-        start: slots in use before the chunk; slots [0, start + i] are attended to by query i.
-        position: of the first token.
-        keep: tokens that survive the chunk; 0 when nothing is packed.
-        recent_from: positions from here on survive.
+        tokens: rows of the chunk in the step's tensors.
+        block_table: [P], int32: ids of the blocks that hold slots [0, attended_len); what follows
+            them is never touched.
+        resident_start: slots in use before the chunk; query i attends to slots
+            [0, resident_start + i].
+        logical_start: position of the first token.
+        num_survivors: tokens that survive the chunk; 0 when nothing is packed.
+        recent_start: positions from here on survive.
         num_sinks: positions below survive.
         seed: of the ``random`` policy.
-        scores_from: queries of the chunk from here on add to scores.
-        watch_from: queries from here on score where ``into`` is given: beside the pages.
-        into: [P'], int32: ids of the blocks that survivors are copied to; None: those that they are
-            in, whose first slots are rewritten.
+        first_scoring_query: queries of the chunk from here on, in [0, T], add to the pages' scores.
+        first_window_query: queries from here on score into ``window_scores``, where there are any.
+        destination_blocks: [P'], int32: ids of the blocks that survivors are copied to, because
+            others read the chunk's own; None: they move to the first slots of their own blocks.
+        window_scores: [num_layers, H, attended_len], float32: what the observation window gives to
+            each token, of a chunk with ``destination_blocks``; written by each layer, read when
+            survivors are packed. None where attention does not score.
 
     """
 
     tokens: slice
-    table: torch.Tensor
-    start: int
-    position: int
-    keep: int
-    recent_from: int
-    num_sinks: int
-    seed: int
-    scores_from: int = 0
-    watch_from: int = 0
-    into: torch.Tensor | None = None
+    block_table: torch.Tensor
+    resident_start: int
+    logical_start: int
+    num_survivors: int = 0
+    recent_start: int = 0
+    num_sinks: int = 0
+    seed: int = 0
+    first_scoring_query: int = 0
+    first_window_query: int = 0
+    destination_blocks: torch.Tensor | None = None
+    window_scores: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -126,26 +154,11 @@ class PromptChunk:
         return self.tokens.stop - self.tokens.start
 
     @property
-    def position_end(self) -> int:
+    def logical_end(self) -> int:
         """One past the position of the last token."""
-        return self.position + self.num_tokens
+        return self.logical_start + self.num_tokens
 
     @property
-    def end(self) -> int:
+    def attended_len(self) -> int:
         """Slots in use after the chunk, before anything is packed."""
-        return self.start + self.num_tokens
-
-
-def page_rows(table: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Rows of the page views that hold each KV head's part of some blocks.
-
-    Args:
-        table: [..., P], integers: block ids.
-        num_kv_heads: H.
-
-    Returns:
-        [..., H, P], int64.
-
-    """
-    heads = torch.arange(num_kv_heads, dtype=torch.int64, device=table.device)
-    return table.to(torch.int64)[..., None, :] * num_kv_heads + heads[:, None]
+        return self.resident_start + self.num_tokens

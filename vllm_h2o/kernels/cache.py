@@ -1,4 +1,4 @@
-"""The page layout, in this one place.
+"""The page layout, in this one place (C++: native/cache.h).
 
 Per (block, KV head), contiguous, N slots of head size D::
 
@@ -15,8 +15,8 @@ import torch
 
 
 @dataclass(frozen=True)
-class Page:
-    """Views of all pages of one layer; R = num_blocks * num_kv_heads rows of N slots.
+class LayerCache:
+    """One layer's pages, as views; R = num_blocks * num_kv_heads rows of N slots.
 
     Args:
         key: [R, N, D], the cache's dtype.
@@ -44,7 +44,7 @@ class Page:
         return self.key.shape[0] // self.num_kv_heads
 
     @classmethod
-    def of(cls, kv_cache: torch.Tensor, head_size: int) -> Page:
+    def of(cls, kv_cache: torch.Tensor, head_size: int) -> LayerCache:
         """View a layer's cache as pages. No copy.
 
         Args:
@@ -77,3 +77,18 @@ class Page:
             position=words.view(torch.int32)[:, scores_at + block_size :],
             num_kv_heads=num_kv_heads,
         )
+
+
+def cache_rows(block_table: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Rows of a layer's views that hold each KV head's part of some blocks.
+
+    Args:
+        block_table: [..., P], integers: block ids.
+        num_kv_heads: H.
+
+    Returns:
+        [..., H, P], int64.
+
+    """
+    heads = torch.arange(num_kv_heads, dtype=torch.int64, device=block_table.device)
+    return block_table.to(torch.int64)[..., None, :] * num_kv_heads + heads[:, None]

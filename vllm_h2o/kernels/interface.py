@@ -1,4 +1,4 @@
-"""What every set of kernels offers: the same four names, for whatever device."""
+"""What every set of kernels offers: the same four stages, for whatever device."""
 
 from __future__ import annotations
 
@@ -7,108 +7,81 @@ from typing import Protocol
 
 import torch
 
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.cache import LayerCache
 
 
 class Kernels(Protocol):
-    """One implementation of the policy's attention.
+    """One implementation of the policy's attention."""
 
-    Tensors of a step have one row for each of its T tokens::
-
-        query [T, Hq, D] | key, value [T, H, D] | out [T, Hq, D]          the model's dtype
-        first [T, H] float32: what tokens' scores start with; None: zero
-        victims [num_blocks, H] int32: slots of the victims, by their request's first block
-
-    """
-
-    gathers: bool
-    """Whether K of a whole decode batch is copied: batches are then of about one length."""
+    copies_kv: bool
+    """Whether K and V of a decode batch are copied: its requests should be of about one length."""
 
     def decode(
         self,
-        page: Page,
+        cache: LayerCache,
         batch: DecodeBatch,
         victims: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor | None,
-        scale: float,
+        tensors: StepTensors,
         scoring: Scoring,
-        out: torch.Tensor,
     ) -> None:
-        """Store one new token of each request, attend and score, select the next victims.
+        """Store one new token of each request, attend, score, select the next victims.
 
         Args:
-            page: written: the new tokens, scores.
+            cache: written: the new tokens, scores.
             batch: the requests.
-            victims: read where a token overwrites, written where one is selected.
-            query: of the step.
-            key: of the step.
-            value: of the step.
-            first: of the step.
-            scale: of the logits.
+            victims: [num_blocks, H], int32: slots of the victims, by their request's first block;
+                read where a token overwrites, written where a victim is selected.
+            tensors: ``out`` is written in the rows of the batch's tokens.
             scoring: what is added to scores, and what is ranked.
-            out: written, in the rows of the batch's tokens.
 
         """
 
     def prefill(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor | None,
-        scale: float,
+        tensors: StepTensors,
         scoring: Scoring,
-        out: torch.Tensor,
     ) -> None:
-        """Store chunks of prompts behind the slots in use, attend causally and score.
+        """Store chunks of prompts after the slots in use, attend causally, score.
 
         Args:
-            page: written: the new tokens, scores.
-            chunks: the chunks, of different requests.
-            query: of the step.
-            key: of the step.
-            value: of the step.
-            first: of the step.
-            scale: of the logits.
+            cache: written: the new tokens, scores.
+            chunks: of different requests.
+            tensors: ``out`` is written in the rows of the chunks' tokens.
             scoring: what is added to scores.
-            out: written, in the rows of the chunks' tokens.
 
         """
 
-    def replay(
+    def score_second_pass(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        again: torch.Tensor,
+        rotated_query: torch.Tensor,
         scale: float,
         scoring: Scoring,
     ) -> None:
-        """Score the chunks' tokens by their queries, asked again from behind them.
+        """Score all tokens up to each chunk's end by the chunk's queries, rotated past that end.
 
         Args:
-            page: the chunks are stored; scores are written.
-            chunks: the chunks; queries that score are asked.
-            again: [T, Hq, D], the step's queries; a chunk's are turned as many positions onwards as
-                it has tokens.
+            cache: the chunks are stored; scores are written.
+            chunks: their queries that score are used.
+            rotated_query: [T, Hq, D], the step's queries; a chunk's are as many positions further
+                as it has tokens.
             scale: of the logits.
             scoring: the power of what is added.
 
         """
 
     def pack_survivors(
-        self, pages: Sequence[Page], chunks: Sequence[PromptChunk], scoring: Scoring
+        self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring
     ) -> None:
-        """Move the ``keep`` survivors of each KV head into slots [0, keep), in order of position.
+        """Move each KV head's survivors into slots [0, num_survivors), in order of position.
 
         Args:
-            pages: of every layer; rewritten in place.
-            chunks: those that keep fewer tokens than they hold, in the pages that these are in.
+            caches: of every layer; rewritten in place.
+            chunks: those with survivors, which stay in their own blocks.
             scoring: what is ranked.
 
         """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_h2o.kernels.batch import REPLAY_WEIGHT
+from vllm_h2o.kernels.batch import SECOND_PASS_WEIGHT
 
 
 @dataclass
@@ -71,7 +71,7 @@ def attend_and_score(
     scale: float,
     power: int = 1,
     skip_recent: int = 0,
-    scores_from: int = 0,
+    first_scoring_query: int = 0,
 ) -> torch.Tensor:
     """``P = softmax(q K^T * scale + causal); out = P V; score[j] += sum_{queries, group} P[., j]``.
 
@@ -82,7 +82,7 @@ def attend_and_score(
         scale: of the logits.
         power: of the probabilities that are added; 0 adds nothing.
         skip_recent: queries add to tokens that are at least so many positions older.
-        scores_from: queries from here on, in [0, T], add to scores.
+        first_scoring_query: queries from here on, in [0, T], add to scores.
 
     Returns:
         [T, G, D].
@@ -95,37 +95,37 @@ def attend_and_score(
     hidden = hidden | (strip.position < 0)
     probs = torch.softmax(logits.masked_fill(hidden[:, None, :], float("-inf")), dim=-1)
     if power:
-        asking = int(strip.position.max()) - torch.arange(num_queries - 1, -1, -1)
-        old = asking[:, None] - strip.position >= skip_recent
-        given = (probs.pow(power) * old[:, None, :])[scores_from:]
-        strip.score = strip.score + given.sum(dim=(0, 1)).to(strip.score.dtype)
+        query_position = int(strip.position.max()) - torch.arange(num_queries - 1, -1, -1)
+        old = query_position[:, None] - strip.position >= skip_recent
+        contributions = (probs.pow(power) * old[:, None, :])[first_scoring_query:]
+        strip.score = strip.score + contributions.sum(dim=(0, 1)).to(strip.score.dtype)
     return torch.einsum("tgj,jd->tgd", probs, strip.value)
 
 
-def replay(again: torch.Tensor, strip: Strip, scale: float, power: int) -> None:
+def score_second_pass(rotated_query: torch.Tensor, strip: Strip, scale: float, power: int) -> None:
     """``P = softmax(q' K^T * scale); score[j] += w * age[j] / n * sum P[., j]^p``.
 
-    Not of the paper: a chunk's queries are asked once more, from behind its end, as if it were read
-    a second time by the queries that it had. So a token scores that only a later mention of what
+    Not of the paper: a chunk's queries score a second time, rotated past its end, as if the text
+    were read again by the queries that it had. So a token scores that only a later mention of what
     stands before it would look for, and no query of the text itself has. The sum is over queries
     and the group; age[j] / n makes it a mean over the n tokens so far, in the way means are ranked.
 
     Args:
-        again: [T, G, D], the chunk's queries that score, turned as many positions onwards as it
+        rotated_query: [T, G, D], the chunk's queries that score, at as many positions later as it
             has tokens.
         strip: written: scores. The chunk is in its last slots.
         scale: of the logits.
         power: of the probabilities that are added.
 
     """
-    logits = torch.einsum("tgd,jd->tgj", again, strip.key) * scale
-    given = torch.softmax(logits, dim=-1).pow(power).sum(dim=(0, 1))
+    logits = torch.einsum("tgd,jd->tgj", rotated_query, strip.key) * scale
+    column_sums = torch.softmax(logits, dim=-1).pow(power).sum(dim=(0, 1))
     end = int(strip.position.max()) + 1
-    weight = REPLAY_WEIGHT * (end - strip.position) / end
-    strip.score = strip.score + (weight * given).to(strip.score.dtype)
+    weight = SECOND_PASS_WEIGHT * (end - strip.position) / end
+    strip.score = strip.score + (weight * column_sums).to(strip.score.dtype)
 
 
-def select_victims(
+def select_victim(
     strip: Strip, logical_len: int, num_recent: int, num_sinks: int, by_age: bool = False
 ) -> int:
     """The slot that the next token takes: the lowest score; of equals, the newest.
@@ -150,16 +150,16 @@ def select_victims(
 def pack_survivors(
     strip: Strip,
     logical_len: int,
-    keep: int,
+    num_survivors: int,
     num_recent: int,
     num_sinks: int,
     by_age: bool = False,
 ) -> Strip:
-    """The ``keep`` tokens that survive the prompt, in order of position.
+    """The ``num_survivors`` tokens that survive the prompt, in order of position.
 
     The recent window and the sinks survive; then the best scores; of equals, the older ones.
     """
-    order = sorted(range(len(strip)), key=lambda slot: int(strip.position[slot]))
+    slots = sorted(range(len(strip)), key=lambda slot: int(strip.position[slot]))
     ranks = strip.ranks(logical_len, by_age)
 
     def rank(slot: int) -> tuple[bool, float]:
@@ -167,7 +167,8 @@ def pack_survivors(
         candidate = num_sinks <= position < logical_len - num_recent
         return candidate, -float(ranks[slot]) if candidate else 0.0
 
-    survivors = sorted(sorted(order, key=rank)[:keep], key=lambda slot: int(strip.position[slot]))
+    best = sorted(slots, key=rank)[:num_survivors]
+    survivors = sorted(best, key=lambda slot: int(strip.position[slot]))
     return Strip(
         strip.key[survivors],
         strip.value[survivors],
@@ -225,7 +226,8 @@ class Head:
         logical_len: tokens computed so far.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full: where pages are
-            evicted, the first slot of one, and ``refilled`` slots behind it are taken.
+            evicted, the first slot of one.
+        next_offset: of that page's slots, the one that the next token takes.
 
     """
 
@@ -242,7 +244,7 @@ class Head:
     logical_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
-    refilled: int = 0
+    next_offset: int = 0
 
     def step(
         self,
@@ -250,9 +252,9 @@ class Head:
         key: torch.Tensor,
         value: torch.Tensor,
         ends_prompt: bool = False,
-        scores: Sequence[float] | None = None,
-        scores_from: int = 0,
-        again: torch.Tensor | None = None,
+        initial_scores: Sequence[float] | None = None,
+        scoring_start: int = 0,
+        rotated_query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute T tokens: a chunk of the prompt, or one token after it.
 
@@ -261,9 +263,9 @@ class Head:
             key: [T, D].
             value: [T, D].
             ends_prompt: whether the last of them is the last of the prompt.
-            scores: [T] first scores; zeros unless given.
-            scores_from: position from which on queries add to scores.
-            again: [T, G, D], the queries, turned T positions onwards, where they are asked again.
+            initial_scores: [T]; zeros when None.
+            scoring_start: position from which on queries add to scores.
+            rotated_query: [T, G, D], the queries at T positions later, where a second pass scores.
 
         Returns:
             [T, G, D].
@@ -271,29 +273,30 @@ class Head:
         """
         for i in range(key.shape[0]):
             slot = len(self.strip) if self.victim is None else self._vacate()
-            first = 0.0 if scores is None else scores[i]
-            self.strip.store(slot, key[i], value[i], self.logical_len, first)
+            initial = 0.0 if initial_scores is None else initial_scores[i]
+            self.strip.store(slot, key[i], value[i], self.logical_len, initial)
             self.logical_len += 1
-        silent = min(max(scores_from - self.logical_len + key.shape[0], 0), key.shape[0])
-        out = attend_and_score(query, self.strip, self.scale, self.power, self.skip_recent, silent)
-        if again is not None:
-            replay(again[silent:], self.strip, self.scale, self.power)
+        num_new = key.shape[0]
+        first = min(max(scoring_start - (self.logical_len - num_new), 0), num_new)
+        out = attend_and_score(query, self.strip, self.scale, self.power, self.skip_recent, first)
+        if rotated_query is not None:
+            score_second_pass(rotated_query[first:], self.strip, self.scale, self.power)
         full = len(self.strip) >= self.capacity
         if self.in_prompt:
             if full and (ends_prompt or self.packs_chunks):
                 self._pack()
             self.in_prompt = not ends_prompt
-        elif full and not self.refilled:
+        elif full and not self.next_offset:
             self._select()
         return out
 
     def _vacate(self) -> int:
         """The slot of the next token; its page is emptied when it is the first there."""
         assert self.victim is not None
-        if self.refilled == 0:
+        if self.next_offset == 0:
             self.strip.position[self.victim : self.victim + self.page_size] = -1
-        slot = self.victim + self.refilled
-        self.refilled = (self.refilled + 1) % self.page_size
+        slot = self.victim + self.next_offset
+        self.next_offset = (self.next_offset + 1) % self.page_size
         return slot
 
     def _pack(self) -> None:
@@ -313,4 +316,4 @@ class Head:
         if self.page_size > 1:
             self.victim = select_page(*limits, self.page_size)
         else:
-            self.victim = select_victims(*limits, self.by_age)
+            self.victim = select_victim(*limits, self.by_age)

@@ -2,106 +2,116 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, TypeGuard
 
-from vllm_h2o.errors import ConfigError
+from vllm_h2o.errors import ConfigError, IntegrityError
+from vllm_h2o.options.conflicts import check_together, check_unread
+from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import carried_options, named_options
-from vllm_h2o.policy import POLICIES, Budget, Policy, ScoreKind, split_budget
+from vllm_h2o.pages import num_pages
+from vllm_h2o.policy import POLICIES, SCORES, Budget, Policy, ScoreKind, split_budget
 from vllm_h2o.policy.budget import minimum_slots
 
-_CHOICES = {
-    "budget_basis": ("max_model_len", "prompt", "request"),
-    "granularity": ("token", "block"),
-    "prefill": ("full", "window", "chunked"),
-    "score": ("sum", "sum_squares", "mean", "mean_squares", "replay"),
-    "kernels": ("auto", "native", "torch"),
-}
-"""Field -> the values that it takes."""
-
-_COUNTS = (
-    "min_budget",
-    "num_sink_tokens",
-    "protect_prompt_tokens",
-    "observation_window",
-    "score_skip_recent",
-    "seed",
-)
-"""Fields that are whole numbers."""
+_SCORE_MEANINGS = ", ".join(f"{name} ({score.meaning})" for name, score in SCORES.items())
 
 
 @dataclass(frozen=True)
 class KVPolicyConfig:
-    """What a user may set.
-
-    Args:
-        name: policy: h2o, h2o_mean, h2o_replay, streaming, local, random or full.
-        budget: tokens a sequence may hold. An int is that many slots; a float in (0, 1] is that
-            share of ``budget_basis``; ``full`` is every token. Rounded up to whole pages. A request
-            may bring its own, as ``kv_budget``.
-        budget_basis: what a share is a share of: ``max_model_len``, a request's ``prompt``, or the
-            ``request``, which is its prompt and its max_tokens.
-        min_budget: fewest slots, whatever the share comes to.
-        max_budget: most that a request may ask for, given like ``budget``; None: anything.
-        recent_ratio: share of the budget, beyond the sinks, that is the recent window, in [0, 1].
-        num_sink_tokens: first tokens that are never evicted; None is the policy's own default.
-        protect_prompt_tokens: first tokens of a prompt that are never evicted; those of a shorter
-            prompt all.
-        granularity: what is evicted at a time: a ``token``, or a ``block``, a page's tokens.
-        prefill: when a prompt is evicted from: ``full``, once, at its end; ``window``, likewise,
-            scored by its last queries alone; ``chunked``, after each chunk of it.
-        observation_window: those last queries.
-        score: what ranks: the ``sum`` of probabilities or ``sum_squares``; ``mean`` and
-            ``mean_squares`` divide them by the queries since the token was stored; ``replay`` is
-            ``mean_squares``, and in a prompt that of its queries, asked again from behind it; None
-            is the policy's own default.
-        score_skip_recent: a query scores tokens that are at least so many positions older; one that
-            is asked again scores all.
-        seed: of the ``random`` policy, for requests that bring no seed of their own.
-        kernels: on a CPU ``native`` (C++) or ``torch``; ``auto`` takes the fastest that are there.
+    """What a user may set. ``--help`` and docs/options.md are written from these descriptions.
 
     Raises:
         ConfigError: for any value that cannot be used.
 
     """
 
-    name: str = "h2o"
-    budget: int | float | str = 0.2
-    budget_basis: str = "max_model_len"
-    min_budget: int = 0
-    max_budget: int | float | str | None = None
-    recent_ratio: float = 0.5
-    num_sink_tokens: int | None = None
-    protect_prompt_tokens: int = 0
-    granularity: str = "token"
-    prefill: str = "full"
-    observation_window: int = 32
-    score: str | None = None
-    score_skip_recent: int = 0
-    seed: int = 0
-    kernels: str = "auto"
+    name: str = option("h2o", f"the policy: {', '.join(POLICIES)}")
+    budget: int | float | str = option(
+        0.2,
+        "tokens a sequence may hold: an int is that many; a float in (0, 1] is that fraction of "
+        "budget_basis; full is every token; rounded up to whole pages",
+    )
+    budget_basis: str = option(
+        "max_model_len",
+        "what a fraction is of: max_model_len, a request's prompt, or the request, which is its "
+        "prompt and its max_tokens",
+        choices=("max_model_len", "prompt", "request"),
+    )
+    min_budget: int = option(0, "fewest tokens, whatever the fraction comes to", bits=31)
+    max_budget: int | float | str | None = option(
+        None, "most that a request may ask for as kv_budget, given like budget", shown="no limit"
+    )
+    recent_ratio: float = option(
+        0.5, "fraction of the budget that is the recent window; the rest are heavy hitters"
+    )
+    num_sink_tokens: int | None = option(
+        None,
+        "first tokens of a sequence that are never evicted",
+        bits=31,
+        shown="0; streaming 4",
+    )
+    protect_prompt_tokens: int = option(
+        0,
+        "first tokens of a prompt that are never evicted; all of a shorter prompt",
+        bits=31,
+    )
+    granularity: str = option(
+        "token",
+        "what is evicted at a time: a token, or a block: the tokens of a page, by the sum of their "
+        "scores",
+        choices=("token", "block"),
+    )
+    prefill: str = option(
+        "full",
+        "when a prompt is evicted from: full, once, at its end; window, likewise, scored by its "
+        "last observation_window queries alone; chunked, after each chunk, so that a prompt may be "
+        "longer than the pool",
+        choices=("full", "window", "chunked"),
+    )
+    observation_window: int = option(
+        32, "with prefill=window: how many of the prompt's last queries score", bits=31
+    )
+    score: str | None = option(
+        None,
+        f"what ranks tokens: {_SCORE_MEANINGS}",
+        choices=tuple(SCORES),
+        shown="sum; h2o_mean mean_squares; h2o_replay second_pass",
+    )
+    score_skip_recent: int = option(
+        0, "a query scores tokens that are at least so many positions older", bits=31
+    )
+    seed: int = option(0, "of the random policy, for requests that bring no seed", bits=63)
+    kernels: str = option(
+        "auto",
+        "on a CPU: native (C++) or torch; auto takes the fastest that are there",
+        choices=("auto", "native", "torch"),
+    )
 
     def __post_init__(self) -> None:
         self._check_name()
         self._check_budget("budget", self.budget)
         if self.max_budget is not None:
             self._check_budget("max_budget", self.max_budget)
-        for field in _COUNTS:
-            self._check_count(field)
+        for field in fields(self):
+            if field.metadata["bits"]:
+                self._check_count(field.name, field.metadata["bits"])
         if not _is_number(self.recent_ratio) or not 0 <= self.recent_ratio <= 1:
             raise ConfigError(
                 f"recent_ratio={self.recent_ratio!r}",
-                "a share of the budget is a number in [0, 1]",
-                "there is no such share",
+                "a fraction of the budget is a number in [0, 1]",
+                "there is no such fraction",
                 "give a number in [0, 1]; 0.5 is the paper's",
             )
-        for field, works in _CHOICES.items():
-            self._check_choice(field, works)
-        self._check_unread()
-        self._check_together()
+        for field in fields(self):
+            if field.metadata["choices"]:
+                self._check_choice(field.name, field.metadata["choices"])
+        check_unread(self)
+        check_together(self)
         self._check_size()
 
     @property
@@ -115,38 +125,41 @@ class KVPolicyConfig:
         return max(self._own_sinks, self.protect_prompt_tokens)
 
     @property
+    def score_name(self) -> str:
+        """The score by its name, the policy's own where the user names none."""
+        return self.policy.default_score if self.score is None else self.score
+
+    @property
     def score_power(self) -> int:
         """Of the probabilities that are added to scores; 0 where attention adds nothing."""
-        if self.policy.score is not ScoreKind.SUM:
-            return 0
-        return 2 if self._own_score.endswith("_squares") or self.score_replays else 1
+        return SCORES[self.score_name].power if self._uses_attention else 0
 
     @property
     def score_by_age(self) -> bool:
         """Whether scores are ranked as means over the queries since a token was stored."""
-        return self._own_score.startswith("mean") or self.score_replays
+        return SCORES[self.score_name].by_age
 
     @property
-    def score_replays(self) -> bool:
-        """Whether a prompt's queries are asked again, from behind its end."""
-        return self._own_score == "replay"
+    def has_second_pass(self) -> bool:
+        """Whether a prompt's queries score a second time, rotated past its end."""
+        return SCORES[self.score_name].second_pass
 
     @property
-    def shares_prefixes(self) -> bool:
+    def _uses_attention(self) -> bool:
+        return self.policy.score is ScoreKind.ATTENTION
+
+    @property
+    def supports_prefix_caching(self) -> bool:
         """Whether what survives of a prompt follows from what each request computes itself.
 
         A prefix that is found in the cache is not computed again: its queries cannot score.
         """
         scored_late = self.prefill == "window" and self.observation_window > 1
-        return scored_late or (self.policy.score is not ScoreKind.SUM and self.prefill == "full")
-
-    @property
-    def _own_score(self) -> str:
-        return self.policy.default_score if self.score is None else self.score
+        return scored_late or (not self._uses_attention and self.prefill == "full")
 
     @property
     def effective_recent_ratio(self) -> float:
-        """Share of the budget, beyond the sinks, that is the recent window."""
+        """Fraction of the budget, beyond the sinks, that is the recent window."""
         return self.recent_ratio if self.policy.keeps_heavy else 1.0
 
     def resolve(self, max_model_len: int, block_size: int) -> Budget:
@@ -157,7 +170,7 @@ class KVPolicyConfig:
             block_size: slots of a page.
 
         Raises:
-            ConfigError: when a share comes to fewer slots than sinks + recent + 1.
+            ConfigError: when a fraction comes to fewer slots than sinks + recent + 1.
 
         """
         slots = self._slots(self.budget, max_model_len, max_model_len)
@@ -178,15 +191,15 @@ class KVPolicyConfig:
     ) -> Budget | None:
         """The budget of one request; None where it is that of every request.
 
-        A share of this configuration that comes to less than sinks, a recent token and the next one
-        is lifted to that.
+        A fraction of this configuration that comes to less than sinks, a recent token and the next
+        one is lifted to that.
 
         Args:
             max_model_len: longest sequence, in tokens.
             block_size: slots of a page.
             prompt_len: tokens of the prompt.
             max_tokens: most tokens that follow.
-            asked: the request's own budget; a share is one of ``budget_basis``.
+            asked: the request's own budget; a fraction is one of ``budget_basis``.
 
         Raises:
             ConfigError: when the budget that is asked for cannot be used.
@@ -215,7 +228,7 @@ class KVPolicyConfig:
         return replace(self, budget=asked, budget_basis=basis)
 
     def _slots(self, budget: int | float | str, whole: int, max_model_len: int) -> int:
-        """What a budget comes to, as a share of ``whole`` or as it stands."""
+        """What a budget comes to, as a fraction of ``whole`` or as it stands."""
         if not self.policy.evicts or isinstance(budget, str):
             return max_model_len
         # As it is written: in floating point, 0.07 of 1600 is a hair, and so a page, above 112.
@@ -248,6 +261,25 @@ class KVPolicyConfig:
             return cls.from_options(options, None)
         return cls.from_options(None, options)
 
+    @classmethod
+    def of(cls, vllm_config: Any) -> KVPolicyConfig | None:
+        """The policy of vLLM's config; None when there is none. Parsed once in a process."""
+        options = carried_options(vllm_config.additional_config)
+        return None if options is None else _carried(json.dumps(options))
+
+    @classmethod
+    def required(cls, vllm_config: Any) -> KVPolicyConfig:
+        """The policy of vLLM's config, where a part of this package runs that needs one.
+
+        Raises:
+            IntegrityError: when there is none.
+
+        """
+        config = cls.of(vllm_config)
+        if config is None:
+            raise IntegrityError("a part of the policy's engine runs without a kv_policy")
+        return config
+
     def _check_name(self) -> None:
         if not isinstance(self.name, str) or self.name not in POLICIES:
             close = get_close_matches(str(self.name), POLICIES, n=1)
@@ -263,7 +295,7 @@ class KVPolicyConfig:
         if not good and budget != "full":
             raise ConfigError(
                 f"{field}={budget!r}",
-                "a budget is an int > 0 (slots), a float in (0, 1] (a share), or 'full'",
+                "a budget is an int > 0 (slots), a float in (0, 1] (a fraction), or 'full'",
                 "no number of slots follows from it",
                 "give e.g. 512 or 0.2",
             )
@@ -280,11 +312,10 @@ class KVPolicyConfig:
                 f"ask for at most {self.max_budget!r}",
             )
 
-    def _check_count(self, field: str) -> None:
+    def _check_count(self, field: str, bits: int) -> None:
         value = getattr(self, field)
         if field == "num_sink_tokens" and value is None:
             return
-        bits = 63 if field == "seed" else 31
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**bits:
             raise ConfigError(
                 f"{field}={value!r}",
@@ -304,55 +335,6 @@ class KVPolicyConfig:
             f"use {field}={works[0]!r}",
         )
 
-    def _check_unread(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if (
-                field.name in {"name", "budget", "kernels", *self.policy.options}
-                or value == field.default
-            ):
-                continue
-            raise ConfigError(
-                f"{field.name}={value!r} with policy {self.name!r}",
-                f"{self.name!r} reads {', '.join(sorted(self.policy.options)) or 'no options'}",
-                "an option that nothing reads would be a silent no-op",
-                f"leave {field.name} out, or choose another policy",
-            )
-
-    def _check_together(self) -> None:
-        window, seen = self.prefill == "window", self.policy.score is ScoreKind.SUM
-        paged = self.granularity == "block"
-        share, basis = (
-            not isinstance(self.budget, int),
-            self.budget_basis != type(self).budget_basis,
-        )
-        no_op, not_built = "it would be a silent no-op", "the two are not built together"
-        asked_basis = f"budget_basis={self.budget_basis!r}"
-        slots = f"budget={self.budget!r} is a number of slots, a share of nothing"
-        unranked = f"{self.name!r} does not rank tokens by attention"
-        asked_window = f"observation_window={self.observation_window!r}"
-        all_score = f"prefill={self.prefill!r} lets every query of a prompt score"
-        other_window = self.observation_window != type(self).observation_window
-        by_age, means = self.score_by_age, f"with score={self._own_score!r}"
-        all_count = "a mean counts every query of the prompt, and the last alone score"
-        by_token = "means are ranked token by token"
-        for refused, asked, found, why in (
-            (basis and not share, asked_basis, slots, no_op),
-            (window and not seen, f"prefill='window' with policy {self.name!r}", unranked, no_op),
-            (other_window and not window, asked_window, all_score, no_op),
-            (window and not self.observation_window, asked_window, "no query scores", no_op),
-            (window and by_age, f"prefill='window' {means}", all_count, not_built),
-            (paged and by_age, f"granularity='block' {means}", by_token, not_built),
-            (
-                paged and basis,
-                f"granularity='block' with {asked_basis}",
-                "the pages of a short request may all be recent",
-                not_built,
-            ),
-        ):
-            if refused:
-                raise ConfigError(asked, found, why, "leave it out, or change the other option")
-
     def _check_size(self) -> None:
         if not self.policy.evicts:
             if isinstance(self.budget, int) or self.budget not in (1.0, "full", type(self).budget):
@@ -367,8 +349,9 @@ class KVPolicyConfig:
             self._check_slots(slots, "that many slots", self.num_sinks)
 
     def _check_pages(self, budget: Budget, block_size: int, max_model_len: int) -> None:
-        # Recent tokens lie in pages of the prompt and in refilled ones, both cut at either end.
-        safe = -(-budget.num_sinks // block_size) - (-budget.num_recent // block_size) + 2
+        # Recent tokens lie in the prompt's pages and in evicted ones, both cut at either end.
+        sinks, recent = (num_pages(n, block_size) for n in (budget.num_sinks, budget.num_recent))
+        safe = sinks + recent + 2
         if budget.capacity // block_size <= safe and budget.capacity < max_model_len:
             raise ConfigError(
                 f"granularity='block' with budget={self.budget!r}",
@@ -387,6 +370,15 @@ class KVPolicyConfig:
                 f"{num_sinks} first tokens, the recent window and the next token need {least}",
                 f"give a budget of at least {least}, or fewer sinks",
             )
+
+
+@lru_cache
+def _carried(text: str) -> KVPolicyConfig:
+    """A configuration from the JSON of what ``additional_config`` carries."""
+    options = json.loads(text)
+    if isinstance(options, str):
+        return KVPolicyConfig.from_options(options, None)
+    return KVPolicyConfig.from_options(None, options)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

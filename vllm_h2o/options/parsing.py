@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from vllm_h2o.errors import ConfigError
 
 ADDITIONAL_CONFIG_KEY = "kv_policy"
+
+RETIRED = {("score", "replay"): "second_pass"}
+"""(option, retired value) -> what it is called now. Drop when: 0.2."""
+
+logger = logging.getLogger("vllm.kv_policy")
 
 
 def named_options(name: str | None, options: object, known: Sequence[str]) -> dict[str, Any]:
@@ -52,7 +59,7 @@ def named_options(name: str | None, options: object, known: Sequence[str]) -> di
                 "a key that nothing reads would be a silent no-op",
                 f"did you mean {close[0]!r}?" if close else "remove it",
             )
-    return {str(key): number(value) for key, value in merged.items()}
+    return {str(key): _current(str(key), number(value)) for key, value in merged.items()}
 
 
 def carried_options(additional_config: object) -> object:
@@ -89,6 +96,25 @@ def number(value: object) -> object:
             except ValueError:
                 continue
     return value
+
+
+def _current(key: str, value: object) -> object:
+    """A value, or what has replaced its retired spelling."""
+    current = RETIRED.get((key, str(value)), value)
+    if current != value:
+        _warn_retired(key, str(value), str(current))
+    return current
+
+
+@lru_cache
+def _warn_retired(key: str, value: str, current: str) -> None:
+    logger.warning(
+        "%s=%s is now called %s=%s; the old name goes in the next minor version.",
+        key,
+        value,
+        key,
+        current,
+    )
 
 
 def _parse_json(text: str) -> object:

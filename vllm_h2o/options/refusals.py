@@ -67,7 +67,7 @@ def _windowed(vllm_config: Any) -> bool:
 
 
 def _config(vllm_config: Any) -> KVPolicyConfig:
-    config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+    config = KVPolicyConfig.of(vllm_config)
     return config or KVPolicyConfig()
 
 
@@ -181,7 +181,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "prefix caching, and a prefill of which cached queries would score or evict",
-        lambda c: c.cache_config.enable_prefix_caching and not _config(c).shares_prefixes,
+        lambda c: c.cache_config.enable_prefix_caching and not _config(c).supports_prefix_caching,
         "a prefix that is found in the cache is not computed again: its scores would be missing",
         "use --kv-policy-config.prefill window (of at least 2 queries), a policy without scores, "
         "or leave --enable-prefix-caching out",

@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMClientError
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import misspells, number
+from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
 
 KEY = "kv_budget"
@@ -45,7 +46,7 @@ def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | No
     raise ConfigError(
         f"{KEY}={asked!r}",
         f"a {type(asked).__name__}",
-        "a budget is an int > 0 (slots), a float in (0, 1] (a share), or 'full'",
+        "a budget is an int > 0 (slots), a float in (0, 1] (a fraction), or 'full'",
         "give e.g. 512, 0.2 or 'full'",
     )
 
@@ -97,7 +98,7 @@ def _checked(request: Any, vllm_config: Any) -> Any:
     asked = asked_budget(params.extra_args) if params is not None else None
     if asked is None:
         return request
-    config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+    config = KVPolicyConfig.of(vllm_config)
     if config is None:
         raise ConfigError(
             f"{KEY}={asked!r}",
@@ -114,7 +115,7 @@ def _checked(request: Any, vllm_config: Any) -> Any:
         # Elsewhere the pool is known to hold a longest sequence whole.
         chunk = vllm_config.scheduler_config.max_num_batched_tokens
         longest = min(budget.kept + chunk, prompt_len + params.max_tokens)
-        needed = -(-longest // block_size)
+        needed = num_pages(longest, block_size)
         if needed > pages - 1:
             raise ConfigError(
                 f"{KEY}={asked!r}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_h2o.hooks import add_flags
+from vllm_h2o.options.flags import add_flags
 from vllm_h2o.patches._patch import Patch, Symbol
 
 

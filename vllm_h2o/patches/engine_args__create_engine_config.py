@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_h2o.hooks import check_config, prepare
 from vllm_h2o.patches._patch import Patch, Symbol
+from vllm_h2o.patches._with_policy import activate_front_end
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,6 +23,8 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = prepare(self)
+        if config is not None:
+            activate_front_end()
         return check_config(original(self, *args, **kwargs), config)
 
     return create_engine_config

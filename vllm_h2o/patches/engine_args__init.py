@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from vllm_h2o.hooks import fold_policy
+from vllm_h2o.options.flags import fold_policy
 from vllm_h2o.patches._patch import Patch, Symbol
 
 

@@ -9,8 +9,8 @@ from enum import Enum
 class ScoreKind(str, Enum):
     """Where the score that ranks tokens comes from."""
 
-    SUM = "sum"
-    """Accumulated attention probability, float32."""
+    ATTENTION = "attention"
+    """Accumulated attention, float32; how is one of :data:`~vllm_h2o.policy.scores.SCORES`."""
     RANDOM = "random"
     """A pseudo-random number per (seed, layer, KV head, position), drawn when a token is stored."""
     NONE = "none"
@@ -39,10 +39,10 @@ class Policy:
         name: the value of ``--kv-policy``.
         summary: one line for ``--help``.
         score: what ranks the tokens that are neither sinks nor recent.
-        keeps_heavy: whether a share of the budget goes to the best-scored tokens;
+        keeps_heavy: whether a part of the budget goes to the best-scored tokens;
             otherwise everything but the sinks is the recent window.
         default_num_sink_tokens: sinks when the user names none.
-        default_score: what accumulates and ranks when the user does not say.
+        default_score: how attention accumulates and ranks when the user does not say.
         evicts: False for the policy that keeps every token.
         options: fields of the configuration that it reads; any other would be a silent no-op.
 

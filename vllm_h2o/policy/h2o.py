@@ -5,7 +5,7 @@ from vllm_h2o.policy.base import BUDGET_OPTIONS, Policy, ScoreKind
 H2O = Policy(
     name="h2o",
     summary="heavy hitters by accumulated attention + recent tokens (the paper)",
-    score=ScoreKind.SUM,
+    score=ScoreKind.ATTENTION,
     keeps_heavy=True,
     options=BUDGET_OPTIONS
     | {"recent_ratio", "granularity", "observation_window", "score", "score_skip_recent"},

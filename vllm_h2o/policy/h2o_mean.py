@@ -11,7 +11,7 @@ from vllm_h2o.policy.h2o import H2O
 H2O_MEAN = Policy(
     name="h2o_mean",
     summary="heavy hitters by mean squared attention + recent tokens (small budgets, retrieval)",
-    score=ScoreKind.SUM,
+    score=ScoreKind.ATTENTION,
     keeps_heavy=True,
     default_score="mean_squares",
     options=H2O.options,

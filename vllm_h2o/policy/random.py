@@ -1,4 +1,4 @@
-"""Recent tokens and a uniformly random choice of the rest: the honest floor for every claim.
+"""Recent tokens and a uniformly random choice of the rest: the honest floor for every info.
 
 Each token draws its number once, when it is stored, from (seed, layer, KV head, position). The best
 H of independent draws are a uniform sample of all tokens seen so far, whichever the step. Requests

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_h2o.pages import num_pages
+
 SCORE_AND_POSITION_BYTES = 8
 """float32 score and int32 position of one slot of one KV head."""
 
@@ -28,7 +30,7 @@ class Pool:
 
     def pages_of(self, num_slots: int) -> int:
         """Pages that hold ``num_slots`` slots."""
-        return -(-num_slots // self.block_size)
+        return num_pages(num_slots, self.block_size)
 
     def num_sequences(self, num_slots: int) -> int:
         """Sequences of ``num_slots`` slots that fit at once."""

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import Claim, Ledger
+from vllm_h2o.scheduler.ledger import Ledger, RequestInfo
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import RequestPlan
 
@@ -35,11 +35,11 @@ class HeavyHitterManager(FullAttentionManager):
         allocate_new_blocks          once, after the pool was found large enough: commits
 
     The step that computes the last prompt token packs the survivors into the first pages; the pages
-    behind them are freed when the next step starts, because steps run in the order of scheduling.
-    Where every chunk packs, the next chunk takes the pages behind the survivors again.
+    after them are freed when the next step starts, because steps run in the order of scheduling.
+    Where every chunk packs, the next chunk takes the pages after the survivors again.
 
-    Where requests share the pages of a prefix, survivors are copied behind the prompt's pages, into
-    pages of the request's own; those of the prompt are dropped, and stay what vLLM caches::
+    With prefix caching, survivors are copied into pages of the request's own, which follow the
+    prompt's in the row; those of the prompt are dropped, and stay what vLLM caches::
 
         row of the block table    | shared | of the prompt, published |    the prompt's last step
                                   |  null  |           null           | survivors |       afterwards
@@ -51,6 +51,7 @@ class HeavyHitterManager(FullAttentionManager):
         self._requests: Mapping[str, Request] = {}
         self._budget_of: BudgetOf = _no_budget_of_its_own
         self._largest_chunk = 0
+        self._max_overshoot = 0
         self._packed: list[str] = []
         self._unwritten: set[int] = set()
 
@@ -60,7 +61,7 @@ class HeavyHitterManager(FullAttentionManager):
         requests: Mapping[str, Request],
         budget_of: BudgetOf | None = None,
         largest_chunk: int = 0,
-        surplus: int = 0,
+        max_overshoot: int = 0,
     ) -> None:
         """Give the manager what it counts with.
 
@@ -69,13 +70,13 @@ class HeavyHitterManager(FullAttentionManager):
             requests: vLLM's live requests, by id.
             budget_of: a request's own budget; None where all have the ledger's.
             largest_chunk: most tokens of one step; read where chunks are packed.
-            surplus: tokens that may be computed behind a request's last, and are thrown away.
+            max_overshoot: tokens that may be computed after a request's last, and are thrown away.
 
         """
         self._ledger, self._requests = ledger, requests
         self._budget_of = budget_of or _no_budget_of_its_own
         self._largest_chunk = largest_chunk
-        self._surplus = surplus
+        self._max_overshoot = max_overshoot
 
     @property
     def ledger(self) -> Ledger:
@@ -89,22 +90,22 @@ class HeavyHitterManager(FullAttentionManager):
             raise IntegrityError("HeavyHitterManager is used without HeavyHitterScheduler")
         return self._ledger
 
-    def claim_of(self, request: Request) -> Claim:
+    def info_of(self, request: Request) -> RequestInfo:
         """What a request brings, as long as it holds nothing."""
         params = request.sampling_params
-        return Claim(
+        return RequestInfo(
             prompt_len=request.num_tokens,
-            longest=request.num_prompt_tokens + request.max_tokens + self._surplus,
+            max_len=request.num_prompt_tokens + request.max_tokens + self._max_overshoot,
             seed=params.seed if params else None,
             budget=self._budget_of(request),
         )
 
     def _preview(
         self, request_id: str, num_computed: int, num_tokens: int
-    ) -> tuple[RequestPlan, Claim | None]:
-        holds = request_id in self.ledger.residencies
-        claim = None if holds else self.claim_of(self._requests[request_id])
-        return self.ledger.preview(request_id, num_computed, num_tokens, claim), claim
+    ) -> tuple[RequestPlan, RequestInfo | None]:
+        holds = request_id in self.ledger.states
+        info = None if holds else self.info_of(self._requests[request_id])
+        return self.ledger.preview(request_id, num_computed, num_tokens, info), info
 
     def get_num_blocks_to_allocate(
         self,
@@ -123,31 +124,31 @@ class HeavyHitterManager(FullAttentionManager):
         """
         plan, _ = self._preview(request_id, total_computed_tokens, num_tokens)
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
-        most = self.ledger.num_row_pages(plan)
+        needed = self.ledger.num_row_blocks(plan)
         if apply_admission_cap and self.ledger.packs_chunks and plan.in_prompt:
-            # The whole prompt at once, which never comes: each chunk leaves C - 1 tokens behind.
-            most = min(most, self.ledger.num_pages(plan.capacity - 1 + self._largest_chunk))
-        return max(most - held, 0) + self._get_num_evictable_blocks(new_computed_blocks)
+            # The whole prompt at once, which never comes: each chunk leaves C - 1 tokens.
+            needed = min(needed, self.ledger.num_pages(plan.capacity - 1 + self._largest_chunk))
+        return max(needed - held, 0) + self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         """Take the pages and commit the plan."""
-        held = self.ledger.residencies.get(request_id)
+        held = self.ledger.states.get(request_id)
         cached = len(self.req_to_blocks[request_id]) * self.block_size
-        plan, claim = self._preview(request_id, held.logical_len if held else cached, num_tokens)
-        num_slots = self.ledger.num_row_pages(plan) * self.block_size
+        plan, info = self._preview(request_id, held.logical_len if held else cached, num_tokens)
+        num_slots = self.ledger.num_row_blocks(plan) * self.block_size
         new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
-        self.ledger.commit(request_id, plan, claim)
-        if plan.keep_after and plan.logical_end == self.ledger.residencies[request_id].prompt_end:
+        self.ledger.commit(request_id, plan, info)
+        if plan.num_survivors and plan.logical_end == self.ledger.states[request_id].prompt_end:
             self._packed.append(request_id)
         return new_blocks
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Publish a prompt's full pages, which nobody rewrites; never those of survivors."""
-        end = self.ledger.residencies[request.request_id].shared_end
+        end = self.ledger.states[request.request_id].num_sharable(num_tokens)
         before = self.num_cached_block.get(request.request_id, 0)
-        super().cache_blocks(request, min(num_tokens, end), *args, **kwargs)
+        super().cache_blocks(request, end, *args, **kwargs)
         after = self.num_cached_block.get(request.request_id, 0)
         blocks = self.req_to_blocks[request.request_id][before:after]
         self._unwritten.update(block.block_id for block in blocks)
@@ -164,16 +165,16 @@ class HeavyHitterManager(FullAttentionManager):
     def new_step_starts(self) -> None:
         """Free the pages around the survivors that the last step packed."""
         for request_id in self._packed:
-            residency = self.ledger.residencies.get(request_id)
-            if residency is None:
+            state = self.ledger.states.get(request_id)
+            if state is None:
                 continue
-            blocks, first = self.req_to_blocks[request_id], residency.first_page
-            end = first + self.ledger.num_pages(residency.held_len)
-            freed = blocks[:first] + blocks[end:]
-            self.ledger.counts.pages_freed_early += len(freed)
+            blocks, start = self.req_to_blocks[request_id], state.first_block_idx
+            end = start + self.ledger.num_pages(state.held_len)
+            freed = blocks[:start] + blocks[end:]
+            self.ledger.stats.pages_freed_early += len(freed)
             self.block_pool.free_blocks(reversed(freed))
             # The row in the workers keeps its order: what was dropped in front leaves its place.
-            blocks[:] = [self._null_block] * first + blocks[first:end]
+            blocks[:] = [self._null_block] * start + blocks[start:end]
         self._packed.clear()
         self._unwritten.clear()
 
@@ -192,9 +193,9 @@ class HeavyHitterManager(FullAttentionManager):
     def num_held(self) -> int:
         """Pages that requests hold; a shared one counts for each of them."""
         rows = sum(map(len, self.req_to_blocks.values()))
-        held = self.ledger.residencies.items()
+        held = self.ledger.states.items()
         # Those that the last step packed have not dropped theirs yet.
-        return rows - sum(r.first_page for i, r in held if i not in self._packed)
+        return rows - sum(r.first_block_idx for i, r in held if i not in self._packed)
 
     def check_integrity(self) -> None:
         """Count every page and every length.
@@ -211,14 +212,14 @@ class HeavyHitterManager(FullAttentionManager):
         wrong_refs = [i for i, n in held.items() if self.block_pool.blocks[i].ref_cnt != n]
         private = [b.block_id for i in rows for b in self._private(i) if held[b.block_id] > 1]
         misfits = {
-            request_id: (len(blocks), blocks.count(null), residency)
+            request_id: (len(blocks), blocks.count(null), state)
             for request_id, blocks in rows.items()
-            if (residency := self.ledger.residencies.get(request_id)) is not None
+            if (state := self.ledger.states.get(request_id)) is not None
             and request_id not in self._packed
-            and (len(blocks) - residency.first_page, blocks.count(null))
-            != (self.ledger.num_pages(residency.held_len), residency.first_page)
+            and (len(blocks) - state.first_block_idx, blocks.count(null))
+            != (self.ledger.num_pages(state.held_len), state.first_block_idx)
         }
-        strangers = rows.keys() ^ self.ledger.residencies.keys()
+        strangers = rows.keys() ^ self.ledger.states.keys()
         if num_free + len(held) != total or wrong_refs or private or strangers or misfits:
             raise IntegrityError(
                 f"pages: {num_free} free + {len(held)} held of {total}; reference count not that "
@@ -229,14 +230,14 @@ class HeavyHitterManager(FullAttentionManager):
 
     def _private(self, request_id: str) -> list[KVCacheBlock]:
         """Pages that a request writes to, or has published nothing of."""
-        residency = self.ledger.residencies.get(request_id)
-        if residency is None or request_id in self._packed:
+        state = self.ledger.states.get(request_id)
+        if state is None or request_id in self._packed:
             return []
-        in_prompt = residency.logical_len < residency.prompt_end
-        shares = self.ledger.shares and (in_prompt or not residency.first_page)
-        shared = residency.shared_end if shares else 0
-        blocks = self.req_to_blocks[request_id][residency.first_page :]
-        return blocks[min(shared // self.block_size, len(blocks)) :]
+        blocks = self.req_to_blocks[request_id][state.first_block_idx :]
+        in_prompt = state.logical_len < state.prompt_end
+        if not self.ledger.prefix_caching or (state.first_block_idx and not in_prompt):
+            return blocks
+        return blocks[state.num_sharable(len(blocks) * self.block_size) // self.block_size :]
 
 
 def register_manager() -> None:

@@ -16,12 +16,13 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_h2o.errors import ConfigError, IntegrityError, UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import asked_budget, budget_of
+from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
-from vllm_h2o.scheduler.stats import Tally
+from vllm_h2o.scheduler.stats import StatsReporter
 
 logger = init_logger("vllm.kv_policy")
 
@@ -31,9 +32,7 @@ class HeavyHitterScheduler(AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = KVPolicyConfig.from_additional_config(self.vllm_config.additional_config)
-        if config is None:
-            raise IntegrityError("HeavyHitterScheduler runs without a kv_policy")
+        config = KVPolicyConfig.required(self.vllm_config)
         self.manager = self._sole_manager(self.kv_cache_config)
         block_size = self.manager.block_size
         self.policy_config = config
@@ -43,38 +42,38 @@ class HeavyHitterScheduler(AsyncScheduler):
             config.seed,
             packs_chunks=config.prefill == "chunked",
             observation_window=config.observation_window if config.prefill == "window" else 0,
-            replay_chunk=self._replay_chunk() if config.score_replays else 0,
-            evicts_pages=config.granularity == "block",
-            row_pages=-(-self.max_model_len // block_size),
-            shares=self._shares,
+            second_pass_chunk=self._second_pass_chunk() if config.has_second_pass else 0,
+            evicts_blocks=config.granularity == "block",
+            max_blocks_per_request=num_pages(self.max_model_len, block_size),
+            prefix_caching=self._prefix_caching,
         )
-        # The seam at which vLLM lets a chunk of a prompt end early, whatever for.
-        self.need_mamba_block_aligned_split = self._shares or config.score_replays
+        # A liberty: the switch of a seam for Mamba, at which a chunk of a prompt may end early.
+        self.need_mamba_block_aligned_split = self._prefix_caching or config.has_second_pass
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
-        # vLLM stops in time with three steps of a request in flight; each one more is a token more.
-        surplus = max(self.vllm_config.max_concurrent_batches - 3, 0)
-        self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk, surplus)
+        # vLLM stops in time with three steps in flight; each more may compute a token too many.
+        max_overshoot = max(self.vllm_config.max_concurrent_batches - 3, 0)
+        self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk, max_overshoot)
         group = self.kv_cache_config.kv_cache_groups[0]
-        self.tally = Tally(self.manager, len(group.layer_names))
+        self.stats_reporter = StatsReporter(self.manager, len(group.layer_names))
         self._log_meaning(config)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One step of vLLM's schedule, with its plan as ``residency_plan``."""
         output = super().schedule(throttle_prefills)
-        # The one attribute that this package adds to an object of vLLM's: it reaches every worker.
+        # A liberty: an attribute added to an object of vLLM's, which reaches every worker.
         output.residency_plan = self.ledger.take_step(output.num_scheduled_tokens)
         return output
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics, with the policy's; None where they are switched off.
 
-        They ride in ``running_lora_adapters``, a mapping of integers that the scheduler leaves
-        empty and that nobody reads without LoRA. ``kv_connector_stats``, which takes any payload,
-        would stop a front end that does not know ours: its log has no connector to ask.
+        A liberty: they ride in ``running_lora_adapters``, a mapping of integers that the scheduler
+        leaves empty and that nobody reads without LoRA. ``kv_connector_stats``, which takes any
+        payload, would stop a front end that does not know ours: its log has no connector to ask.
         """
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
-            self.tally.report().put_into(stats.running_lora_adapters)
+            self.stats_reporter.report().put_into(stats.running_lora_adapters)
         return stats
 
     def check_integrity(self) -> None:
@@ -85,31 +84,32 @@ class HeavyHitterScheduler(AsyncScheduler):
 
         """
         self.manager.check_integrity()
-        for request_id, residency in self.ledger.residencies.items():
+        for request_id, state in self.ledger.states.items():
             request = self.requests[request_id]
             computed = request.num_computed_tokens
             # A stopped session is rolled back to its last sampled token, and begins again anyway.
             if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
                 continue
-            if computed != residency.logical_len:
+            if computed != state.logical_len:
                 raise IntegrityError(
                     f"request {request_id}: vLLM counts {computed} computed tokens, "
-                    f"the ledger {residency.logical_len}"
+                    f"the ledger {state.logical_len}"
                 )
 
     @property
-    def _shares(self) -> bool:
+    def _prefix_caching(self) -> bool:
         return bool(self.cache_config.enable_prefix_caching)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         """What a request finds computed, but for what it must compute itself."""
         blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request)
         if num_cached:
-            most = self.ledger.most_cached(self.manager.claim_of(request))
-            most = min(most, self.manager.num_written(blocks.blocks[0]) * self.manager.block_size)
-            if num_cached > most:
-                blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, most)
-                num_cached = most
+            limit = self.ledger.max_cached_tokens(self.manager.info_of(request))
+            num_written = self.manager.num_written(blocks.blocks[0])
+            limit = min(limit, num_written * self.manager.block_size)
+            if num_cached > limit:
+                blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, limit)
+                num_cached = limit
         return blocks, num_cached, *rest
 
     def _mamba_block_aligned_split(
@@ -121,13 +121,13 @@ class HeavyHitterScheduler(AsyncScheduler):
     ) -> int:
         """Keep what is scored together in one chunk."""
         start = request.num_computed_tokens + num_new_local_computed_tokens
-        return self.ledger.uncut(request.request_id, start, num_new_tokens, request.num_tokens)
+        prompt_len = request.num_tokens
+        return self.ledger.align_chunk(request.request_id, start, num_new_tokens, prompt_len)
 
-    def _replay_chunk(self) -> int:
-        """What a step has room for beside one token of every other sequence, or half of it all."""
-        limits = self.scheduler_config
-        most = self.max_num_scheduled_tokens
-        room = max(most - limits.max_num_seqs + 1, most // 2, 1)
+    def _second_pass_chunk(self) -> int:
+        """What a step has room for next to one token of each other sequence, or half of it all."""
+        limits, max_tokens = self.scheduler_config, self.max_num_scheduled_tokens
+        room = max(max_tokens - limits.max_num_seqs + 1, max_tokens // 2, 1)
         return min(room, limits.long_prefill_token_threshold or room)
 
     @property
@@ -191,8 +191,8 @@ class HeavyHitterScheduler(AsyncScheduler):
         stock = Pool(num_bytes // spec.stock_page_size_bytes, pool.block_size)
         logger.info(
             "%s: past its prompt a sequence holds %s%d tokens (%d heavy, %d recent, %d sinks, "
-            "1 in turn) = %d pages of %d; the pool of %d pages holds %d sequences of "
-            "max_model_len=%d at once, stock vLLM in the same memory %d.",
+            "1 for the incoming token) = %d pages of %d; the pool of %d pages holds %d sequences "
+            "of max_model_len=%d at once, stock vLLM in the same memory %d.",
             config.name,
             "" if config.budget_basis == "max_model_len" else "at most ",
             budget.capacity,

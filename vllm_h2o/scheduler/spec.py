@@ -9,6 +9,7 @@ from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.footprint import SCORE_AND_POSITION_BYTES
 
 
@@ -22,13 +23,13 @@ class HeavyHitterSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of one longest request, which vLLM asks for at the start."""
-        most = vllm_config.model_config.max_model_len
-        config = KVPolicyConfig.from_additional_config(vllm_config.additional_config)
+        max_len = vllm_config.model_config.max_model_len
+        config = KVPolicyConfig.of(vllm_config)
         if config is not None and config.prefill == "chunked":
-            budget = config.resolve(most, self.block_size)
+            budget = config.resolve(max_len, self.block_size)
             chunk = vllm_config.scheduler_config.max_num_batched_tokens
-            most = min(most, budget.kept + chunk)
-        return -(-most // self.block_size) * self.page_size_bytes
+            max_len = min(max_len, budget.kept + chunk)
+        return num_pages(max_len, self.block_size) * self.page_size_bytes
 
     @property
     def stock_page_size_bytes(self) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from vllm_h2o.scheduler.ledger import Counts
+from vllm_h2o.scheduler.ledger import LedgerStats
 from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import PolicyStats
 
 
-class Tally:
+class StatsReporter:
     """Adds up, when it is asked, what ledger and manager know.
 
     Args:
@@ -32,14 +32,14 @@ class Tally:
         Bytes are those of one worker: with tensor parallelism, each saves as many.
         """
         manager, ledger = self._manager, self._manager.ledger
-        counts, ledger.counts = ledger.counts, Counts()
-        held = ledger.residencies.values()
-        stock_pages = sum(ledger.num_pages(residency.logical_len) for residency in held)
+        stats, ledger.stats = ledger.stats, LedgerStats()
+        held = ledger.states.values()
+        stock_pages = sum(ledger.num_pages(state.logical_len) for state in held)
         pages = manager.num_held()
         return PolicyStats(
-            **asdict(counts),
-            requests_at_capacity=sum(residency.is_full for residency in held),
+            **asdict(stats),
+            requests_at_capacity=sum(state.is_full for state in held),
             resident_tokens=sum(map(ledger.resident_tokens, held)),
-            logical_tokens=sum(residency.logical_len for residency in held),
+            logical_tokens=sum(state.logical_len for state in held),
             saved_bytes=stock_pages * self._stock_page_bytes - pages * self._page_bytes,
         )

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_h2o.errors import IntegrityError, UnsupportedError
-from vllm_h2o.kernels.cache import Page
-from vllm_h2o.kernels.torch.pack import window_scores
-from vllm_h2o.kernels.torch.random import random_scores
+from vllm_h2o.kernels.batch import PromptChunk, StepTensors
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.torch.prefill import window_scores
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.policy import ScoreKind
-from vllm_h2o.worker.metadata import HeavyHitterMetadata, drawn_by_position, heads_of_rank
+from vllm_h2o.worker.metadata import HeavyHitterMetadata
+from vllm_h2o.worker.random import RandomScores, heads_of_rank
 
 
 class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
@@ -58,18 +58,18 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
                     WHY_IN_LAYERS,
                     ANOTHER_MODEL,
                 )
-        config = KVPolicyConfig.from_additional_config(get_current_vllm_config().additional_config)
-        if config is None:
-            raise IntegrityError("the policy's attention backend runs without a kv_policy")
+        vllm_config = get_current_vllm_config()
+        config = KVPolicyConfig.required(vllm_config)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.draws = config.policy.score is ScoreKind.RANDOM
-        self.heads = heads_of_rank(get_current_vllm_config(), self.num_kv_heads)
-        self.page: tuple[torch.Tensor, Page] | None = None
+        heads = heads_of_rank(vllm_config, self.num_kv_heads)
+        draws = config.policy.score is ScoreKind.RANDOM
+        self.random_scores = RandomScores(heads) if draws else None
         self.victims: torch.Tensor | None = None
-        self.turn: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+        self.rotate: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+        self._cache: tuple[torch.Tensor, LayerCache] | None = None
 
     def forward(
         self,
@@ -104,69 +104,55 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             raise NotImplementedError("fused output quantisation is not supported with a kv-policy")
         if attn_metadata is None:
             return output.zero_()
-        if attn_metadata.blank:
+        if attn_metadata.zero_output:
             output.zero_()
-        page = self._page_of(kv_cache)
         kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
-        step = (query, key, value)
-        first = self._drawn(layer, attn_metadata, query) if self.draws else None
-        if attn_metadata.prompts:
-            chunks = attn_metadata.prompts
-            kernels.prefill(page, chunks, *step, first, self.scale, scoring, output)
-            if scoring.replays:
-                self._replay(page, attn_metadata, query)
-            elif scoring.power:
-                self._watch(layer, page, attn_metadata, query)
+        cache = self._cache_of(kv_cache)
+        name, chunks = str(layer.layer_name), attn_metadata.prompts
+        initial_score = None
+        if self.random_scores is not None:
+            initial_score = self.random_scores.of_step(
+                name, attn_metadata.decodes, chunks, query.shape[0], query.device
+            )
+        tensors = StepTensors(query, key, value, output, initial_score, self.scale)
+        if chunks:
+            kernels.prefill(cache, chunks, tensors, scoring)
+            if scoring.second_pass:
+                rotated = self._rotated(chunks, query)
+                kernels.score_second_pass(cache, chunks, rotated, self.scale, scoring)
+            self._score_windows(cache, attn_metadata, name, query)
         for batch in attn_metadata.decodes:
-            victims = self._victims(page)
-            kernels.decode(page, batch, victims, *step, first, self.scale, scoring, output)
+            kernels.decode(cache, batch, self._victims(cache), tensors, scoring)
         return output
 
-    def _page_of(self, kv_cache: torch.Tensor) -> Page:
+    def _cache_of(self, kv_cache: torch.Tensor) -> LayerCache:
         """Its views, made again when vLLM binds another cache."""
-        if self.page is None or self.page[0] is not kv_cache:
-            self.page = (kv_cache, Page.of(kv_cache, self.head_size))
-        return self.page[1]
+        if self._cache is None or self._cache[0] is not kv_cache:
+            self._cache = (kv_cache, LayerCache.of(kv_cache, self.head_size))
+        return self._cache[1]
 
-    def _replay(self, page: Page, metadata: HeavyHitterMetadata, query: torch.Tensor) -> None:
-        """Ask the queries of each chunk again, from behind its end."""
-        if self.turn is None:
-            raise IntegrityError("queries are to be asked again, and nothing turns them")
-        again = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for chunk in metadata.prompts:
-            again[chunk.tokens] = self.turn(query[chunk.tokens], chunk.position_end)
-        metadata.kernels.replay(page, metadata.prompts, again, self.scale, metadata.scoring)
+    def _rotated(self, chunks: Sequence[PromptChunk], query: torch.Tensor) -> torch.Tensor:
+        """[T, Hq, D]: each chunk's queries, at positions past its end."""
+        if self.rotate is None:
+            raise IntegrityError("a second pass scores, and nothing rotates its queries")
+        rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for chunk in chunks:
+            rotated[chunk.tokens] = self.rotate(query[chunk.tokens], chunk.logical_end)
+        return rotated
 
-    def _watch(
-        self, layer: torch.nn.Module, page: Page, metadata: HeavyHitterMetadata, query: torch.Tensor
+    def _score_windows(
+        self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str, query: torch.Tensor
     ) -> None:
-        """Keep, beside the pages, the scores of prompts whose survivors leave shared ones."""
-        metadata.watched[str(layer.layer_name)] = {
-            chunk.tokens.start: window_scores(
-                page, chunk, query[chunk.tokens], self.scale, metadata.scoring
-            )
-            for chunk in metadata.prompts
-            if chunk.into is not None
-        }
-
-    def _victims(self, page: Page) -> torch.Tensor:
-        """Made in a warm-up where there are graphs: before the first of them is captured."""
-        if self.victims is None or self.victims.shape[0] != page.num_blocks:
-            shape = (page.num_blocks, page.num_kv_heads)
-            self.victims = torch.zeros(shape, dtype=torch.int32, device=page.key.device)
-        return self.victims
-
-    def _drawn(
-        self, layer: torch.nn.Module, metadata: HeavyHitterMetadata, query: torch.Tensor
-    ) -> torch.Tensor:
-        """[T, H] scores that tokens of the ``random`` policy are stored with."""
-        name = str(layer.layer_name)
-        first = torch.zeros(query.shape[0], self.num_kv_heads, device=query.device)
-        for batch in metadata.decodes:
-            seed, position = batch.order("seed"), batch.order("position")
-            drawn = random_scores(seed, extract_layer_index(name), self.heads, position)
-            first.index_copy_(0, batch.order("token"), drawn)
+        """Keep an observation window's scores outside the pages, where others read those."""
         for chunk in metadata.prompts:
-            drawn = drawn_by_position(name, chunk, self.heads, query.device)
-            first[chunk.tokens] = drawn[chunk.position :]
-        return first
+            if chunk.window_scores is not None:
+                chunk.window_scores[metadata.layer_index[name]] = window_scores(
+                    cache, chunk, query[chunk.tokens], self.scale, metadata.scoring
+                )
+
+    def _victims(self, cache: LayerCache) -> torch.Tensor:
+        """Made in a warm-up where there are graphs: before the first of them is captured."""
+        if self.victims is None or self.victims.shape[0] != cache.num_blocks:
+            shape = (cache.num_blocks, cache.num_kv_heads)
+            self.victims = torch.zeros(shape, dtype=torch.int32, device=cache.key.device)
+        return self.victims

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from vllm_h2o.kernels.batch import PromptChunk
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import PromptChunk, StepTensors
+from vllm_h2o.kernels.cache import LayerCache
 
 
 @dataclass(frozen=True)
 class Run:
-    """Chunks whose tokens lie one behind the other in the step's q, k, v.
+    """Chunks whose tokens follow one another in the step's tensors.
 
     Args:
         tokens: rows of all of them.
         bounds: [R + 1], int32: where each begins, from 0.
         lengths: [R], int32: slots that each attends to at its end; None where none had any before.
-        table: [R, P], int32; None where ``lengths`` is.
+        block_table: [R, P], int32; None where ``lengths`` is.
         longest_query: tokens of the longest chunk.
         longest_key: slots of the longest request.
 
@@ -30,7 +30,7 @@ class Run:
     tokens: slice
     bounds: torch.Tensor
     lengths: torch.Tensor | None
-    table: torch.Tensor | None
+    block_table: torch.Tensor | None
     longest_query: int
     longest_key: int
 
@@ -44,19 +44,19 @@ def runs_of(chunks: Sequence[PromptChunk], device: torch.device) -> list[Run]:
 
 
 def _run(group: list[PromptChunk], device: torch.device) -> Run:
-    first = group[0].tokens.start
-    fresh = all(chunk.start == 0 for chunk in group)
-    bounds = [0, *[chunk.tokens.stop - first for chunk in group]]
-    rows = bounds + ([] if fresh else [chunk.end for chunk in group])
+    start = group[0].tokens.start
+    fresh = all(chunk.resident_start == 0 for chunk in group)
+    bounds = [0, *[chunk.tokens.stop - start for chunk in group]]
+    rows = bounds + ([] if fresh else [chunk.attended_len for chunk in group])
     host = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
     sent = host.to(device, non_blocking=True)
     return Run(
-        tokens=slice(first, group[-1].tokens.stop),
+        tokens=slice(start, group[-1].tokens.stop),
         bounds=sent[: len(bounds)],
         lengths=None if fresh else sent[len(bounds) :],
-        table=None if fresh else torch.stack([chunk.table for chunk in group]),
+        block_table=None if fresh else torch.stack([chunk.block_table for chunk in group]),
         longest_query=max(chunk.num_tokens for chunk in group),
-        longest_key=max(chunk.end for chunk in group),
+        longest_key=max(chunk.attended_len for chunk in group),
     )
 
 
@@ -75,19 +75,13 @@ class FlashPrompt:
         self._runs: list[Run] = []
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        page: Page,
-        chunks: Sequence[PromptChunk],
-        scale: float,
-        out: torch.Tensor,
+        self, cache: LayerCache, chunks: Sequence[PromptChunk], tensors: StepTensors
     ) -> torch.Tensor:
         """Attend, and return each query's log-sum-exp, [Hq, T] float32. ``out`` is written."""
+        query = tensors.query
         if self._source is not chunks:
             self._source, self._runs = chunks, runs_of(chunks, query.device)
-        parts = [self._attend(query, key, value, page, run, scale, out) for run in self._runs]
+        parts = [self._attend(cache, run, tensors) for run in self._runs]
         if len(parts) == 1 and self._runs[0].tokens == slice(0, query.shape[0]):
             return parts[0]
         lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
@@ -95,31 +89,22 @@ class FlashPrompt:
             lse[:, run.tokens] = part
         return lse
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        page: Page,
-        run: Run,
-        scale: float,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        if run.table is None:
+    def _attend(self, cache: LayerCache, run: Run, tensors: StepTensors) -> torch.Tensor:
+        if run.block_table is None:
             source: dict[str, Any] = {"cu_seqlens_k": run.bounds}
-            key, value = key[run.tokens], value[run.tokens]
+            key, value = tensors.key[run.tokens], tensors.value[run.tokens]
         else:
-            source = {"seqused_k": run.lengths, "block_table": run.table}
-            key, value = (_paged(view, page.num_kv_heads) for view in (page.key, page.value))
+            source = {"seqused_k": run.lengths, "block_table": run.block_table}
+            key, value = (_paged(view, cache.num_kv_heads) for view in (cache.key, cache.value))
         _, lse = self.function(
-            q=query[run.tokens],
+            q=tensors.query[run.tokens],
             k=key,
             v=value,
-            out=out[run.tokens],
+            out=tensors.out[run.tokens],
             cu_seqlens_q=run.bounds,
             max_seqlen_q=run.longest_query,
             max_seqlen_k=run.longest_key,
-            softmax_scale=scale,
+            softmax_scale=tensors.scale,
             causal=True,
             return_softmax_lse=True,
             fa_version=self.version,

@@ -14,11 +14,11 @@ import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_h2o.kernels.batch import page_rows
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.pages import num_pages
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
-from vllm_h2o.worker.metadata import heads_of_rank
+from vllm_h2o.worker.random import heads_of_rank
 
 Frame = dict[str, Any]
 """What one request holds after one step, in plain values that any executor can send.
@@ -48,7 +48,7 @@ class Recorder:
     def is_due(self, request_id: str, plan: RequestPlan) -> bool:
         """Whether this step is to be recorded: survivors were packed, or enough tokens went by."""
         if plan.in_prompt:
-            return plan.keep_after > 0
+            return plan.num_survivors > 0
         self.num_steps[request_id] += 1
         return (self.num_steps[request_id] - 1) % self.every == 0
 
@@ -114,28 +114,28 @@ class RecordsPages:
     def _held(
         self, layer: Any, request_id: str, plan: RequestPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[H, kept] positions and scores, in the order of slots; a hole is left out."""
-        page = Page.of(layer.kv_cache, layer.impl.head_size)
-        blocks = self._blocks(request_id, layer.layer_name, plan, page.block_size)
-        rows = page_rows(blocks, page.num_kv_heads)
-        position = page.position[rows].flatten(1)[:, : plan.resident_end]
-        score = page.score[rows].flatten(1)[:, : plan.resident_end]
-        if not plan.hole:
+        """[H, kept] positions and scores, in the order of slots; free slots are left out."""
+        cache = LayerCache.of(layer.kv_cache, layer.impl.head_size)
+        blocks = self._blocks(request_id, layer.layer_name, plan, cache.block_size)
+        rows = cache_rows(blocks, cache.num_kv_heads)
+        position = cache.position[rows].flatten(1)[:, : plan.resident_end]
+        score = cache.score[rows].flatten(1)[:, : plan.resident_end]
+        if not plan.num_free_slots:
             return position, score
         slots = torch.arange(plan.resident_end, device=position.device)
-        refilled = layer.impl.victims[blocks[0]][:, None] + plan.refill
-        taken = (slots <= refilled) | (slots > refilled + plan.hole)
+        newest = layer.impl.victims[blocks[0]][:, None] + plan.next_offset
+        taken = (slots <= newest) | (slots > newest + plan.num_free_slots)
         return (
-            position[taken].view(page.num_kv_heads, -1),
-            score[taken].view(page.num_kv_heads, -1),
+            position[taken].view(cache.num_kv_heads, -1),
+            score[taken].view(cache.num_kv_heads, -1),
         )
 
     def _blocks(
         self, request_id: str, layer_name: str, plan: RequestPlan, block_size: int
     ) -> torch.Tensor:
         """The request's pages after the step, from the runner's block table."""
-        first = plan.pack_page or plan.first_page
-        own = slice(first, first - (-plan.resident_end // block_size))
+        start = plan.pack_block_idx or plan.first_block_idx
+        own = slice(start, start + num_pages(plan.resident_end, block_size))
         runner = self.model_runner
         groups = runner.kv_cache_config.kv_cache_groups
         (group,) = (i for i, group in enumerate(groups) if layer_name in group.layer_names)

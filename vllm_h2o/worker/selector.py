@@ -14,7 +14,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 logger = init_logger("vllm.kv_policy")
 
 
-def choose_kernels(
+def select_kernels(
     vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device, config: KVPolicyConfig
 ) -> Kernels:
     """The fastest that run on ``device``, or those that the policy's configuration asks for.

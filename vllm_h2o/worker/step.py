@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
+from vllm_h2o.worker.packing import Packing
 
 RowOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
 """The request id of each row of a batch."""
@@ -30,13 +31,13 @@ class Step:
     Args:
         plan: of the step.
         row_order: of the batch.
-        afterwards: what remains to be done when the forward pass is through.
+        packings: survivors that move when the forward pass is through.
 
     """
 
     plan: ResidencyPlan
     row_order: RowOrder
-    afterwards: list[Callable[[], None]] = field(default_factory=list)
+    packings: list[Packing] = field(default_factory=list)
 
     def rows(self, common: CommonAttentionMetadata) -> list[RequestPlan]:
         """The plan of each row that has tokens, in the order of the batch.
@@ -134,8 +135,8 @@ class PublishesSteps:
         step = Step(scheduler_output.residency_plan, rows(self.model_runner))
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
-        for action in step.afterwards:
-            action()
+        for packing in step.packings:
+            packing.run()
         return result
 
     def determine_available_memory(self) -> Any:

@@ -6,7 +6,7 @@ from vllm.platforms import current_platform
 
 from vllm_h2o.plugin import activate
 from vllm_h2o.worker.recorder import RecordsPages
-from vllm_h2o.worker.rotary import BindsTurns
+from vllm_h2o.worker.rotary import BindsRopeShift
 from vllm_h2o.worker.step import PublishesSteps
 
 activate()
@@ -17,5 +17,5 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-class HeavyHitterWorker(RecordsPages, BindsTurns, PublishesSteps, PlatformWorker):
+class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, PlatformWorker):
     """vLLM's worker, which publishes each step's plan while it runs, and records on demand."""

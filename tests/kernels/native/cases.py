@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.cache import LayerCache
 
 
 @contextmanager
@@ -45,7 +45,7 @@ class Pool:
             [torch.cat([own, order[i - 1].repeat(width)])[:width] for i, own in enumerate(order)]
         ).to(torch.int32)
         self.cache = empty_cache(self.shape, sum(needs) + 1)
-        self.page = Page.of(self.cache, self.shape.head_size)
+        self.page = LayerCache.of(self.cache, self.shape.head_size)
         for request, length in enumerate(self.lengths):
             for head in range(self.shape.num_kv_heads):
                 self.fill(request, head, length)
@@ -77,7 +77,7 @@ class Pool:
 
 def decode_batch(table: torch.Tensor, **orders: list[int]) -> DecodeBatch:
     """A batch of such orders; others are zeros."""
-    rows = [orders.get(name, [0] * table.shape[0]) for name in DECODE_ORDERS]
+    rows = [orders.get(name, [0] * table.shape[0]) for name in DECODE_FIELDS]
     return DecodeBatch(table, torch.tensor(rows))
 
 

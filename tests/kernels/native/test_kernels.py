@@ -158,7 +158,7 @@ def decode_once(pool: Pool, **changed: torch.Tensor) -> None:
     query, key, value = pool.tokens(1)
     given = {"query": query, "key": key, "value": value, "out": torch.empty_like(query), **changed}
     victims = given.pop("victims", torch.zeros(pool.page.num_blocks, 2, dtype=torch.int32))
-    batch = decode_batch(pool.table, attended=[20], position=[19])
+    batch = decode_batch(pool.table, attended_len=[20], position=[19])
     first = given.pop("first", None)
     kernels = native.load()
     kernels.decode(pool.page, batch, victims, first=first, scale=1.0, scoring=Scoring(), **given)

@@ -12,7 +12,7 @@ from tests.kernels.harness import Shape
 from tests.kernels.native.cases import Pool, Strip64, attend64, decode_batch, prompt_chunk, threads
 from tests.kernels.truth import bits
 from vllm_h2o.kernels.batch import Scoring
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.native import kernels as native
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 
@@ -54,7 +54,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
     assert apart <= tolerance, f"{float(apart):.3g} > {tolerance}"
 
 
-def unchanged(before: Page, after: Page, writable: torch.Tensor) -> None:
+def unchanged(before: LayerCache, after: LayerCache, writable: torch.Tensor) -> None:
     """Slots that are not writable, [rows, N] bool, hold the bits that they held."""
     for name in ("key", "value", "score", "position"):
         changed = bits(getattr(before, name)) != bits(getattr(after, name))
@@ -71,10 +71,10 @@ def decode_orders(shape: Shape, scoring: Scoring) -> dict[str, list[int]]:
     refills = scoring.by_page and size > 1
     return {
         "token": [7, 2, 0, 1, 5, 4],
-        "attended": lengths,
+        "attended_len": lengths,
         "overwrites": [0, 0, 0, 1, 1, 0],
-        "refill": [0, 0, 0, 1 if refills else 0, 0, 0],
-        "hole": [0, 0, 0, size - 2 if refills else 0, 0, 0],
+        "next_offset": [0, 0, 0, 1 if refills else 0, 0, 0],
+        "num_free_slots": [0, 0, 0, size - 2 if refills else 0, 0, 0],
         "selects": [0, 1, 0, 0 if refills else 1, 1, 1],
         "position": [n + 5 for n in lengths],
         "recent_from": [0, size, 0, 4 * size, max(lengths[4] - 9, 0), 300],
@@ -86,7 +86,7 @@ def decode_orders(shape: Shape, scoring: Scoring) -> dict[str, list[int]]:
 def check_decode(kernels: native.NativeKernels, shape: Shape, scoring: Scoring) -> None:
     """One step of such requests: outputs, scores, victims, stored tokens, and nothing else."""
     size, orders = shape.block_size, decode_orders(shape, scoring)
-    lengths, num = orders["attended"], len(orders["attended"])
+    lengths, num = orders["attended_len"], len(orders["attended_len"])
     pool = Pool(shape, lengths)
     batch = decode_batch(pool.table, **orders)
     query, key, value = pool.tokens(9)
@@ -95,11 +95,11 @@ def check_decode(kernels: native.NativeKernels, shape: Shape, scoring: Scoring) 
         for h in range(shape.num_kv_heads):
             whole = random.randrange(lengths[b] // size) * size
             slot = whole if scoring.by_page else random.randrange(lengths[b])
-            victims[batch.owner[b], h] = slot
+            victims[batch.first_block_ids[b], h] = slot
     taken = victims.clone()
     first = torch.rand(9, shape.num_kv_heads)
     out = torch.full(query.shape, torch.nan, dtype=shape.dtype)
-    before = Page.of(pool.cache.clone(), shape.head_size)
+    before = LayerCache.of(pool.cache.clone(), shape.head_size)
     step = (query, key, value, first)
     kernels.decode(pool.page, batch, victims, *step, shape.head_size**-0.5, scoring, out)
     writable = torch.zeros_like(pool.page.score, dtype=torch.bool)
@@ -110,14 +110,14 @@ def check_decode(kernels: native.NativeKernels, shape: Shape, scoring: Scoring) 
             at = pool.at(b, h, length)
             writable[at] = True
             order = {name: values[b] for name, values in orders.items()}
-            slot = int(taken[batch.owner[b], h]) + order["refill"]
+            slot = int(taken[batch.first_block_ids[b], h]) + order["next_offset"]
             slot = slot if order["overwrites"] else length - 1
             strip = Strip64.of(pool, b, h, length)
             token = order["token"]
             strip.key[slot], strip.value[slot] = key[token, h].double(), value[token, h].double()
             strip.score[slot], strip.position[slot] = first[token, h], order["position"]
             seen = torch.ones(1, length, dtype=torch.bool)
-            seen[:, slot + 1 : slot + 1 + order["hole"]] = False
+            seen[:, slot + 1 : slot + 1 + order["num_free_slots"]] = False
             heads = slice(h * shape.group, (h + 1) * shape.group)
             asked = torch.tensor([order["position"]])
             scale = shape.head_size**-0.5
@@ -128,9 +128,13 @@ def check_decode(kernels: native.NativeKernels, shape: Shape, scoring: Scoring) 
             assert torch.equal(now.key[at].double(), strip.key)
             assert torch.equal(now.position[at].long(), strip.position)
             if order["selects"]:
-                check_victim(int(victims[batch.owner[b], h]), strip, score, order, size, scoring)
+                check_victim(
+                    int(victims[batch.first_block_ids[b], h]), strip, score, order, size, scoring
+                )
     unchanged(before, now, writable)
-    selected = [int(batch.owner[b]) for b in range(num) if orders["selects"][b] and lengths[b]]
+    selected = [
+        int(batch.first_block_ids[b]) for b in range(num) if orders["selects"][b] and lengths[b]
+    ]
     others = [block for block in range(len(victims)) if block not in selected]
     assert torch.equal(victims[others], taken[others])
 
@@ -191,7 +195,7 @@ def test_cuts_do_not_matter(lengths: list[int], num_threads: int, variant: str) 
         batch = decode_batch(
             pool.table,
             token=list(range(len(lengths))),
-            attended=lengths,
+            attended_len=lengths,
             selects=[1] * len(lengths),
             position=lengths,
             recent_from=[n // 2 for n in lengths],
@@ -236,7 +240,7 @@ def check_prefill(kernels: native.NativeKernels, shape: Shape, scoring: Scoring)
         token += count
     assert needs
     out = torch.full(query.shape, torch.nan, dtype=shape.dtype)
-    before = Page.of(pool.cache.clone(), shape.head_size)
+    before = LayerCache.of(pool.cache.clone(), shape.head_size)
     scale = shape.head_size**-0.5
     kernels.prefill(pool.page, chunks, query, key, value, first, scale, scoring, out)
     assert out[:2].isnan().all() and out[2 + total :].isnan().all()
@@ -297,7 +301,7 @@ def test_packing(name: str, by_page: bool, variant: str) -> None:
         chunks.append(prompt_chunk(pages[0].table[b], slice(0, 1), length - 1, **limits))
     for pool in pages:
         pool.page.score.copy_(torch.randint(0, 3, pool.page.score.shape) / 2.0)
-    twins = [Page.of(pool.cache.clone(), shape.head_size) for pool in pages]
+    twins = [LayerCache.of(pool.cache.clone(), shape.head_size) for pool in pages]
     scoring = Scoring(by_page=by_page)
     with threads(2):
         native.load(variant).pack_survivors([pool.page for pool in pages], chunks, scoring)

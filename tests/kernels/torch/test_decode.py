@@ -10,8 +10,8 @@ import torch
 
 from tests.kernels.harness import Layer, Life, Shape, empty_cache
 from tests.kernels.truth import Ranking, bits, live
-from vllm_h2o.kernels.batch import DECODE_ORDERS, DecodeBatch, Scoring, page_rows
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, Scoring, cache_rows
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.reference import Strip, select_victims
 from vllm_h2o.kernels.torch import decode
 from vllm_h2o.kernels.torch.kernels import TorchKernels
@@ -23,28 +23,28 @@ SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 def make_batch(tables: list[list[int]], attended: list[int], **orders: list[int]) -> DecodeBatch:
     """A batch over such block tables; queries score, and every other order is zeros."""
     num_requests = len(tables)
-    given = {"attended": attended, "scores": [1] * num_requests, **orders}
-    rows = [given.get(name, [0] * num_requests) for name in DECODE_ORDERS]
+    given = {"attended_len": attended, "scores": [1] * num_requests, **orders}
+    rows = [given.get(name, [0] * num_requests) for name in DECODE_FIELDS]
     return DecodeBatch(torch.tensor(tables, dtype=torch.int32), torch.tensor(rows))
 
 
-def attend(page: Page, batch: DecodeBatch, scale: float, power: int = 1) -> torch.Tensor:
+def attend(page: LayerCache, batch: DecodeBatch, scale: float, power: int = 1) -> torch.Tensor:
     """Random queries of three heads a group, each new token in the last slot."""
     slot = decode.new_slots(batch, torch.zeros(page.num_blocks, 2, dtype=torch.int32))
     query = torch.randn(batch.table.shape[0], 6, 64)
     return decode.attend_and_score(page, batch, slot, query, scale, Scoring(power))
 
 
-def random_page(num_blocks: int) -> Page:
+def random_page(num_blocks: int) -> LayerCache:
     """Pages of random content; positions are those of 16 different tokens a page."""
-    page = Page.of(empty_cache(SHAPE, num_blocks), SHAPE.head_size)
+    page = LayerCache.of(empty_cache(SHAPE, num_blocks), SHAPE.head_size)
     for view in (page.key, page.value, page.score):
         view.normal_()
     page.position.copy_(torch.arange(16).repeat(page.position.shape[0], 1))
     return page
 
 
-def snapshot(page: Page) -> Page:
+def snapshot(page: LayerCache) -> LayerCache:
     """A copy of what the pages hold."""
     views = {name: getattr(page, name).clone() for name in ("key", "value", "score", "position")}
     return replace(page, **views)
@@ -56,7 +56,7 @@ def test_ties(seed: int) -> None:
     rng, page = random.Random(seed), random_page(9)
     attended = [48, 33, 17]
     tables = [[3, 1, 7], [5, 2, 4], [8, 6, 3]]
-    rows = page_rows(torch.tensor(tables), 2)
+    rows = cache_rows(torch.tensor(tables), 2)
     num_recent, num_sinks = [5, 0, 16], [0, 4, 0]
     strips = []
     for b, length in enumerate(attended):
@@ -80,7 +80,7 @@ def test_ties(seed: int) -> None:
         select_victims(strip, attended[i // 2], num_recent[i // 2], num_sinks[i // 2])
         for i, strip in enumerate(strips)
     ]
-    assert victims[batch.owner].flatten().tolist() == expected
+    assert victims[batch.first_block_ids].flatten().tolist() == expected
     others = [block for block in range(9) if block not in (3, 5, 8)]
     assert (victims[others] == -7).all()
 

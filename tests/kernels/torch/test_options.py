@@ -86,7 +86,7 @@ def test_any_lives_by_page(
         budget = Budget(capacity, capacity - 1 - recent - sinks, recent, sinks)
         chunks = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=3))
         decodes = data.draw(st.integers(0, 80))
-        life = Life(f"r{i}", budget, chunks, decodes, seed=i, evicts_pages=True)
+        life = Life(f"r{i}", budget, chunks, decodes, seed=i, evicts_blocks=True)
         lives.append(replace(life, **PROMPTS[prompt]))
     shape, kernels = Shape(2, 3, 64, 16), load() if native else TorchKernels()
     num_blocks = pool_size(lives, shape.block_size, 1.0)
@@ -128,7 +128,7 @@ def test_a_life_is_what_it_says() -> None:
     """Its ledger packs within the prompt, and lets the window's queries score alone."""
     life = replace(make_lives([(16, 7, 0, [30, 30], 1)])[0], packs_chunks=True)
     life.prepare(Shape(1, 1, 64, 16))
-    assert [life.next_plan().keep_after for _ in range(3)] == [15, 15, 0]
+    assert [life.next_plan().num_survivors for _ in range(3)] == [15, 15, 0]
     life = Life("r", life.budget, [30, 30], 1, observation_window=5)
     life.prepare(Shape(1, 1, 64, 16))
     assert {life.next_plan().scores_from for _ in range(3)} == {55}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import PromptChunk, Scoring, page_rows
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, cache_rows
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.reference import Strip, attend_and_score, pack_survivors
 from vllm_h2o.kernels.reference import replay as reference_replay
 from vllm_h2o.kernels.torch import pack as packing
@@ -20,10 +20,12 @@ BLOCKS, LENGTH, KEEP = [5, 2, 8, 1], 57, 31
 VIEWS = ("key", "value", "score", "position")
 
 
-def shared(into: list[int] | None, num_tokens: int, watch_from: int) -> tuple[Page, PromptChunk]:
+def shared(
+    into: list[int] | None, num_tokens: int, first_window_query: int
+) -> tuple[LayerCache, PromptChunk]:
     """A prompt in its pages, whose last chunk is to be packed."""
     torch.manual_seed(3)
-    page = Page.of(empty_cache(SHAPE, 12), SHAPE.head_size)
+    page = LayerCache.of(empty_cache(SHAPE, 12), SHAPE.head_size)
     chunk = PromptChunk(
         slice(4, 4 + num_tokens),
         torch.tensor(BLOCKS, dtype=torch.int32),
@@ -34,7 +36,7 @@ def shared(into: list[int] | None, num_tokens: int, watch_from: int) -> tuple[Pa
         3,
         0,
         num_tokens,
-        watch_from,
+        first_window_query,
         None if into is None else torch.tensor(into, dtype=torch.int32),
     )
     whole = PromptChunk(slice(0, LENGTH), chunk.table, 0, 0, 0, 0, 0, 0)
@@ -43,9 +45,9 @@ def shared(into: list[int] | None, num_tokens: int, watch_from: int) -> tuple[Pa
     return page, chunk
 
 
-def strips(page: Page, blocks: list[int], num_slots: int) -> list[Strip]:
+def strips(page: LayerCache, blocks: list[int], num_slots: int) -> list[Strip]:
     """What each head holds in the first slots of some pages, in float64."""
-    rows = page_rows(torch.tensor(blocks), 2)
+    rows = cache_rows(torch.tensor(blocks), 2)
     views = [getattr(page, name)[rows].flatten(1, 2)[:, :num_slots] for name in VIEWS]
     key, value, score, position = views
     return [
@@ -56,12 +58,16 @@ def strips(page: Page, blocks: list[int], num_slots: int) -> list[Strip]:
 
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("skip_recent", [0, 5])
-@pytest.mark.parametrize(("num_tokens", "watch_from"), [(57, 25), (57, 0), (20, 0), (1, 0)])
+@pytest.mark.parametrize(("num_tokens", "first_window_query"), [(57, 25), (57, 0), (20, 0), (1, 0)])
 def test_window_scores(
-    power: int, skip_recent: int, num_tokens: int, watch_from: int, monkeypatch: pytest.MonkeyPatch
+    power: int,
+    skip_recent: int,
+    num_tokens: int,
+    first_window_query: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reference's, in tiles of any size; the pages stay as they were."""
-    page, chunk = shared([3, 4], num_tokens, watch_from)
+    page, chunk = shared([3, 4], num_tokens, first_window_query)
     query = torch.randn(num_tokens, 6, 64)
     before = page.score.clone()
     for tile in (7, packing.QUERY_TILE):
@@ -69,7 +75,7 @@ def test_window_scores(
         given = packing.window_scores(page, chunk, query, 0.2, Scoring(power, skip_recent))
         for head, strip in enumerate(strips(page, BLOCKS, LENGTH)):
             own = query.double().unflatten(1, (2, 3))[:, head]
-            attend_and_score(own, strip, 0.2, power, skip_recent, watch_from)
+            attend_and_score(own, strip, 0.2, power, skip_recent, first_window_query)
             torch.testing.assert_close(given[head].double(), strip.score, rtol=1e-5, atol=1e-6)
     assert torch.equal(page.score.nan_to_num(), before.nan_to_num())
 
@@ -86,7 +92,7 @@ def test_replay(
         page, chunk = shared(None, num_tokens, 0)
         chunk = replace(chunk, scores_from=scores_from)
         before = strips(page, BLOCKS, 64)
-        packing.replay(page, chunk, query, 0.2, Scoring(power, by_age=True, replays=True))
+        packing.replay(page, chunk, query, 0.2, Scoring(power, by_age=True, second_pass=True))
         for head, strip in enumerate(strips(page, BLOCKS, LENGTH)):
             expected = Strip(*(getattr(before[head], name)[:LENGTH] for name in VIEWS))
             own = query.double().unflatten(1, (2, 3))[:, head]
@@ -113,4 +119,4 @@ def test_survivors_are_copied(given: bool) -> None:
         for name in VIEWS:
             assert torch.equal(getattr(copied, name), getattr(expected, name)), name
     others = [block for block in range(12) if block not in (*BLOCKS, *into)]
-    assert page.key[page_rows(torch.tensor(others), 2)].isnan().all()
+    assert page.key[cache_rows(torch.tensor(others), 2)].isnan().all()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import PromptChunk, Scoring, page_rows
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, cache_rows
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.reference import Strip, pack_survivors, random_score
 from vllm_h2o.kernels.torch import pack as packing
 from vllm_h2o.kernels.torch import prefill as prompt
@@ -27,19 +27,19 @@ def make_chunk(blocks: list[int], start: int, num_new: int, **limits: int) -> Pr
     return PromptChunk(slice(7, 7 + num_new), table, start, **{**defaults, **limits})
 
 
-def full_page(num_blocks: int, blocks: list[int], num_tokens: int) -> Page:
+def full_page(num_blocks: int, blocks: list[int], num_tokens: int) -> LayerCache:
     """Pages of NaN but for one request's tokens, in order of position."""
-    page = Page.of(empty_cache(SHAPE, num_blocks), SHAPE.head_size)
+    page = LayerCache.of(empty_cache(SHAPE, num_blocks), SHAPE.head_size)
     chunk = make_chunk(blocks, 0, num_tokens)
     key, value = torch.randn(2, num_tokens, 2, 64)
     prompt.store(page, chunk, key, value, torch.rand(num_tokens, 2))
     return page
 
 
-def strips(page: Page, chunk: PromptChunk, num_slots: int) -> list[Strip]:
+def strips(page: LayerCache, chunk: PromptChunk, num_slots: int) -> list[Strip]:
     """What each head holds in its first slots."""
     views = [
-        getattr(page, name)[page_rows(chunk.table, 2)].flatten(1, 2)[:, :num_slots]
+        getattr(page, name)[cache_rows(chunk.table, 2)].flatten(1, 2)[:, :num_slots]
         for name in VIEWS
     ]
     return [Strip(*(view[h].clone() for view in views)) for h in range(2)]

@@ -18,15 +18,15 @@ import sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_h2o.kernels.batch import REPLAY_WEIGHT
+from vllm_h2o.kernels.batch import SECOND_PASS_WEIGHT
 from vllm_h2o.kernels.triton import decode, pack, prefill as prompt
 from vllm_h2o.kernels.triton.kernels import (
-    MOST_SHARES, padded_group, precision, prompt_tiles, tile_of)
+    MAX_KV_SPLITS, padded_group, precision, prompt_tiles, tile_of)
 
 CAPABILITY, LIMIT = int(sys.argv[1]), int(sys.argv[2])
 NAMES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 CACHE = {"key_ptr", "value_ptr", "query_ptr", "out_ptr", "key_pages", "value_pages", "key_type"}
-FLOAT = {"first_ptr", "score_pages", "logits_ptr", "part_ptr", "peak_ptr", "lse_ptr"}
+FLOAT = {"initial_score_ptr", "score_pages", "logits_ptr", "part_ptr", "peak_ptr", "lse_ptr"}
 INT = {"position_pages", "table_ptr", "victims_ptr", "survivors_ptr"}
 
 ALIGNED = {"query_stride", "key_stride", "value_stride", "out_stride", "page_stride", "word_stride"}
@@ -35,16 +35,16 @@ def build(kernel, dtype, orders, **constants):
     warps, stages = constants.pop("num_warps", 4), constants.pop("num_stages", 3)
     def kind(name):
         if name in constants: return "constexpr"
-        if name == "order_stride": return "constexpr"
+        if name == "field_stride": return "constexpr"
         if name in CACHE: return NAMES[dtype]
         if name in FLOAT: return "*fp32"
         if name in INT: return "*i32"
         if name.endswith("_bases"): return "*i64"
-        if name == "orders_ptr": return orders
+        if name == "fields_ptr": return orders
         return "fp32" if name == "scale" else "i32"
     signature = {name: kind(name) for name in kernel.arg_names}
     # Orders lie request by request: their stride is the constant 1 in every real launch.
-    strides = {"order_stride": 1} if "order_stride" in kernel.arg_names else {}
+    strides = {"field_stride": 1} if "field_stride" in kernel.arg_names else {}
     # What a launch finds of its arguments: without it nothing is loaded ahead.
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
                if signature[name][0] == "*" or name in ALIGNED}
@@ -68,16 +68,16 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     grouped = dict(G=group, G_PAD=padded_group(group), TILE=tile)
     exact = dict(PRECISION=precision(dtype))
     paged = head == 64
-    build(decode.store_token, dtype, "*i64", **shape, HAS_FIRST=paged)
-    build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_HOLE=paged,
+    build(decode.store_token, dtype, "*i64", **shape, HAS_INITIAL_SCORE=paged)
+    build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_FREE_SLOTS=paged,
           KEEPS_LOGITS=not paged)
     build(decode.reduce_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
-          PAGES=512 // block, MOST_SHARES=MOST_SHARES, POWER=2 if paged else 1, BY_PAGE=paged,
+          PAGES=512 // block, MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=2 if paged else 1, BY_PAGE=paged,
           BY_AGE=not paged)
-    build(prompt.store_chunk, dtype, "*i32", **shape, TILE=32, HAS_FIRST=paged)
+    build(prompt.store_chunk, dtype, "*i32", **shape, TILE=32, HAS_INITIAL_SCORE=paged)
     rows, columns = prompt_tiles(shape["D_PAD"], dtype.itemsize, CAPABILITY)
     dots = dict(**shape, G=group, **exact)
-    for replay in (0.0, REPLAY_WEIGHT):
+    for replay in (0.0, SECOND_PASS_WEIGHT):
         build(prompt.attend, dtype, "*i32", **dots, **rows, REPLAY=replay > 0)
         build(prompt.column_scores, dtype, "*i32", **dots, **columns, POWER=2 if replay else 1,
               REPLAY=replay, SKIPS=paged and not replay)

@@ -20,7 +20,7 @@ struct H2oBatch {
   const int32_t* table;
   const int64_t* orders;
   int64_t table_stride;
-  int64_t order_stride;    // from row to row
+  int64_t field_stride;    // from row to row
   int64_t request_stride;  // within one
   int32_t num_requests;
 };
@@ -31,15 +31,15 @@ namespace {
 
 enum Order {
   kToken,
-  kAttended,
+  kAttendedLen,
   kOverwrites,
   kSelects,
   kPosition,
   kRecentFrom,
   kNumSinks,
   kSeed,
-  kRefill,
-  kHole,
+  kNextOffset,
+  kNumFreeSlots,
   kScores
 };
 
@@ -81,7 +81,7 @@ struct Share {
 template <class T>
 class Decode {
  public:
-  Decode(const H2oPage& page, const H2oBatch& batch, const H2oTokens& tokens,
+  Decode(const H2oCache& page, const H2oBatch& batch, const H2oTokens& tokens,
          const H2oScoring& scoring, int32_t* victims)
       : page_(page),
         batch_(batch),
@@ -90,8 +90,8 @@ class Decode {
         victims_(victims),
         group_(tokens.num_heads / page.num_kv_heads) {
     for (int b = 0; b < batch.num_requests; ++b) {
-      total_ += order(kAttended, b);
-      longest_ = std::max(longest_, order(kAttended, b));
+      total_ += order(kAttendedLen, b);
+      longest_ = std::max(longest_, order(kAttendedLen, b));
     }
     step_ = scoring.by_page ? round_up(kTile, page.block_size) : kTile;
     stride_ = round_up(longest_, kTile) + kLanes;
@@ -120,7 +120,7 @@ class Decode {
   // Below so much K and V, waking threads costs more than they save.
   static constexpr int64_t kSerialBytes = 1 << 15;
 
-  int64_t order(Order row, int b) const { return batch_.orders[row * batch_.order_stride + b * batch_.request_stride]; }
+  int64_t order(Order row, int b) const { return batch_.orders[row * batch_.field_stride + b * batch_.request_stride]; }
   const int32_t* table(int b) const { return batch_.table + b * batch_.table_stride; }
   Strip<T> strip(const Part& part) const { return {page_, table(part.request), part.head}; }
   int32_t& victim(const Part& part) const {
@@ -129,8 +129,8 @@ class Decode {
 
   // The slot that the new token takes.
   int64_t slot(const Part& part) const {
-    if (!order(kOverwrites, part.request)) return order(kAttended, part.request) - 1;
-    return victim(part) + order(kRefill, part.request);
+    if (!order(kOverwrites, part.request)) return order(kAttendedLen, part.request) - 1;
+    return victim(part) + order(kNextOffset, part.request);
   }
 
   // The end of share i - 1: at a strip's edge if one is near.
@@ -139,7 +139,7 @@ class Decode {
     int64_t left = i == num_shares_ ? work : work * i / num_shares_;
     const int64_t near = std::max<int64_t>(step_, work / num_shares_ / 32);
     for (int b = 0; b < batch_.num_requests; ++b) {
-      const int64_t length = order(kAttended, b);
+      const int64_t length = order(kAttendedLen, b);
       if (left >= length * page_.num_kv_heads) {
         left -= length * page_.num_kv_heads;
         continue;
@@ -182,7 +182,7 @@ class Decode {
     float* memory = floats_ + index * thread_floats_;
     const Cut &begin = share.begin, &end = share.end;
     for (int b = begin.request; b <= end.request && b < batch_.num_requests; ++b) {
-      const int64_t length = order(kAttended, b);
+      const int64_t length = order(kAttendedLen, b);
       if (length == 0 && b < end.request) pad(b);
       const int first = b == begin.request ? begin.head : 0;
       const int last = b == end.request ? end.head : page_.num_kv_heads - 1;
@@ -223,7 +223,7 @@ class Decode {
 
   Range range(const Part& part) const {
     const int64_t hole = slot(part) + 1;
-    return {part.from, part.to, hole, hole + order(kHole, part.request)};
+    return {part.from, part.to, hole, hole + order(kNumFreeSlots, part.request)};
   }
 
   // Logits of the part, their maximum, and both sums with e^(logit - maximum).
@@ -418,7 +418,7 @@ class Decode {
     finish(part);
   }
 
-  const H2oPage& page_;
+  const H2oCache& page_;
   const H2oBatch& batch_;
   const H2oTokens& tokens_;
   const H2oScoring& scoring_;
@@ -438,7 +438,7 @@ class Decode {
 }  // namespace
 }  // namespace h2o
 
-extern "C" void h2o_decode(const H2oPage* page, const H2oBatch* batch, const H2oTokens* tokens,
+extern "C" void h2o_decode(const H2oCache* page, const H2oBatch* batch, const H2oTokens* tokens,
                            const H2oScoring* scoring, int32_t* victims) {
   using namespace h2o;
   if (page->type == kFloat) Decode<float>(*page, *batch, *tokens, *scoring, victims).run();

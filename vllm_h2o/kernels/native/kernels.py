@@ -16,8 +16,14 @@ from pathlib import Path
 
 import torch
 
-from vllm_h2o.kernels.batch import REPLAY_WEIGHT, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import (
+    SECOND_PASS_WEIGHT,
+    DecodeBatch,
+    PromptChunk,
+    Scoring,
+    StepTensors,
+)
+from vllm_h2o.kernels.cache import LayerCache
 
 FOLDER = Path(__file__).parent
 VARIANTS: dict[str, frozenset[str]] = {
@@ -192,20 +198,20 @@ def _openmp() -> list[int] | None:
     return None
 
 
-def _page_bytes(page: Page) -> bytes:
+def _cache_bytes(cache: LayerCache) -> bytes:
     """The page as the kernels take it.
 
     Raises:
-        ValueError: when the views are not those of :meth:`Page.of`, or are nothing that the kernels
-            compute.
+        ValueError: when the views are not those of :meth:`LayerCache.of`, or are nothing that the
+            kernels compute.
 
     """
-    key = page.key
+    key = cache.key
     _, block_size, head_size = key.shape
     row, column, inner = key.stride()
     size = key.itemsize
     base, part = key.data_ptr(), block_size * head_size * size
-    views = (page.value.data_ptr(), page.score.data_ptr(), page.position.data_ptr())
+    views = (cache.value.data_ptr(), cache.score.data_ptr(), cache.position.data_ptr())
     expected = (base + part, base + 2 * part, base + 2 * part + 4 * block_size)
     if views != expected or (column, inner) != (head_size, 1) or row * size % 4:
         raise ValueError(
@@ -217,27 +223,21 @@ def _page_bytes(page: Page) -> bytes:
         raise ValueError(f"a head size of {head_size} is more than {LARGEST_HEAD}")
     if key.dtype not in _TYPES:
         raise ValueError(f"the cache holds {key.dtype}, not one of {list(_TYPES)}")
-    heads = page.num_kv_heads
+    heads = cache.num_kv_heads
     return _PAGE.pack(base, row * size, heads, block_size, head_size, _TYPES[key.dtype])
 
 
-def _tokens_bytes(
-    page: Page,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: torch.Tensor | None,
-    out: torch.Tensor,
-    scale: float,
-) -> bytes:
+def _tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
     """A step's tensors as the kernels take them.
 
     Raises:
         ValueError: when a head is not contiguous, or a type is not the cache's.
 
     """
-    dtype, head_size = page.key.dtype, page.key.shape[2]
+    dtype, head_size = cache.key.dtype, cache.key.shape[2]
     strides = []
+    query, key, value, out = tensors.query, tensors.key, tensors.value, tensors.out
+    initial = tensors.initial_score
     for tensor in (query, key, value, out):
         token, head, inner = tensor.stride()
         if (head, inner) != (head_size, 1):
@@ -245,24 +245,24 @@ def _tokens_bytes(
         if tensor.dtype != dtype and (tensor is not out or tensor.dtype != torch.float32):
             raise ValueError(f"{tensor.dtype} beside a cache of {dtype}")
         strides.append(token)
-    if first is not None and not (first.is_contiguous() and first.dtype == torch.float32):
-        raise ValueError(f"first scores are {first.dtype} with strides {first.stride()}")
+    if initial is not None and not (initial.is_contiguous() and initial.dtype == torch.float32):
+        raise ValueError(f"initial scores are {initial.dtype} with strides {initial.stride()}")
     return _TOKENS.pack(
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
         out.data_ptr(),
-        first.data_ptr() if first is not None else 0,
+        initial.data_ptr() if initial is not None else 0,
         *strides,
         query.shape[1],
         _TYPES[out.dtype],
-        scale,
+        tensors.scale,
     )
 
 
 def _chunk_bytes(chunk: PromptChunk) -> bytes:
-    where = (chunk.tokens.start, chunk.num_tokens, chunk.start, chunk.position)
-    return _CHUNK.pack(_table(chunk.table).data_ptr(), *where, chunk.scores_from)
+    where = (chunk.tokens.start, chunk.num_tokens, chunk.resident_start, chunk.logical_start)
+    return _CHUNK.pack(_table(chunk.block_table).data_ptr(), *where, chunk.first_scoring_query)
 
 
 def _scoring_bytes(scoring: Scoring) -> bytes:
@@ -291,7 +291,7 @@ class NativeKernels:
 
     """
 
-    gathers = False
+    copies_kv = False
 
     def __init__(self, variant: str, library: ctypes.CDLL) -> None:
         self.variant = variant
@@ -302,19 +302,14 @@ class NativeKernels:
 
     def decode(
         self,
-        page: Page,
+        cache: LayerCache,
         batch: DecodeBatch,
         victims: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor | None,
-        scale: float,
+        tensors: StepTensors,
         scoring: Scoring,
-        out: torch.Tensor,
     ) -> None:
         """Store one new token of each request, attend and score, select the next victims."""
-        table, orders = _table(batch.table), batch.orders
+        table, orders = _table(batch.block_table), batch.fields
         if orders.dtype != torch.int64:
             raise ValueError(f"orders of {orders.dtype}")
         if victims.dtype != torch.int32 or not victims.is_contiguous():
@@ -327,54 +322,54 @@ class NativeKernels:
             orders.shape[1],
         )
         self._decode(
-            _page_bytes(page),
+            _cache_bytes(cache),
             described,
-            _tokens_bytes(page, query, key, value, first, out, scale),
+            _tensors_bytes(cache, tensors),
             _scoring_bytes(scoring),
             ctypes.c_void_p(victims.data_ptr()),
         )
 
     def prefill(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor | None,
-        scale: float,
+        tensors: StepTensors,
         scoring: Scoring,
-        out: torch.Tensor,
     ) -> None:
         """Store chunks of prompts behind the slots in use, attend causally and score."""
         self._prefill(
-            _page_bytes(page),
+            _cache_bytes(cache),
             b"".join(_chunk_bytes(chunk) for chunk in chunks),
             len(chunks),
-            _tokens_bytes(page, query, key, value, first, out, scale),
+            _tensors_bytes(cache, tensors),
             _scoring_bytes(scoring),
         )
 
-    def replay(
+    def score_second_pass(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        again: torch.Tensor,
+        rotated_query: torch.Tensor,
         scale: float,
         scoring: Scoring,
     ) -> None:
         """Score the chunks' tokens by their queries, asked again from behind them."""
         self._replay(
-            _page_bytes(page),
+            _cache_bytes(cache),
             b"".join(_chunk_bytes(chunk) for chunk in chunks),
             len(chunks),
-            _tokens_bytes(page, again, again, again, None, again, scale),
+            _tensors_bytes(
+                cache,
+                StepTensors(
+                    rotated_query, rotated_query, rotated_query, rotated_query, None, scale
+                ),
+            ),
             _scoring_bytes(scoring),
-            ctypes.c_float(REPLAY_WEIGHT),
+            ctypes.c_float(SECOND_PASS_WEIGHT),
         )
 
     def pack_survivors(
-        self, pages: Sequence[Page], chunks: Sequence[PromptChunk], scoring: Scoring
+        self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring
     ) -> None:
         """Move the ``keep`` survivors of each KV head into slots [0, keep), in order of position.
 
@@ -382,18 +377,18 @@ class NativeKernels:
         """
         described = b"".join(
             _PACKED.pack(
-                _table(chunk.table).data_ptr(),
-                chunk.end,
-                chunk.keep,
-                chunk.recent_from,
+                _table(chunk.block_table).data_ptr(),
+                chunk.attended_len,
+                chunk.num_survivors,
+                chunk.recent_start,
                 chunk.num_sinks,
-                chunk.position_end,
+                chunk.logical_end,
             )
             for chunk in chunks
         )
         self._pack(
-            b"".join(_page_bytes(page) for page in pages),
-            len(pages),
+            b"".join(_cache_bytes(cache) for cache in caches),
+            len(caches),
             described,
             len(chunks),
             _scoring_bytes(scoring),

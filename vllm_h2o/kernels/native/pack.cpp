@@ -58,7 +58,7 @@ void choose(const Strip<T>& strip, const H2oPacked& request, const H2oScoring& s
 }
 
 template <class T>
-void pack(const H2oPage& page, const H2oPacked& request, int head, const H2oScoring& scoring) {
+void pack(const H2oCache& page, const H2oPacked& request, int head, const H2oScoring& scoring) {
   if (request.keep <= 0 || request.keep >= request.end) return;
   static thread_local Scratch ranks_memory, survivors_memory;
   const Strip<T> strip(page, request.table, head);
@@ -76,14 +76,14 @@ void pack(const H2oPage& page, const H2oPacked& request, int head, const H2oScor
 }  // namespace
 }  // namespace h2o
 
-extern "C" void h2o_pack_survivors(const H2oPage* pages, int num_pages, const H2oPacked* requests,
+extern "C" void h2o_pack_survivors(const H2oCache* pages, int num_pages, const H2oPacked* requests,
                                    int num_requests, const H2oScoring* scoring) {
   using namespace h2o;
   const int num_heads = num_pages ? pages[0].num_kv_heads : 0;
   const int64_t num_strips = static_cast<int64_t>(num_pages) * num_requests * num_heads;
   auto body = [&](Team team) {
     for (int64_t i = team.thread; i < num_strips; i += team.size) {
-      const H2oPage& page = pages[i / num_heads / num_requests];
+      const H2oCache& page = pages[i / num_heads / num_requests];
       const H2oPacked& request = requests[i / num_heads % num_requests];
       const int head = static_cast<int>(i % num_heads);
       if (page.type == kFloat) pack<float>(page, request, head, *scoring);

@@ -12,7 +12,7 @@ extern "C" {
 enum H2oType : int32_t { kFloat = 0, kBf16 = 1, kHalf = 2 };
 
 // One layer's pages.
-struct H2oPage {
+struct H2oCache {
   char* base;
   int64_t row_bytes;
   int32_t num_kv_heads;
@@ -56,7 +56,7 @@ struct Strip {
   int32_t block_size;
   int32_t head_size;
 
-  Strip(const H2oPage& page, const int32_t* table_, int head)
+  Strip(const H2oCache& page, const int32_t* table_, int head)
       : base(page.base + head * page.row_bytes),
         block_bytes(page.row_bytes * page.num_kv_heads),
         table(table_),

@@ -52,7 +52,7 @@ class Prefill {
   using Element = typename By::Element;
 
  public:
-  Prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
+  Prefill(const H2oCache& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
           const H2oScoring& scoring, bool replay, float weight)
       : page_(page),
         chunks_(chunks),
@@ -390,7 +390,7 @@ class Prefill {
     }
   }
 
-  const H2oPage& page_;
+  const H2oCache& page_;
   const H2oChunk* chunks_;
   int num_chunks_;
   const H2oTokens& tokens_;
@@ -420,7 +420,7 @@ using ForBf16 = Wide;
 #endif
 
 template <class T, class By>
-void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
+void prefill(const H2oCache& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
              const H2oScoring& scoring, bool replay, float weight) {
   for (int first = 0; first < num_chunks;) {
     int64_t slots = 0;
@@ -435,7 +435,7 @@ void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const 
   }
 }
 
-void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
+void prefill(const H2oCache& page, const H2oChunk* chunks, int num_chunks, const H2oTokens& tokens,
              const H2oScoring& scoring, bool replay, float weight) {
   const auto run = [&](auto prefill) {
     prefill(page, chunks, num_chunks, tokens, scoring, replay, weight);
@@ -448,13 +448,13 @@ void prefill(const H2oPage& page, const H2oChunk* chunks, int num_chunks, const 
 }  // namespace
 }  // namespace h2o
 
-extern "C" void h2o_prefill(const H2oPage* page, const H2oChunk* chunks, int num_chunks,
+extern "C" void h2o_prefill(const H2oCache* page, const H2oChunk* chunks, int num_chunks,
                             const H2oTokens* tokens, const H2oScoring* scoring) {
   h2o::prefill(*page, chunks, num_chunks, *tokens, *scoring, false, 0.0f);
 }
 
 // Only the queries are read of the tokens; K of the chunks is in their pages.
-extern "C" void h2o_replay(const H2oPage* page, const H2oChunk* chunks, int num_chunks,
+extern "C" void h2o_replay(const H2oCache* page, const H2oChunk* chunks, int num_chunks,
                            const H2oTokens* tokens, const H2oScoring* scoring, float weight) {
   h2o::prefill(*page, chunks, num_chunks, *tokens, *scoring, true, weight);
 }

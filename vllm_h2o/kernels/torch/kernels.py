@@ -1,4 +1,4 @@
-"""The four names in plain torch: what runs where nothing faster does."""
+"""The four stages in plain torch: what runs where nothing faster does."""
 
 from __future__ import annotations
 
@@ -6,76 +6,66 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cache import Page
-from vllm_h2o.kernels.torch import decode
-from vllm_h2o.kernels.torch import prefill as prompt
-from vllm_h2o.kernels.torch.pack import pack_survivors, replay
+from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.torch import decode, pack, prefill, second_pass
 
 
 class TorchKernels:
-    """:class:`~vllm_h2o.kernels.interface.Kernels`, by gathering pages."""
+    """:class:`~vllm_h2o.kernels.interface.Kernels`, by copying pages together."""
 
-    gathers = True
+    copies_kv = True
 
     def decode(
         self,
-        page: Page,
+        cache: LayerCache,
         batch: DecodeBatch,
         victims: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor | None,
-        scale: float,
+        tensors: StepTensors,
         scoring: Scoring,
-        out: torch.Tensor,
     ) -> None:
         """One new token of each request."""
-        token = batch.order("token")
+        token, initial = batch.field("token"), tensors.initial_score
         slot = decode.new_slots(batch, victims)
-        score = None if first is None else first[token]
-        decode.store(page, batch, slot, key[token], value[token], score)
-        attended = decode.attend_and_score(page, batch, slot, query[token], scale, scoring)
-        out[token] = attended.to(out.dtype)
-        decode.select_victims(page, batch, victims, scoring)
+        score = None if initial is None else initial[token]
+        decode.store(cache, batch, slot, tensors.key[token], tensors.value[token], score)
+        query = tensors.query[token]
+        out = decode.attend_and_score(cache, batch, slot, query, tensors.scale, scoring)
+        tensors.out[token] = out.to(tensors.out.dtype)
+        decode.select_victims(cache, batch, victims, scoring)
 
     def prefill(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor | None,
-        scale: float,
+        tensors: StepTensors,
         scoring: Scoring,
-        out: torch.Tensor,
     ) -> None:
         """Chunks of prompts, one by one."""
         for chunk in chunks:
-            tokens = chunk.tokens
-            score = None if first is None else first[tokens]
-            prompt.store(page, chunk, key[tokens], value[tokens], score)
-            attended = prompt.attend_and_score(page, chunk, query[tokens], scale, scoring)
-            out[tokens] = attended.to(out.dtype)
+            tokens, initial = chunk.tokens, tensors.initial_score
+            score = None if initial is None else initial[tokens]
+            prefill.store(cache, chunk, tensors.key[tokens], tensors.value[tokens], score)
+            query = tensors.query[tokens]
+            out = prefill.attend_and_score(cache, chunk, query, tensors.scale, scoring)
+            tensors.out[tokens] = out.to(tensors.out.dtype)
 
-    def replay(
+    def score_second_pass(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        again: torch.Tensor,
+        rotated_query: torch.Tensor,
         scale: float,
         scoring: Scoring,
     ) -> None:
         """Chunk by chunk."""
         for chunk in chunks:
-            replay(page, chunk, again[chunk.tokens], scale, scoring)
+            second_pass.score(cache, chunk, rotated_query[chunk.tokens], scale, scoring)
 
     def pack_survivors(
-        self, pages: Sequence[Page], chunks: Sequence[PromptChunk], scoring: Scoring
+        self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring
     ) -> None:
         """Layer by layer."""
-        for page in pages:
+        for cache in caches:
             for chunk in chunks:
-                pack_survivors(page, chunk, scoring)
+                pack.pack_survivors(cache, chunk, scoring)

@@ -1,6 +1,7 @@
 """A chunk of one request's prompt: store, attend, score.
 
-Twin of ``reference.attend_and_score`` (T > 1), batched over KV heads.
+Twin of ``reference.attend_and_score`` (T > 1), batched over KV heads; and the scores of an
+observation window, kept outside the pages where others read those.
 """
 
 from __future__ import annotations
@@ -8,46 +9,48 @@ from __future__ import annotations
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
-from vllm_h2o.kernels.cache import Page
-from vllm_h2o.kernels.torch.pack import QUERY_TILE, given, own_rows, probabilities
+from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.pages import num_pages
+
+QUERY_TILE = 128
+"""Queries whose probabilities are held at once: num_heads * QUERY_TILE * length floats."""
 
 
 def store(
-    page: Page,
+    cache: LayerCache,
     chunk: PromptChunk,
     key: torch.Tensor,
     value: torch.Tensor,
     score: torch.Tensor | None,
 ) -> None:
-    """Write the chunk behind the slots in use.
+    """Write the chunk after the slots in use.
 
     Args:
-        page: written.
+        cache: written.
         chunk: the chunk.
         key: [T, H, D].
         value: [T, H, D].
-        score: [T, H], float32: first scores; zeros when None.
+        score: [T, H], float32: initial scores; zeros when None.
 
     """
-    slot = torch.arange(chunk.start, chunk.end, device=key.device)
-    row = own_rows(page, chunk)[:, slot // page.block_size]
-    offset = (slot % page.block_size).expand_as(row)
-    position = chunk.position + slot - chunk.start
-    page.key[row, offset] = key.transpose(0, 1).to(page.key.dtype)
-    page.value[row, offset] = value.transpose(0, 1).to(page.value.dtype)
-    page.position[row, offset] = position.to(torch.int32).expand_as(row)
-    page.score[row, offset] = (
-        torch.zeros_like(row, dtype=torch.float32) if score is None else score.T
-    )
+    slot = torch.arange(chunk.resident_start, chunk.attended_len, device=key.device)
+    row = chunk_rows(cache, chunk)[:, slot // cache.block_size]
+    offset = (slot % cache.block_size).expand_as(row)
+    position = chunk.logical_start + slot - chunk.resident_start
+    cache.key[row, offset] = key.transpose(0, 1).to(cache.key.dtype)
+    cache.value[row, offset] = value.transpose(0, 1).to(cache.value.dtype)
+    cache.position[row, offset] = position.to(torch.int32).expand_as(row)
+    zeros = torch.zeros_like(row, dtype=torch.float32)
+    cache.score[row, offset] = zeros if score is None else score.T
 
 
 def attend_and_score(
-    page: Page, chunk: PromptChunk, query: torch.Tensor, scale: float, scoring: Scoring
+    cache: LayerCache, chunk: PromptChunk, query: torch.Tensor, scale: float, scoring: Scoring
 ) -> torch.Tensor:
-    """Attend causally and add what the scoring queries give to the scores.
+    """Attend causally and add the scoring queries' probabilities to the scores.
 
     Args:
-        page: read; scores written.
+        cache: read; scores written.
         chunk: the chunk.
         query: [T, Hq, D].
         scale: of the logits.
@@ -57,32 +60,116 @@ def attend_and_score(
         [T, Hq, D], float32.
 
     """
-    num_kv_heads = page.num_kv_heads
     num_queries, num_heads, head_size = query.shape
-    shape = (num_kv_heads, -1, head_size)
-    rows = own_rows(page, chunk)
-    key = page.key[rows].view(shape)[:, : chunk.end].to(torch.float32)
-    value = page.value[rows].view(shape)[:, : chunk.end].to(torch.float32)
-    position = page.position[rows].flatten(1)[:, : chunk.end]
-    received = torch.zeros(num_kv_heads, chunk.end, device=query.device)
-    group = num_heads // num_kv_heads
-    out = torch.empty(num_kv_heads, group, num_queries, head_size, device=query.device)
-    for first in range(0, num_queries, QUERY_TILE):
-        last = min(first + QUERY_TILE, num_queries)
-        visible = chunk.start + last
-        asked = torch.arange(first, last, device=query.device)
-        probs = probabilities(query[first:last], key[:, :visible], chunk.start + asked, scale)
-        out[:, :, first:last] = torch.matmul(probs.flatten(1, 2), value[:, :visible]).unflatten(
-            1, (-1, last - first)
-        )
-        if scoring.power and last > chunk.scores_from:
-            scores = slice(max(chunk.scores_from - first, 0), None)
-            from_here = chunk.position + asked[scores]
-            received[:, :visible] += given(
-                probs[:, :, scores], from_here, position[:, :visible], scoring
+    key, value = (chunk_slots(cache, view, chunk).float() for view in (cache.key, cache.value))
+    position = chunk_slots(cache, cache.position, chunk)
+    column_sums = torch.zeros(position.shape, device=query.device)
+    group = num_heads // cache.num_kv_heads
+    shape = (cache.num_kv_heads, group, num_queries, head_size)
+    out = torch.empty(shape, device=query.device)
+    for start in range(0, num_queries, QUERY_TILE):
+        stop = min(start + QUERY_TILE, num_queries)
+        visible = chunk.resident_start + stop
+        index = torch.arange(start, stop, device=query.device)
+        last_seen = chunk.resident_start + index
+        probs = probabilities(query[start:stop], key[:, :visible], last_seen, scale)
+        tile = torch.matmul(probs.flatten(1, 2), value[:, :visible])  # [H, G * tile, D]
+        out[:, :, start:stop] = tile.unflatten(1, (-1, stop - start))
+        if scoring.power and stop > chunk.first_scoring_query:
+            scores = slice(max(chunk.first_scoring_query - start, 0), None)
+            query_position = chunk.logical_start + index[scores]
+            column_sums[:, :visible] += contributions(
+                probs[:, :, scores], query_position, position[:, :visible], scoring
             )
     if scoring.power:
-        slot = torch.arange(chunk.end, device=query.device)
-        row = rows[:, slot // page.block_size]
-        page.score[row, (slot % page.block_size).expand_as(row)] += received
+        add_to_scores(cache, chunk, column_sums)
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
+
+
+def window_scores(
+    cache: LayerCache, chunk: PromptChunk, query: torch.Tensor, scale: float, scoring: Scoring
+) -> torch.Tensor:
+    """Scores that the observation window gives to every token, with nothing written.
+
+    Args:
+        cache: read; the chunk is stored.
+        chunk: the last one of a prompt.
+        query: [T, Hq, D], of the chunk; those from ``chunk.first_window_query`` on score.
+        scale: of the logits.
+        scoring: what is added.
+
+    Returns:
+        [H, attended_len], float32: sums over the queries and the GQA group.
+
+    """
+    key = chunk_slots(cache, cache.key, chunk).to(torch.float32)
+    position = chunk_slots(cache, cache.position, chunk)
+    column_sums = torch.zeros(position.shape, device=query.device)
+    for start in range(chunk.first_window_query, chunk.num_tokens, QUERY_TILE):
+        tile = query[start : start + QUERY_TILE]
+        index = start + torch.arange(len(tile), device=query.device)
+        probs = probabilities(tile, key, chunk.resident_start + index, scale)
+        column_sums += contributions(probs, chunk.logical_start + index, position, scoring)
+    return column_sums
+
+
+def probabilities(
+    query: torch.Tensor, key: torch.Tensor, last_seen: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """``softmax(q K^T * scale)`` of a few queries, each over the slots that it sees.
+
+    Args:
+        query: [T, Hq, D].
+        key: [H, L, D], float32.
+        last_seen: [T]: the last slot that each query sees.
+        scale: of the logits.
+
+    Returns:
+        [H, G, T, L], float32: the queries of a GQA group side by side.
+
+    """
+    grouped = query.unflatten(1, (key.shape[0], -1)).permute(1, 2, 0, 3).to(torch.float32) * scale
+    logits = torch.matmul(grouped.flatten(1, 2), key.transpose(1, 2))  # [H, G * T, L]
+    logits = logits.unflatten(1, (-1, query.shape[0]))
+    hidden = torch.arange(key.shape[1], device=key.device) > last_seen[:, None]
+    return torch.softmax(logits.masked_fill_(hidden, float("-inf")), dim=-1)
+
+
+def contributions(
+    probs: torch.Tensor, query_position: torch.Tensor, position: torch.Tensor, scoring: Scoring
+) -> torch.Tensor:
+    """What queries add to scores.
+
+    Args:
+        probs: [H, G, T, L].
+        query_position: [T].
+        position: [H, L]: of each token.
+        scoring: what is added.
+
+    Returns:
+        [H, L]: sums over the queries and the GQA group.
+
+    """
+    each = probs.pow(scoring.power)
+    if scoring.skip_recent:
+        age = query_position[:, None] - position[:, None, :]
+        each = each.masked_fill((age < scoring.skip_recent)[:, None], 0.0)
+    return each.sum(dim=(1, 2))
+
+
+def chunk_rows(cache: LayerCache, chunk: PromptChunk) -> torch.Tensor:
+    """[H, P], int64: rows of the cache that hold the chunk and what precedes it."""
+    blocks = chunk.block_table[: num_pages(chunk.attended_len, cache.block_size)]
+    return cache_rows(blocks, cache.num_kv_heads)
+
+
+def chunk_slots(cache: LayerCache, view: torch.Tensor, chunk: PromptChunk) -> torch.Tensor:
+    """[H, attended_len, ...]: a copy of the chunk's slots, and of those before it, in one view."""
+    return view[chunk_rows(cache, chunk)].flatten(1, 2)[:, : chunk.attended_len]
+
+
+def add_to_scores(cache: LayerCache, chunk: PromptChunk, column_sums: torch.Tensor) -> None:
+    """Add [H, attended_len] to the scores of the slots up to the chunk's end."""
+    slot = torch.arange(chunk.attended_len, device=column_sums.device)
+    row = chunk_rows(cache, chunk)[:, slot // cache.block_size]
+    cache.score[row, (slot % cache.block_size).expand_as(row)] += column_sums

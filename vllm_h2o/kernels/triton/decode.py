@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Rows of DecodeBatch.orders that the kernels read: see vllm_h2o.kernels.batch.DECODE_ORDERS.
+# Rows of DecodeBatch.orders that the kernels read: see vllm_h2o.kernels.batch.DECODE_FIELDS.
 TOKEN = tl.constexpr(0)
 ATTENDED = tl.constexpr(1)
 OVERWRITES = tl.constexpr(2)
@@ -26,18 +26,18 @@ SELECTS = tl.constexpr(3)
 POSITION = tl.constexpr(4)
 RECENT_FROM = tl.constexpr(5)
 NUM_SINKS = tl.constexpr(6)
-REFILL = tl.constexpr(8)
-HOLE = tl.constexpr(9)
+NEXT_OFFSET = tl.constexpr(8)
+NUM_FREE_SLOTS = tl.constexpr(9)
 SCORES = tl.constexpr(10)
 
 
 @triton.jit
-def new_slot(orders, order_stride, victims_ptr, owner, h, num_kv_heads):
+def new_slot(orders, field_stride, victims_ptr, owner, h, num_kv_heads):
     """The slot that a head's new token takes. ``orders`` points at the request's."""
-    attended = tl.load(orders + ATTENDED * order_stride).to(tl.int32)
-    overwrites = tl.load(orders + OVERWRITES * order_stride) != 0
+    attended = tl.load(orders + ATTENDED * field_stride).to(tl.int32)
+    overwrites = tl.load(orders + OVERWRITES * field_stride) != 0
     victim = tl.load(victims_ptr + owner.to(tl.int64) * num_kv_heads + h)
-    refilled = victim + tl.load(orders + REFILL * order_stride).to(tl.int32)
+    refilled = victim + tl.load(orders + NEXT_OFFSET * field_stride).to(tl.int32)
     return tl.where(overwrites, refilled, attended - 1)
 
 
@@ -45,63 +45,63 @@ def new_slot(orders, order_stride, victims_ptr, owner, h, num_kv_heads):
 def store_token(
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
-    first_ptr,  # [T, H], float32; read when HAS_FIRST
+    initial_score_ptr,  # [T, H], float32; read when HAS_INITIAL_SCORE
     key_pages,  # [R, N, D]
     value_pages,  # [R, N, D]
     score_pages,  # [R, N], float32
     position_pages,  # [R, N], int32
     table_ptr,  # [B, P], int32
-    orders_ptr,  # [orders, B], int64
+    fields_ptr,  # [orders, B], int64
     victims_ptr,  # [num_blocks, H], int32
     key_stride,
     value_stride,
     page_stride,  # of K and V, in elements
     word_stride,  # of scores and positions, in words
     table_stride,
-    order_stride,
+    field_stride,
     request_stride,
     num_kv_heads,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
+    HAS_INITIAL_SCORE: tl.constexpr,
 ):
     """Write K, V, position and first score of (request, head) into the new token's slot."""
     b, h = tl.program_id(0), tl.program_id(1)
-    orders = orders_ptr + b * request_stride
-    if tl.load(orders + ATTENDED * order_stride) == 0:
+    orders = fields_ptr + b * request_stride
+    if tl.load(orders + ATTENDED * field_stride) == 0:
         return
     table = table_ptr + b.to(tl.int64) * table_stride
-    slot = new_slot(orders, order_stride, victims_ptr, tl.load(table), h, num_kv_heads)
+    slot = new_slot(orders, field_stride, victims_ptr, tl.load(table), h, num_kv_heads)
     row = tl.load(table + slot // N).to(tl.int64) * num_kv_heads + h
     at = slot % N
-    token = tl.load(orders + TOKEN * order_stride)
+    token = tl.load(orders + TOKEN * field_stride)
     dim = tl.arange(0, D_PAD)
     key = tl.load(key_ptr + token * key_stride + h * D + dim, mask=dim < D)
     value = tl.load(value_ptr + token * value_stride + h * D + dim, mask=dim < D)
     tl.store(key_pages + row * page_stride + at * D + dim, key, mask=dim < D)
     tl.store(value_pages + row * page_stride + at * D + dim, value, mask=dim < D)
-    position = tl.load(orders + POSITION * order_stride).to(tl.int32)
+    position = tl.load(orders + POSITION * field_stride).to(tl.int32)
     tl.store(position_pages + row * word_stride + at, position)
     score = 0.0
-    if HAS_FIRST:
-        score = tl.load(first_ptr + token * num_kv_heads + h)
+    if HAS_INITIAL_SCORE:
+        score = tl.load(initial_score_ptr + token * num_kv_heads + h)
     tl.store(score_pages + row * word_stride + at, score)
 
 
 @triton.jit
-def share_of(attended, num_shares, TILE: tl.constexpr):
+def split_size(attended, num_kv_splits, TILE: tl.constexpr):
     """Slots of each share: whole tiles, the same number for all but the last."""
-    return tl.cdiv(tl.cdiv(attended, TILE), num_shares) * TILE
+    return tl.cdiv(tl.cdiv(attended, TILE), num_kv_splits) * TILE
 
 
-@triton.jit(do_not_specialize=["num_shares"])
+@triton.jit(do_not_specialize=["num_kv_splits"])
 def attend_split(
     query_ptr,  # [T, Hq, D]
     key_pages,
     value_pages,
     table_ptr,
-    orders_ptr,
+    fields_ptr,
     victims_ptr,
     logits_ptr,  # [num_blocks, H, G, N], float32: written
     part_ptr,  # [B, H, shares, G, D], float32: written, each share's own mean of V
@@ -110,35 +110,35 @@ def attend_split(
     query_stride,
     page_stride,
     table_stride,
-    order_stride,
+    field_stride,
     request_stride,
     num_kv_heads,
-    num_shares,
+    num_kv_splits,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
     TILE: tl.constexpr,
-    HAS_HOLE: tl.constexpr,
+    HAS_FREE_SLOTS: tl.constexpr,
     KEEPS_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend to one share of (request, KV head); G_PAD = 1 multiplies without matrix units."""
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    orders = orders_ptr + b * request_stride
-    attended = tl.load(orders + ATTENDED * order_stride).to(tl.int32)
-    share = share_of(attended, num_shares, TILE)
+    orders = fields_ptr + b * request_stride
+    attended = tl.load(orders + ATTENDED * field_stride).to(tl.int32)
+    share = split_size(attended, num_kv_splits, TILE)
     begin = s * share
     if begin >= attended:
         return
     table = table_ptr + b.to(tl.int64) * table_stride
-    token = tl.load(orders + TOKEN * order_stride)
+    token = tl.load(orders + TOKEN * field_stride)
     group, dim = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
     asked = query_ptr + token * query_stride + (h * G + group[:, None]) * D + dim[None, :]
     query = tl.load(asked, mask=(group < G)[:, None] & (dim < D)[None, :], other=0.0)
-    slot_new = new_slot(orders, order_stride, victims_ptr, tl.load(table), h, num_kv_heads)
-    hole = tl.load(orders + HOLE * order_stride).to(tl.int32)
+    slot_new = new_slot(orders, field_stride, victims_ptr, tl.load(table), h, num_kv_heads)
+    hole = tl.load(orders + NUM_FREE_SLOTS * field_stride).to(tl.int32)
     peak = tl.full([G_PAD], float("-inf"), tl.float32)
     total = tl.zeros([G_PAD], tl.float32)
     # One query alone is summed up slot by slot of a tile, and over these in the end.
@@ -149,7 +149,7 @@ def attend_split(
         block = tl.load(table + slot // N, mask=live, other=0).to(tl.int64)
         row, at = block * num_kv_heads + h, slot % N
         here = row[:, None] * page_stride + (at * D)[:, None] + dim[None, :]
-        if HAS_HOLE:
+        if HAS_FREE_SLOTS:
             live = live & ((slot <= slot_new) | (slot > slot_new + hole))
         mask = live[:, None] & (dim < D)[None, :]
         # Both at once: V is on its way while K is multiplied.
@@ -164,7 +164,7 @@ def attend_split(
             raw = logits_ptr + (row * G * N + at)[None, :] + group[:, None] * N
             tl.store(raw, logits, mask=(group < G)[:, None] & (slot < attended)[None, :])
         higher = tl.maximum(peak, tl.max(logits, axis=1))
-        # A share may begin with nothing but the hole: exp(-inf - -inf) would be NaN.
+        # A share may begin with nothing but the num_free_slots: exp(-inf - -inf) would be NaN.
         ground = tl.where(higher == float("-inf"), 0.0, higher)
         fade = tl.exp(peak - ground)
         probs = tl.exp(logits - ground[:, None])
@@ -177,7 +177,7 @@ def attend_split(
         peak = higher
     if G_PAD == 1:
         out = tl.sum(out, axis=0)[None, :]
-    part = ((b * num_kv_heads + h).to(tl.int64) * num_shares + s) * G + group
+    part = ((b * num_kv_heads + h).to(tl.int64) * num_kv_splits + s) * G + group
     mean = out / tl.where(total == 0.0, 1.0, total)[:, None]
     kept = (group < G)[:, None] & (dim < D)[None, :]
     tl.store(part_ptr + part[:, None] * D + dim[None, :], mean, mask=kept)
@@ -186,19 +186,19 @@ def attend_split(
 
 
 @triton.jit
-def join_shares(
+def merge_splits(
     part_ptr,
     peak_ptr,
     part,  # [G_PAD]: index of the first share of each query head
     num_live,
-    MOST_SHARES: tl.constexpr,
+    MAX_KV_SPLITS: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
     group,
     dim,
 ):
     """The shares' means of V, weighted; and each query head's log-sum-exp of all logits."""
-    share = tl.arange(0, MOST_SHARES)
+    share = tl.arange(0, MAX_KV_SPLITS)
     live = (share < num_live)[:, None] & (group < G)[None, :]
     peaks = peak_ptr + (part[None, :] + share[:, None] * G) * 2
     highest = tl.max(tl.load(peaks, mask=live, other=float("-inf")), axis=0)
@@ -217,13 +217,13 @@ def join_shares(
     return out / total[:, None], peak + tl.log(total)
 
 
-@triton.jit(do_not_specialize=["num_shares", "skip_recent"])
+@triton.jit(do_not_specialize=["num_kv_splits", "skip_recent"])
 def reduce_and_score(
     out_ptr,  # [T, Hq, D]: written
     score_pages,  # written
     position_pages,
     table_ptr,
-    orders_ptr,
+    fields_ptr,
     victims_ptr,  # written where a request selects
     logits_ptr,
     part_ptr,
@@ -231,10 +231,10 @@ def reduce_and_score(
     out_stride,
     word_stride,
     table_stride,
-    order_stride,
+    field_stride,
     request_stride,
     num_kv_heads,
-    num_shares,
+    num_kv_splits,
     skip_recent,
     N: tl.constexpr,
     N_PAD: tl.constexpr,
@@ -243,7 +243,7 @@ def reduce_and_score(
     G: tl.constexpr,
     G_PAD: tl.constexpr,
     TILE: tl.constexpr,
-    MOST_SHARES: tl.constexpr,
+    MAX_KV_SPLITS: tl.constexpr,
     PAGES: tl.constexpr,
     POWER: tl.constexpr,
     BY_PAGE: tl.constexpr,
@@ -251,29 +251,29 @@ def reduce_and_score(
 ):
     """Join the shares of (request, KV head), add to scores, and find the next victim."""
     b, h = tl.program_id(0), tl.program_id(1)
-    orders = orders_ptr + b * request_stride
-    attended = tl.load(orders + ATTENDED * order_stride).to(tl.int32)
-    token = tl.load(orders + TOKEN * order_stride)
+    orders = fields_ptr + b * request_stride
+    attended = tl.load(orders + ATTENDED * field_stride).to(tl.int32)
+    token = tl.load(orders + TOKEN * field_stride)
     group, dim = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
     answer = out_ptr + token * out_stride + (h * G + group[:, None]) * D + dim[None, :]
     kept = (group < G)[:, None] & (dim < D)[None, :]
     if attended == 0:
         tl.store(answer, tl.zeros([G_PAD, D_PAD], out_ptr.dtype.element_ty), mask=kept)
         return
-    share = share_of(attended, num_shares, TILE)
-    part = (b * num_kv_heads + h).to(tl.int64) * num_shares * G + group
+    share = split_size(attended, num_kv_splits, TILE)
+    part = (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * G + group
     num_live = tl.cdiv(attended, share)
-    out, lse = join_shares(part_ptr, peak_ptr, part, num_live, MOST_SHARES, D, G, group, dim)
+    out, lse = merge_splits(part_ptr, peak_ptr, part, num_live, MAX_KV_SPLITS, D, G, group, dim)
     tl.store(answer, out.to(out_ptr.dtype.element_ty), mask=kept)
-    selects = tl.load(orders + SELECTS * order_stride) != 0
-    scores = tl.load(orders + SCORES * order_stride) != 0
+    selects = tl.load(orders + SELECTS * field_stride) != 0
+    scores = tl.load(orders + SCORES * field_stride) != 0
     # A query that scores nothing is one that no token is old enough for.
     youngest = tl.where(scores, skip_recent, 1 << 30)
     if (POWER > 0) | selects:
         table = table_ptr + b.to(tl.int64) * table_stride
-        now = tl.load(orders + POSITION * order_stride).to(tl.int32)
-        recent_from = tl.load(orders + RECENT_FROM * order_stride).to(tl.int32)
-        num_sinks = tl.load(orders + NUM_SINKS * order_stride)
+        now = tl.load(orders + POSITION * field_stride).to(tl.int32)
+        recent_from = tl.load(orders + RECENT_FROM * field_stride).to(tl.int32)
+        num_sinks = tl.load(orders + NUM_SINKS * field_stride)
         offset = tl.arange(0, N_PAD)
         # Running minima, each in its own lane: lowest score, of equals the newest, and its slot.
         lanes: tl.constexpr = PAGES if BY_PAGE else PAGES * N_PAD

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 import triton
 
-from vllm_h2o.kernels.batch import REPLAY_WEIGHT, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cache import Page
+from vllm_h2o.kernels.batch import (
+    SECOND_PASS_WEIGHT,
+    DecodeBatch,
+    PromptChunk,
+    Scoring,
+    StepTensors,
+)
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.triton import decode, pack
 from vllm_h2o.kernels.triton import prefill as prompt
 
@@ -19,14 +25,11 @@ TILE = 64
 """Slots that a decode program holds at once."""
 STAGES = {2: 3, 4: 1}
 """Loads in flight of a prompt's kernels, by bytes of an element."""
-MOST_SHARES = 32
+MAX_KV_SPLITS = 32
 """Programs that one (request, KV head) is divided among at most."""
 
-PromptAttention = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Page, Sequence[PromptChunk], float, torch.Tensor],
-    torch.Tensor,
-]
-"""(query, key, value, page, chunks, scale, out) -> lse [Hq, T] float32; writes ``out``."""
+PromptAttention = Callable[[LayerCache, Sequence[PromptChunk], StepTensors], torch.Tensor]
+"""(cache, chunks, tensors) -> lse [Hq, T] float32; writes ``tensors.out``."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +39,21 @@ class Chunks:
     Args:
         source: what they were made of.
         table: [R, P], int32.
-        orders: [len(prompt.CHUNK_ORDERS) or len(pack.PACK_ORDERS), R], int32.
+        fields: [len(prompt.CHUNK_FIELDS) or len(pack.PACK_FIELDS), R], int32.
 
     """
 
     source: Sequence[PromptChunk]
     table: torch.Tensor
-    orders: torch.Tensor
+    fields: torch.Tensor
 
     @classmethod
     def of(
         cls, source: Sequence[PromptChunk], rows: list[list[int]], device: torch.device
     ) -> Chunks:
-        """Send the orders, given as rows of integers. No synchronisation."""
+        """Send the fields, given as rows of integers. No synchronisation."""
         host = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
-        table = torch.stack([chunk.table for chunk in source])
+        table = torch.stack([chunk.block_table for chunk in source])
         return cls(source, table, host.to(device, non_blocking=True))
 
     def __len__(self) -> int:
@@ -70,7 +73,7 @@ class TritonKernels:
 
     """
 
-    gathers = False
+    copies_kv = False
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class TritonKernels:
             self._capability = 10 * major + minor
             units *= torch.cuda.get_device_properties(device).multi_processor_count
         self._programs = units
-        # (requests x heads x shares) is below this for every batch: see _num_shares.
+        # (requests x heads x shares) is below this for every batch: see _num_kv_splits.
         most = units + max_requests * num_kv_heads
         self._part = torch.empty(most * self.group, head_size, device=device)
         self._peak = torch.empty(most * self.group, 2, device=device)
@@ -102,143 +105,134 @@ class TritonKernels:
 
     def decode(
         self,
-        page: Page,
+        cache: LayerCache,
         batch: DecodeBatch,
         victims: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor | None,
-        scale: float,
+        tensors: StepTensors,
         scoring: Scoring,
-        out: torch.Tensor,
     ) -> None:
         """One new token of each request. Synchronises nothing; allocates for a new pool alone."""
-        self._check(page, out, query, key, value)
-        num_requests, width = batch.table.shape
+        query, key, value, out = tensors.query, tensors.key, tensors.value, tensors.out
+        initial, scale = tensors.initial_score, tensors.scale
+        self._check(cache, out, query, key, value)
+        num_requests, width = batch.block_table.shape
         if num_requests > self.max_requests:
             raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
-        scratch = page.num_blocks * page.num_kv_heads * self.group * page.block_size
+        scratch = cache.num_blocks * cache.num_kv_heads * self.group * cache.block_size
         if self._logits.numel() != scratch:
             self._logits = torch.empty(scratch, device=self.device)
-            self._compile(page, first is not None, scoring)
-        shape = {"N": page.block_size, "D": self.head_size, "D_PAD": self.padded}
-        strides = (batch.table.stride(0), *batch.orders.stride(), self.num_kv_heads)
-        shares = self._num_shares(num_requests, width * page.block_size)
-        rows, heads = batch.table, batch.orders
+            self._compile(cache, initial is not None, scoring)
+        shape = {"N": cache.block_size, "D": self.head_size, "D_PAD": self.padded}
+        strides = (batch.block_table.stride(0), *batch.fields.stride(), self.num_kv_heads)
+        shares = self._num_kv_splits(num_requests, width * cache.block_size)
+        rows, heads = batch.block_table, batch.fields
         decode.store_token[(num_requests, self.num_kv_heads)](
-            key, value, key if first is None else first,
-            page.key, page.value, page.score, page.position, rows, heads, victims,
-            key.stride(0), value.stride(0), page.key.stride(0), page.score.stride(0), *strides,
-            **shape, HAS_FIRST=first is not None,
+            key, value, key if initial is None else initial,
+            cache.key, cache.value, cache.score, cache.position, rows, heads, victims,
+            key.stride(0), value.stride(0), cache.key.stride(0), cache.score.stride(0), *strides,
+            **shape, HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
-        group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": self._tile(page)}
+        group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": self._tile(cache)}
         decode.attend_split[(num_requests, self.num_kv_heads, shares)](
-            query, page.key, page.value, rows, heads, victims,
+            query, cache.key, cache.value, rows, heads, victims,
             self._logits, self._part, self._peak,
-            scale, query.stride(0), page.key.stride(0), *strides, shares,
-            **shape, **group, HAS_HOLE=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
-            PRECISION=precision(page.key.dtype),
+            scale, query.stride(0), cache.key.stride(0), *strides, shares,
+            **shape, **group, HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
+            PRECISION=precision(cache.key.dtype),
         )  # fmt: skip
-        padded_block = triton.next_power_of_2(page.block_size)
+        padded_block = triton.next_power_of_2(cache.block_size)
         decode.reduce_and_score[(num_requests, self.num_kv_heads)](
-            out, page.score, page.position, rows, heads, victims,
+            out, cache.score, cache.position, rows, heads, victims,
             self._logits, self._part, self._peak,
-            out.stride(0), page.score.stride(0), *strides, shares, scoring.skip_recent,
+            out.stride(0), cache.score.stride(0), *strides, shares, scoring.skip_recent,
             **shape, **group, N_PAD=padded_block, PAGES=max(1, 512 // padded_block),
-            MOST_SHARES=MOST_SHARES,
+            MAX_KV_SPLITS=MAX_KV_SPLITS,
             POWER=scoring.power, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
         )  # fmt: skip
 
     def prefill(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        first: torch.Tensor | None,
-        scale: float,
+        tensors: StepTensors,
         scoring: Scoring,
-        out: torch.Tensor,
     ) -> None:
         """Chunks of prompts, all in one launch of each kernel."""
-        self._check(page, out, query, key, value)
+        query, key, value, out = tensors.query, tensors.key, tensors.value, tensors.out
+        initial, scale = tensors.initial_score, tensors.scale
+        self._check(cache, out, query, key, value)
         sent = self._sent(chunks)
         longest = max(chunk.num_tokens for chunk in chunks)
-        shape = {"N": page.block_size, "D": self.head_size, "D_PAD": self.padded}
+        shape = {"N": cache.block_size, "D": self.head_size, "D_PAD": self.padded}
         sizes = (len(sent), self.num_kv_heads)
         prompt.store_chunk[(*sizes, triton.cdiv(longest, 32))](
-            key, value, key if first is None else first,
-            page.key, page.value, page.score, page.position, sent.table, sent.orders,
-            key.stride(0), value.stride(0), page.key.stride(0), page.score.stride(0),
-            sent.table.stride(0), *sizes, **shape, TILE=32, HAS_FIRST=first is not None,
+            key, value, key if initial is None else initial,
+            cache.key, cache.value, cache.score, cache.position, sent.table, sent.fields,
+            key.stride(0), value.stride(0), cache.key.stride(0), cache.score.stride(0),
+            sent.table.stride(0), *sizes, **shape, TILE=32, HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
-        lse = self.prompt_attention(query, key, value, page, chunks, scale, out)
+        lse = self.prompt_attention(cache, chunks, tensors)
         if not scoring.power:
             return
-        self._score(page, chunks, query, lse, scale, scoring, 0.0)
+        self._score(cache, chunks, query, lse, scale, scoring, 0.0)
 
-    def replay(
+    def score_second_pass(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        again: torch.Tensor,
+        rotated_query: torch.Tensor,
         scale: float,
         scoring: Scoring,
     ) -> None:
         """All chunks in one launch of each kernel. Probabilities are not kept, but made twice."""
-        self._check(page, again, again)
-        lse = self._lse(page, chunks, again, scale, None)
-        self._score(page, chunks, again, lse, scale, scoring, REPLAY_WEIGHT)
+        self._check(cache, rotated_query, rotated_query)
+        lse = self._lse(cache, chunks, rotated_query, scale, None)
+        self._score(cache, chunks, rotated_query, lse, scale, scoring, SECOND_PASS_WEIGHT)
 
     def pack_survivors(
-        self, pages: Sequence[Page], chunks: Sequence[PromptChunk], scoring: Scoring
+        self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring
     ) -> None:
         """Two launches for every layer, request and KV head."""
-        page = pages[0]
-        rows = [[getattr(chunk, name) for chunk in chunks] for name in pack.PACK_ORDERS]
+        cache = caches[0]
+        rows = [[getattr(chunk, name) for chunk in chunks] for name in pack.PACK_FIELDS]
         sent = Chunks.of(chunks, rows, self.device)
         views = ("key", "value", "score", "position")
         # An even number, so that every row begins where 16 bytes do, however many the layers.
         addresses = [
-            [getattr(p, view).data_ptr() for p in pages] + [0] * (len(pages) % 2) for view in views
+            [getattr(p, view).data_ptr() for p in caches] + [0] * (len(caches) % 2)
+            for view in views
         ]
         host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
         keys, values, scores, positions = host.to(self.device, non_blocking=True)
-        most = max(chunk.keep for chunk in chunks)
-        grid = (self.num_kv_heads, len(sent), len(pages))
+        most = max(chunk.num_survivors for chunk in chunks)
+        grid = (self.num_kv_heads, len(sent), len(caches))
         survivors = torch.empty(*grid, most, dtype=torch.int32, device=self.device)
-        table = (sent.table, sent.orders, survivors)
+        table = (sent.table, sent.fields, survivors)
         sizes = (sent.table.stride(0), len(sent), self.num_kv_heads, most)
         pack.select_survivors[grid](
-            scores, positions, *table, page.score.stride(0), *sizes,
-            N=page.block_size, TILE=1024, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
+            scores, positions, *table, cache.score.stride(0), *sizes,
+            N=cache.block_size, TILE=1024, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
             num_warps=8,
         )  # fmt: skip
         pack.pack_survivors[grid](
-            keys, values, scores, positions, *table, page.key,
-            page.key.stride(0), page.score.stride(0), *sizes,
-            N=page.block_size, D=self.head_size, D_PAD=self.padded, TILE=32,
+            keys, values, scores, positions, *table, cache.key,
+            cache.key.stride(0), cache.score.stride(0), *sizes,
+            N=cache.block_size, D=self.head_size, D_PAD=self.padded, TILE=32,
             ALIGNED=math.gcd(16, *addresses[0], *addresses[1]),
         )  # fmt: skip
 
     def _attend(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        scale: float,
-        out: torch.Tensor,
+        tensors: StepTensors,
     ) -> torch.Tensor:
         """Our own flash attention; reads keys and values from the pages."""
-        return self._lse(page, chunks, query, scale, out)
+        return self._lse(cache, chunks, tensors.query, tensors.scale, tensors.out)
 
     def _lse(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
         query: torch.Tensor,
         scale: float,
@@ -250,18 +244,18 @@ class TritonKernels:
         lse = torch.empty(num_heads, query.shape[0], device=self.device)
         answer = query if out is None else out
         longest = max(chunk.num_tokens for chunk in chunks)
-        tiles, _ = self._prompt_tiles(page)
+        tiles, _ = self._prompt_tiles(cache)
         prompt.attend[(triton.cdiv(longest, tiles["TILE_Q"]), num_heads, len(sent))](
-            query, page.key, page.value, sent.table, sent.orders, answer, lse,
-            scale, query.stride(0), answer.stride(0), lse.stride(0), page.key.stride(0),
+            query, cache.key, cache.value, sent.table, sent.fields, answer, lse,
+            scale, query.stride(0), answer.stride(0), lse.stride(0), cache.key.stride(0),
             sent.table.stride(0), len(sent), self.num_kv_heads,
-            **self._shape(page), **tiles, REPLAY=out is None,
+            **self._shape(cache), **tiles, REPLAY=out is None,
         )  # fmt: skip
         return lse
 
     def _score(
         self,
-        page: Page,
+        cache: LayerCache,
         chunks: Sequence[PromptChunk],
         query: torch.Tensor,
         lse: torch.Tensor,
@@ -271,28 +265,28 @@ class TritonKernels:
     ) -> None:
         """Add what queries give to scores; ``replay``: its weight, 0 where there is none."""
         sent = self._sent(chunks)
-        _, tiles = self._prompt_tiles(page)
-        slots = max(chunk.end for chunk in chunks)
+        _, tiles = self._prompt_tiles(cache)
+        slots = max(chunk.attended_len for chunk in chunks)
         prompt.column_scores[(triton.cdiv(slots, tiles["TILE_K"]), self.num_kv_heads, len(sent))](
-            query, page.key, page.score, page.position, sent.table, sent.orders, lse,
-            scale, query.stride(0), lse.stride(0), page.key.stride(0), page.score.stride(0),
+            query, cache.key, cache.score, cache.position, sent.table, sent.fields, lse,
+            scale, query.stride(0), lse.stride(0), cache.key.stride(0), cache.score.stride(0),
             sent.table.stride(0), len(sent), self.num_kv_heads, scoring.skip_recent,
-            **self._shape(page), **tiles, POWER=scoring.power, REPLAY=replay,
+            **self._shape(cache), **tiles, POWER=scoring.power, REPLAY=replay,
             SKIPS=scoring.skip_recent > 0 and not replay,
         )  # fmt: skip
 
-    def _shape(self, page: Page) -> dict[str, Any]:
+    def _shape(self, cache: LayerCache) -> dict[str, Any]:
         """Constants of the kernels that multiply a prompt's queries and keys."""
         return {
-            "N": page.block_size,
+            "N": cache.block_size,
             "D": self.head_size,
             "D_PAD": self.padded,
             "G": self.group,
-            "PRECISION": precision(page.key.dtype),
+            "PRECISION": precision(cache.key.dtype),
         }
 
-    def _prompt_tiles(self, page: Page) -> tuple[dict[str, int], dict[str, int]]:
-        return prompt_tiles(self.padded, page.key.element_size(), self._capability)
+    def _prompt_tiles(self, cache: LayerCache) -> tuple[dict[str, int], dict[str, int]]:
+        return prompt_tiles(self.padded, cache.key.element_size(), self._capability)
 
     def _sent(self, chunks: Sequence[PromptChunk]) -> Chunks:
         """The step's chunks on the device, sent once for all layers."""
@@ -300,41 +294,51 @@ class TritonKernels:
             rows = [
                 [chunk.tokens.start for chunk in chunks],
                 [chunk.num_tokens for chunk in chunks],
-                [chunk.start for chunk in chunks],
-                [chunk.position for chunk in chunks],
-                [chunk.scores_from for chunk in chunks],
+                [chunk.resident_start for chunk in chunks],
+                [chunk.logical_start for chunk in chunks],
+                [chunk.first_scoring_query for chunk in chunks],
             ]
             self._chunks = Chunks.of(chunks, rows, self.device)
         return self._chunks
 
-    def _num_shares(self, num_requests: int, num_slots: int) -> int:
+    def _num_kv_splits(self, num_requests: int, num_slots: int) -> int:
         """Known from shapes alone, since a captured graph keeps it."""
         wanted = triton.cdiv(self._programs, num_requests * self.num_kv_heads)
-        return max(1, min(wanted, MOST_SHARES, triton.cdiv(num_slots, TILE)))
+        return max(1, min(wanted, MAX_KV_SPLITS, triton.cdiv(num_slots, TILE)))
 
-    def _tile(self, page: Page) -> int:
-        return tile_of(self.padded, page.key.element_size())
+    def _tile(self, cache: LayerCache) -> int:
+        return tile_of(self.padded, cache.key.element_size())
 
-    def _compile(self, page: Page, has_first: bool, scoring: Scoring) -> None:
+    def _compile(self, cache: LayerCache, has_initial_score: bool, scoring: Scoring) -> None:
         """Run the prompt's kernels once on two pages of their own, before a request waits."""
         if self.device.type != "cuda":
             return
-        content = 2 * self.head_size + 8 // page.key.element_size()
-        shape = (2, self.num_kv_heads, page.block_size, content)
-        cache = torch.zeros(shape, dtype=page.key.dtype, device=self.device)
-        own = Page.of(cache, self.head_size)
-        key = torch.zeros(2, self.num_kv_heads, self.head_size, dtype=cache.dtype).to(cache)
+        content = 2 * self.head_size + 8 // cache.key.element_size()
+        shape = (2, self.num_kv_heads, cache.block_size, content)
+        own_cache = torch.zeros(shape, dtype=cache.key.dtype, device=self.device)
+        own = LayerCache.of(own_cache, self.head_size)
+        key = torch.zeros(2, self.num_kv_heads, self.head_size, dtype=own_cache.dtype).to(own_cache)
         query = key.repeat(1, self.group, 1)
-        first = key[:, :, 0].float() if has_first else None
+        initial = key[:, :, 0].float() if has_initial_score else None
         table = torch.arange(2, dtype=torch.int32, device=self.device)
-        chunks = [PromptChunk(slice(0, 2), table, 0, 0, 1, 1, 0, 0)]
-        self.prefill(own, chunks, query, key, key, first, 1.0, scoring, torch.empty_like(query))
-        if scoring.replays:
-            self.replay(own, chunks, query, 1.0, scoring)
+        chunks = [
+            PromptChunk(
+                tokens=slice(0, 2),
+                block_table=table,
+                resident_start=0,
+                logical_start=0,
+                num_survivors=1,
+                recent_start=1,
+            )
+        ]
+        tensors = StepTensors(query, key, key, torch.empty_like(query), initial, 1.0)
+        self.prefill(own, chunks, tensors, scoring)
+        if scoring.second_pass:
+            self.score_second_pass(own, chunks, query, 1.0, scoring)
         self.pack_survivors([own], chunks, scoring)
 
-    def _check(self, page: Page, out: torch.Tensor, *tensors: torch.Tensor) -> None:
-        dtype, heads = page.key.dtype, (self.num_kv_heads, self.num_kv_heads * self.group)
+    def _check(self, cache: LayerCache, out: torch.Tensor, *tensors: torch.Tensor) -> None:
+        dtype, heads = cache.key.dtype, (self.num_kv_heads, self.num_kv_heads * self.group)
         for tensor in (out, *tensors):
             good = (
                 (tensor.dtype == dtype or tensor is out)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PACK_ORDERS = ("end", "keep", "recent_from", "num_sinks", "position_end")
-"""Rows of the packing chunks' orders, [len(PACK_ORDERS), R] int32."""
+PACK_FIELDS = ("attended_len", "num_survivors", "recent_start", "num_sinks", "logical_end")
+"""Rows of the packing chunks' orders, [len(PACK_FIELDS), R] int32."""
 END = tl.constexpr(0)
 KEEP = tl.constexpr(1)
 RECENT_FROM = tl.constexpr(2)
@@ -62,7 +62,7 @@ def select_survivors(
     score_bases,  # [L], int64: address of each layer's scores
     position_bases,  # [L], int64
     table_ptr,  # [R, P], int32
-    orders_ptr,
+    fields_ptr,
     survivors_ptr,  # [L, R, H, most], int32: written
     word_stride,
     table_stride,
@@ -78,11 +78,11 @@ def select_survivors(
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     scores = tl.load(score_bases + layer).to(tl.pointer_type(tl.float32))
     positions = tl.load(position_bases + layer).to(tl.pointer_type(tl.int32))
-    end = tl.load(orders_ptr + END * num_chunks + r)
-    keep = tl.load(orders_ptr + KEEP * num_chunks + r)
-    recent_from = tl.load(orders_ptr + RECENT_FROM * num_chunks + r)
-    num_sinks = tl.load(orders_ptr + NUM_SINKS * num_chunks + r)
-    position_end = tl.load(orders_ptr + POSITION_END * num_chunks + r)
+    end = tl.load(fields_ptr + END * num_chunks + r)
+    keep = tl.load(fields_ptr + KEEP * num_chunks + r)
+    recent_from = tl.load(fields_ptr + RECENT_FROM * num_chunks + r)
+    num_sinks = tl.load(fields_ptr + NUM_SINKS * num_chunks + r)
+    position_end = tl.load(fields_ptr + POSITION_END * num_chunks + r)
     table = table_ptr + r.to(tl.int64) * table_stride
     num_safe = 0
     for first in range(0, end, TILE):
@@ -137,7 +137,7 @@ def pack_survivors(
     score_bases,
     position_bases,
     table_ptr,
-    orders_ptr,
+    fields_ptr,
     survivors_ptr,
     key_type,  # any tensor of the cache's dtype
     page_stride,
@@ -154,7 +154,7 @@ def pack_survivors(
 ):
     """Move the survivors of (layer, chunk, KV head) into slots [0, keep)."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    keep = tl.load(orders_ptr + KEEP * num_chunks + r)
+    keep = tl.load(fields_ptr + KEEP * num_chunks + r)
     table = table_ptr + r.to(tl.int64) * table_stride
     # What the compiler knows of an argument, and not of an address that is read: whole vectors.
     keys = tl.multiple_of(tl.load(key_bases + layer).to(key_type.dtype), ALIGNED)

@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK_ORDERS = ("token", "num_tokens", "start", "position", "scores_from")
-"""Rows of the chunks' orders, [len(CHUNK_ORDERS), R] int32."""
+CHUNK_FIELDS = ("token", "num_tokens", "start", "position", "scores_from")
+"""Rows of the chunks' orders, [len(CHUNK_FIELDS), R] int32."""
 TOKEN = tl.constexpr(0)
 NUM_TOKENS = tl.constexpr(1)
 START = tl.constexpr(2)
@@ -30,13 +30,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def store_chunk(
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
-    first_ptr,  # [T, H], float32; read when HAS_FIRST
+    initial_score_ptr,  # [T, H], float32; read when HAS_INITIAL_SCORE
     key_pages,
     value_pages,
     score_pages,
     position_pages,
     table_ptr,  # [R, P], int32
-    orders_ptr,
+    fields_ptr,
     key_stride,
     value_stride,
     page_stride,
@@ -48,20 +48,20 @@ def store_chunk(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
+    HAS_INITIAL_SCORE: tl.constexpr,
 ):
     """Write TILE tokens of (chunk, KV head) behind the slots in use."""
     r, h, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_tokens = tl.load(orders_ptr + NUM_TOKENS * num_chunks + r)
+    num_tokens = tl.load(fields_ptr + NUM_TOKENS * num_chunks + r)
     if t * TILE >= num_tokens:
         return
     i = t * TILE + tl.arange(0, TILE)
     live = i < num_tokens
-    slot = tl.load(orders_ptr + START * num_chunks + r) + i
+    slot = tl.load(fields_ptr + START * num_chunks + r) + i
     table = table_ptr + r.to(tl.int64) * table_stride
     block = tl.load(table + slot // N, mask=live, other=0).to(tl.int64)
     row, at = block * num_kv_heads + h, slot % N
-    token = (tl.load(orders_ptr + TOKEN * num_chunks + r) + i).to(tl.int64)
+    token = (tl.load(fields_ptr + TOKEN * num_chunks + r) + i).to(tl.int64)
     dim = tl.arange(0, D_PAD)
     mask = live[:, None] & (dim < D)[None, :]
     heads = h * D + dim[None, :]
@@ -71,11 +71,11 @@ def store_chunk(
     tl.store(key_pages + here, key, mask=mask)
     tl.store(value_pages + here, value, mask=mask)
     words = row * word_stride + at
-    position = tl.load(orders_ptr + POSITION * num_chunks + r) + i
+    position = tl.load(fields_ptr + POSITION * num_chunks + r) + i
     tl.store(position_pages + words, position, mask=live)
     score = tl.zeros([TILE], tl.float32)
-    if HAS_FIRST:
-        score = tl.load(first_ptr + token * num_kv_heads + h, mask=live)
+    if HAS_INITIAL_SCORE:
+        score = tl.load(initial_score_ptr + token * num_kv_heads + h, mask=live)
     tl.store(score_pages + words, score, mask=live)
 
 
@@ -85,7 +85,7 @@ def attend(
     key_pages,
     value_pages,
     table_ptr,
-    orders_ptr,
+    fields_ptr,
     out_ptr,  # [T, Hq, D]: written where nothing is asked again
     lse_ptr,  # [Hq, T], float32: written
     scale,
@@ -107,15 +107,15 @@ def attend(
 ):
     """TILE_Q queries of (chunk, query head): where FlashAttention is not, or is of no use."""
     t, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_tokens = tl.load(orders_ptr + NUM_TOKENS * num_chunks + r)
+    num_tokens = tl.load(fields_ptr + NUM_TOKENS * num_chunks + r)
     silent = 0
     if REPLAY:
-        silent = tl.load(orders_ptr + SCORES_FROM * num_chunks + r)
+        silent = tl.load(fields_ptr + SCORES_FROM * num_chunks + r)
     if t * TILE_Q >= num_tokens or (t + 1) * TILE_Q <= silent:
         return
-    start = tl.load(orders_ptr + START * num_chunks + r)
+    start = tl.load(fields_ptr + START * num_chunks + r)
     i = t * TILE_Q + tl.arange(0, TILE_Q)
-    token = (tl.load(orders_ptr + TOKEN * num_chunks + r) + i).to(tl.int64)
+    token = (tl.load(fields_ptr + TOKEN * num_chunks + r) + i).to(tl.int64)
     dim = tl.arange(0, D_PAD)
     asked = (i < num_tokens)[:, None] & (dim < D)[None, :]
     heads = head * D + dim[None, :]
@@ -161,7 +161,7 @@ def column_scores(
     score_pages,  # written
     position_pages,
     table_ptr,
-    orders_ptr,
+    fields_ptr,
     lse_ptr,  # [Hq, T], float32
     scale,
     query_stride,
@@ -185,8 +185,8 @@ def column_scores(
 ):
     """Add to the scores of TILE_K slots of (chunk, KV head) what all scoring queries give them."""
     t, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_tokens = tl.load(orders_ptr + NUM_TOKENS * num_chunks + r)
-    start = tl.load(orders_ptr + START * num_chunks + r)
+    num_tokens = tl.load(fields_ptr + NUM_TOKENS * num_chunks + r)
+    start = tl.load(fields_ptr + START * num_chunks + r)
     first = t * TILE_K
     if first >= start + num_tokens:
         return
@@ -199,9 +199,9 @@ def column_scores(
     key = tl.load(key_pages + here, mask=live[:, None] & (dim < D)[None, :], other=0.0)
     words = row * word_stride + slot % N
     position = tl.load(position_pages + words, mask=live, other=0)
-    token_0 = tl.load(orders_ptr + TOKEN * num_chunks + r).to(tl.int64)
-    position_0 = tl.load(orders_ptr + POSITION * num_chunks + r)
-    scores_from = tl.load(orders_ptr + SCORES_FROM * num_chunks + r)
+    token_0 = tl.load(fields_ptr + TOKEN * num_chunks + r).to(tl.int64)
+    position_0 = tl.load(fields_ptr + POSITION * num_chunks + r)
+    scores_from = tl.load(fields_ptr + SCORES_FROM * num_chunks + r)
     exponent = scale * LOG2_E
     received = tl.zeros([TILE_K], tl.float32)
     begin = scores_from

@@ -1,0 +1,123 @@
+"""Options that do not go together, and options that nothing would read: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm_h2o.errors import ConfigError
+from vllm_h2o.policy import ScoreKind
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two options that do not go together.
+
+    Args:
+        applies: whether a configuration has both.
+        asked: the one, formatted with the configuration as ``c``.
+        found: the other, formatted likewise.
+        why: the reason.
+
+    """
+
+    applies: Callable[[Any], bool]
+    asked: str
+    found: str
+    why: str
+
+
+NO_OP = "it would be a silent no-op"
+NOT_BUILT = "the two are not built together"
+
+
+def _has_basis(config: Any) -> bool:
+    return config.budget_basis != type(config).budget_basis
+
+
+def _has_window(config: Any) -> bool:
+    return config.prefill == "window"
+
+
+CONFLICTS = (
+    Conflict(
+        lambda c: _has_basis(c) and isinstance(c.budget, int),
+        "budget_basis={c.budget_basis!r}",
+        "budget={c.budget!r} is a number of slots, a fraction of nothing",
+        NO_OP,
+    ),
+    Conflict(
+        lambda c: _has_window(c) and c.policy.score is not ScoreKind.ATTENTION,
+        "prefill='window' with policy {c.name!r}",
+        "{c.name!r} does not rank tokens by attention",
+        NO_OP,
+    ),
+    Conflict(
+        lambda c: c.observation_window != type(c).observation_window and not _has_window(c),
+        "observation_window={c.observation_window!r}",
+        "prefill={c.prefill!r} lets every query of a prompt score",
+        NO_OP,
+    ),
+    Conflict(
+        lambda c: _has_window(c) and not c.observation_window,
+        "observation_window={c.observation_window!r}",
+        "no query scores",
+        NO_OP,
+    ),
+    Conflict(
+        lambda c: _has_window(c) and c.score_by_age,
+        "prefill='window' with score={c.score_name!r}",
+        "a mean counts every query of the prompt, and only the last ones score",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.granularity == "block" and c.score_by_age,
+        "granularity='block' with score={c.score_name!r}",
+        "means are ranked token by token",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.granularity == "block" and _has_basis(c),
+        "granularity='block' with budget_basis={c.budget_basis!r}",
+        "the pages of a short request may all be recent",
+        NOT_BUILT,
+    ),
+)
+
+
+def check_together(config: Any) -> None:
+    """Refuse the first conflict of a configuration.
+
+    Raises:
+        ConfigError: for options that do not go together.
+
+    """
+    for conflict in CONFLICTS:
+        if conflict.applies(config):
+            raise ConfigError(
+                conflict.asked.format(c=config),
+                conflict.found.format(c=config),
+                conflict.why,
+                "leave it out, or change the other option",
+            )
+
+
+def check_unread(config: Any) -> None:
+    """Refuse an option that the policy does not read.
+
+    Raises:
+        ConfigError: for a value other than the default of such an option.
+
+    """
+    read = config.policy.options
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in {"name", "budget", "kernels", *read} or value == field.default:
+            continue
+        raise ConfigError(
+            f"{field.name}={value!r} with policy {config.name!r}",
+            f"{config.name!r} reads {', '.join(sorted(read)) or 'no options'}",
+            "an option that nothing reads would be a silent no-op",
+            f"leave {field.name} out, or choose another policy",
+        )

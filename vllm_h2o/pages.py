@@ -1,0 +1,8 @@
+"""How many pages hold so many tokens: one rounding for scheduler, workers and planner."""
+
+from __future__ import annotations
+
+
+def num_pages(num_slots: int, block_size: int) -> int:
+    """Pages of ``block_size`` slots that hold ``num_slots`` slots."""
+    return -(-num_slots // block_size)

@@ -1,0 +1,38 @@
+"""What only an engine with a policy needs: its patches, and symbols that it relies upon."""
+
+from __future__ import annotations
+
+from vllm_h2o.patches import cpu_platform__get_attn_backend_cls, stat_logger_manager__init
+from vllm_h2o.patches._patch import Patch, verify_all
+from vllm_h2o.patches._relied_upon import RELIED_UPON
+
+WITH_POLICY: tuple[Patch, ...] = (cpu_platform__get_attn_backend_cls.PATCH,)
+"""Applied where a worker with a policy starts, which may be the user's own process."""
+
+FRONT_END: tuple[Patch, ...] = (stat_logger_manager__init.PATCH,)
+"""Applied where an engine with a policy is configured: the process that serves its metrics."""
+
+
+def activate_worker() -> None:
+    """Apply what a worker with a policy needs, after verifying all.
+
+    Raises:
+        PatchError: when a symbol is not the known one. Nothing has been changed then.
+
+    """
+    verify_all([*WITH_POLICY, *RELIED_UPON])
+    for patch in WITH_POLICY:
+        patch.apply()
+
+
+def activate_front_end() -> None:
+    """Apply what the process needs that configures an engine with a policy, after verifying all.
+
+    Raises:
+        PatchError: when a symbol is not the known one. Nothing has been changed then.
+
+    """
+    verify_all([*WITH_POLICY, *RELIED_UPON])
+    verify_all(FRONT_END)
+    for patch in FRONT_END:
+        patch.apply()

@@ -1,0 +1,175 @@
+"""Requests with one new token become decode batches: copied together, or kept where graphs read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch
+from vllm_h2o.pages import num_pages
+from vllm_h2o.wire import RequestPlan
+
+MAX_BATCH_ELEMENTS = 1 << 24
+"""Elements of K that one decode call may copy: 64 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a batch.
+
+    Args:
+        plans: of the rows that have tokens, in the order of the batch.
+        block_table: [num_rows, width], int32; rows after those of ``plans`` are padding.
+        starts: each row's first token in the step's tensors.
+        decoding: indices of the rows with one new token.
+        num_padded: decoding rows and padding, where a captured graph wants a fixed number.
+
+    """
+
+    plans: Sequence[RequestPlan]
+    block_table: torch.Tensor
+    starts: Sequence[int]
+    decoding: list[int]
+    num_padded: int
+
+    @property
+    def decode_plans(self) -> list[RequestPlan]:
+        """Of the rows with one new token."""
+        return [self.plans[row] for row in self.decoding]
+
+    def fields(self, row: int) -> tuple[int, ...]:
+        """One request's :data:`DECODE_FIELDS`."""
+        plan = self.plans[row]
+        return (
+            self.starts[row],
+            plan.attended_len,
+            plan.overwrites,
+            plan.selects,
+            plan.logical_start,
+            plan.recent_start,
+            plan.num_sinks,
+            plan.seed,
+            plan.next_offset,
+            plan.num_free_slots,
+            not plan.fits and plan.logical_start >= plan.scoring_start,
+        )
+
+
+class Batching(Protocol):
+    """One way to make decode batches."""
+
+    def __call__(self, rows: Rows) -> list[DecodeBatch]:
+        """The batches of a step's decoding rows."""
+
+
+@dataclass(frozen=True)
+class CopiedBatches:
+    """For kernels that copy K and V of a batch: requests of about one length together.
+
+    Args:
+        block_size: slots of a page.
+        page_elements: elements of K in a page.
+        prefix_caching: whether a request's own blocks may begin anywhere in its row.
+
+    """
+
+    block_size: int
+    page_elements: int
+    prefix_caching: bool
+
+    def __call__(self, rows: Rows) -> list[DecodeBatch]:
+        """One batch for each group of rows of about one length."""
+        return [self._batch(rows, group) for group in self._groups(rows)]
+
+    def _num_pages(self, plan: RequestPlan) -> int:
+        return num_pages(plan.attended_len, self.block_size)
+
+    def _groups(self, rows: Rows) -> list[list[int]]:
+        """Group rows so that a batch is not padded to one long request.
+
+        The longest of a group has less than twice the pages of the shortest, and the group's K has
+        at most ``MAX_BATCH_ELEMENTS`` elements, unless one row alone has more.
+        """
+        groups: list[list[int]] = []
+        room: dict[int, int] = {}
+        open_group: dict[int, list[int]] = {}
+        for row in rows.decoding:
+            size = self._num_pages(rows.plans[row]).bit_length()
+            widest = (1 << size) * self.page_elements
+            if room.get(size, 0) < widest:
+                open_group[size] = []
+                groups.append(open_group[size])
+                room[size] = max(MAX_BATCH_ELEMENTS, widest)
+            open_group[size].append(row)
+            room[size] -= widest
+        return groups
+
+    def _batch(self, rows: Rows, group: list[int]) -> DecodeBatch:
+        plans = [rows.plans[row] for row in group]
+        width = max(map(self._num_pages, plans))
+        fields = torch.tensor([rows.fields(row) for row in group])
+        table = rows.block_table[group]
+        if self.prefix_caching:
+            table = _own_blocks(table, plans)
+        return DecodeBatch(table[:, :width], fields.to(table.device).T)
+
+
+class PersistentBatch:
+    """One batch in buffers that stay: a captured graph reads them at each run.
+
+    Args:
+        max_rows: of a batch, padding included.
+        device: of the buffers.
+        prefix_caching: whether a request's own blocks may begin anywhere in its row; elsewhere the
+            block table is vLLM's, which stays, too.
+
+    """
+
+    def __init__(self, max_rows: int, device: torch.device, prefix_caching: bool) -> None:
+        self.prefix_caching = prefix_caching
+        self._fields = torch.zeros(max_rows, len(DECODE_FIELDS), dtype=torch.int64, device=device)
+        self._block_table = torch.zeros(0, 0, dtype=torch.int32, device=device)
+
+    def __call__(self, rows: Rows) -> list[DecodeBatch]:
+        """One batch of ``num_padded`` rows, or none."""
+        if rows.num_padded == 0:
+            return []
+        device = self._fields.device
+        written = [rows.fields(row) for row in rows.decoding]
+        zeros = [0] * (len(DECODE_FIELDS) - 1)
+        written += [(token, *zeros) for token in range(len(rows.decoding), rows.num_padded)]
+        fields = self._fields[: rows.num_padded]
+        # Fresh host memory each step: an earlier step's copy may still wait for the device.
+        fields.copy_(torch.tensor(written, pin_memory=_pins(device)), non_blocking=True)
+        table = rows.block_table
+        if len(rows.decoding) < len(rows.plans):
+            chosen = torch.tensor(rows.decoding, pin_memory=_pins(device))
+            table = table[chosen.to(device, non_blocking=True)]
+        table = table[: rows.num_padded]
+        if self.prefix_caching:
+            table = self._kept(_own_blocks(table, rows.decode_plans))
+        return [DecodeBatch(table, fields.T)]
+
+    def _kept(self, table: torch.Tensor) -> torch.Tensor:
+        """A copy of ``table`` in the buffer that graphs read."""
+        if self._block_table.shape[1] != table.shape[1]:
+            shape = (len(self._fields), table.shape[1])
+            self._block_table = torch.zeros(shape, dtype=table.dtype, device=table.device)
+        return self._block_table[: len(table)].copy_(table)
+
+
+def _own_blocks(table: torch.Tensor, plans: Sequence[RequestPlan]) -> torch.Tensor:
+    """Rows of a block table, each from its request's first block on; padding as it is."""
+    start = torch.zeros(len(table), 1, dtype=torch.int64, pin_memory=_pins(table.device))
+    start[: len(plans), 0] = torch.tensor([plan.first_block_idx for plan in plans])
+    last = table.shape[1] - 1
+    column = torch.arange(last + 1, device=table.device)
+    column = (start.to(table.device, non_blocking=True) + column).clamp_(max=last)
+    return table.gather(1, column)
+
+
+def _pins(device: torch.device) -> bool:
+    return device.type == "cuda"

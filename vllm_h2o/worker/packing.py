@@ -1,0 +1,60 @@
+"""What a step leaves for its end: the survivors of its prompts move together.
+
+A step carries one :class:`Packing` for each group of layers. It runs when the forward pass is
+through, whether that was called or captured in a graph, and before the next step: in every layer
+the survivors of a prompt move to its first slots, or out of pages that others read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.torch.pack import pack_survivors
+from vllm_h2o.worker.random import RandomScores
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The chunks of one step that survivors are packed of.
+
+    Args:
+        chunks: those; each with survivors.
+        layers: vLLM's attention layers by name, in the order of the chunks' ``window_scores``.
+        kernels: what moves survivors within their own pages.
+        scoring: what is ranked.
+        head_size: D.
+        random_scores: what ranks where attention does not; None where it does, or nothing ranks.
+
+    """
+
+    chunks: list[PromptChunk]
+    layers: Mapping[str, Any]
+    kernels: Kernels
+    scoring: Scoring
+    head_size: int
+    random_scores: RandomScores | None = None
+
+    def run(self) -> None:
+        """Move them, in every layer."""
+        caches = [LayerCache.of(layer.kv_cache, self.head_size) for layer in self.layers.values()]
+        in_place = [chunk for chunk in self.chunks if chunk.destination_blocks is None]
+        if in_place:
+            self.kernels.pack_survivors(caches, in_place, self.scoring)
+        for chunk in self.chunks:
+            if chunk.destination_blocks is not None:
+                for index, (name, cache) in enumerate(zip(self.layers, caches, strict=True)):
+                    score = self._score(chunk, index, name)
+                    pack_survivors(cache, chunk, self.scoring, score)
+
+    def _score(self, chunk: PromptChunk, index: int, name: str) -> torch.Tensor | None:
+        """[H, attended_len], of one layer; None: what the pages say."""
+        if self.random_scores is not None:
+            return self.random_scores.up_to(name, chunk, chunk.block_table.device).T
+        return None if chunk.window_scores is None else chunk.window_scores[index]
