@@ -64,8 +64,8 @@ def test_it_says_what_the_budget_means(server: Completing) -> None:
     """One line at start: capacity, heavy, recent, pages, and sequences against stock vLLM."""
     meaning = re.search(
         r"h2o: past its prompt a sequence holds 64 tokens \(31 heavy, 32 recent, 0 sinks, "
-        r"1 in turn\) = 4 pages of 16; the pool of (\d+) pages holds (\d+) sequences of "
-        r"max_model_len=512 at once, stock vLLM in the same memory (\d+)\.",
+        r"1 for the incoming token\) = 4 pages of 16; the pool of (\d+) pages holds (\d+) "
+        r"sequences of max_model_len=512 at once, stock vLLM in the same memory (\d+)\.",
         server.log.read_text(),
     )
     assert meaning is not None
