@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from tests.tiny_models import folder
 from vllm_h2o import patches, plugin
 from vllm_h2o.errors import PatchError
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.patches import Patch, _patch
+from vllm_h2o.patches._with_policy import activate_front_end
 from vllm_h2o.paths import BACKEND
 
 CUSTOM = AttentionBackendEnum.CUSTOM
@@ -221,11 +224,11 @@ def test_register_changes_nothing_when_it_fails(
     ("activate", "group"),
     [
         (plugin.activate, patches.WITH_POLICY),
-        (plugin.activate_front_end, patches.FRONT_END),
+        (partial(activate_front_end, KVPolicyConfig()), patches.FRONT_END),
     ],
     ids=["worker", "front end"],
 )
-def test_activate(activate: Callable[[], None], group: tuple[Patch, ...]) -> None:
+def test_activate(activate: Callable[[], object], group: tuple[Patch, ...]) -> None:
     """Where a policy runs, the rest of the patches are applied, once."""
     (patch,) = group
     was_applied = patch.is_applied

@@ -18,16 +18,16 @@ OPTIONS = (
     (("prefill", "chunked"), ("protect_prompt_tokens", 6)),
     (("granularity", "block"), ("recent_ratio", 0.2)),
     (("granularity", "block"), ("recent_ratio", 0.2), ("prefill", "chunked")),
-    (("score", "replay"),),
-    (("score", "replay"), ("prefill", "chunked")),
+    (("score", "second_pass"),),
+    (("score", "second_pass"), ("prefill", "chunked")),
 )
-_SHARES = ("shares", True)
+_PREFIXES = ("prefix_caching", True)
 SHARING = (
-    (_SHARES, ("name", "streaming"), ("num_sink_tokens", 2)),
-    (_SHARES, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
-    (_SHARES, ("prefill", "window"), ("observation_window", 5), ("granularity", "block"),
+    (_PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
+    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
+    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("granularity", "block"),
      ("recent_ratio", 0.2)),
-    (_SHARES, ("name", "full")),
+    (_PREFIXES, ("name", "full")),
 )  # fmt: skip
 """Beside a budget in slots."""
 SHARES = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))

@@ -163,7 +163,12 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         )
 
     def _packing(self, chunks: list[PromptChunk]) -> Packing:
-        context = self.vllm_config.compilation_config.static_forward_context
-        layers = {name: context[name] for name in self.layer_names}
-        head_size = self.spec.head_size
-        return Packing(chunks, layers, self.kernels, self.scoring, head_size, self.random_scores)
+        return Packing(
+            chunks,
+            self.layer_names,
+            self.vllm_config.compilation_config.static_forward_context,
+            self.kernels,
+            self.scoring,
+            self.spec.head_size,
+            self.random_scores,
+        )

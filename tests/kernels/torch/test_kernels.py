@@ -91,7 +91,7 @@ def make_lives(rows: list[tuple[int, int, int, list[int], int]]) -> list[Life]:
 
 def pool_size(lives: list[Life], block_size: int, share: float) -> int:
     """Pages, the null page included, for a share of what all need at most, and for any one."""
-    needs = [-(-life.most_slots // block_size) for life in lives]
+    needs = [-(-life.max_slots // block_size) for life in lives]
     return 1 + max(*needs, int(share * sum(needs)), 1)
 
 
