@@ -111,7 +111,7 @@ def _beside() -> list[Module]:
 
 @pytest.mark.parametrize("rule", [sizes, untyped, names, broad_excepts])
 def test_rule_beside_the_package(rule: Rule) -> None:
-    """Tests, demo, benchmarks, tools and examples keep the rules that are about reading, not about layers."""
+    """Other folders keep the rules that are about reading, not about layers."""
     broken = [f"{module.path}: {what}" for module in _beside() for what in rule(module)]
     assert not broken, "\n".join(broken)
 
