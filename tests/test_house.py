@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
@@ -150,3 +151,15 @@ def test_every_module_is_tested() -> None:
     """Each module with logic is imported by a test, or named here with what tests it."""
     untested = {_dotted(module) for module in package() if not _is_tested(module)}
     assert untested == IMPORTED_BY_NO_TEST.keys()
+
+
+def test_helpers_live_in_helpers() -> None:
+    """No test file is imported by another: what several use has a module of its own."""
+    tests = [module for module in _beside() if module.path.startswith("tests/")]
+    borrowed = [
+        f"{module.path}: {name}"
+        for module in tests
+        for name in module.imports()
+        if re.match(r"tests\.(\w+\.)*test_", name)
+    ]
+    assert not borrowed, "\n".join(borrowed)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, tiny_opt
 from tests.e2e.oracle import Oracle
-from tests.policy.test_readme import add_scatter
+from tests.policy.scatter import add_scatter
 
 LENGTHS = (5, 31, 32, 33, 90, 150)
 """Prompts shorter and longer than a capacity of 32."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.options.refusal import refusal
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import POLICIES, Budget
@@ -21,13 +22,6 @@ BUDGET_RULE = (
     "is: a budget is an int > 0 (slots), a float in (0, 1] (a fraction), or 'full'; "
     "why not: no number of slots follows from it; what to do: give e.g. 512 or 0.2."
 )
-
-
-def refusal(*args: Any, **options: Any) -> str:
-    """The message with which a configuration is refused."""
-    with pytest.raises(ConfigError) as caught:
-        KVPolicyConfig.from_options(*args) if args else KVPolicyConfig(**options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

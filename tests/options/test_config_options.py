@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.options.test_config import refusal
+from tests.options.refusal import refusal
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import Budget

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_agree import SHAPE, copied, filled, number, same
+from tests.kernels.caches import SHAPE, copied, filled, number, same
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton.kernels import TritonKernels

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.kernels.caches import on_triton
 from tests.kernels.harness import Layer, Shape, builder, common_metadata, empty_cache
-from tests.kernels.test_agree import on_triton
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch
 from vllm_h2o.kernels.interface import Kernels

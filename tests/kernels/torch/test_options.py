@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.harness import Layer, Life, Shape
-from tests.kernels.torch.test_kernels import make_lives, pool_size, rows
+from tests.kernels.lives import make_lives, pool_size, rows
 from tests.kernels.truth import Ranking, live
 from vllm_h2o.kernels.native.kernels import load
 from vllm_h2o.kernels.torch.kernels import TorchKernels
