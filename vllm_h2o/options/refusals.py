@@ -95,7 +95,7 @@ WHY_OPTION = {
     "worker_cls": "only its worker brings the scheduler's plan to the kernels",
     "attention_backend": "only its kernels keep scores and evict",
 }
-"""Options that a policy sets itself: why another value is refused, in ``engine.prepare``."""
+"""Options that a policy sets itself: why another value is refused, in ``hooks.prepare``."""
 
 IN_LAYERS = {
     "alibi_slopes": "ALiBi",
