@@ -26,8 +26,8 @@ alone: nothing is loaded, and no engine starts.
 
 --kv-memory is the memory for the cache itself, as vLLM's --kv-cache-memory-bytes: its numbers are
 those that the engine will log. --gpu-memory is a device's memory: the fraction that vLLM may use,
-less the model's parameters. What activations and CUDA graphs take is not in the config, so that is an
-upper bound.
+less the model's parameters. What activations and CUDA graphs take is not in the config, so that is
+an upper bound.
 """
 _TRACE = """\
 Runs one prompt in the engine with a policy and writes one HTML page, which needs no network: the
