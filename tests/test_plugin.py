@@ -189,7 +189,7 @@ def test_another_attention_plugin(custom_backend: AttentionBackendEnum) -> None:
         with pytest.raises(PatchError) as caught:
             plugin.register()
         assert str(caught.value) == (
-            "kv-policy: asked: vllm-h2o beside another attention plugin; "
+            "kv-policy: asked: vllm-h2o next to another attention plugin; "
             "is: other_plugin.Backend is registered as the custom backend; "
             "why not: vLLM has one place for a custom backend; "
             "what to do: uninstall one of the two, or name the wanted one in VLLM_PLUGINS."

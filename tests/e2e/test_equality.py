@@ -121,7 +121,8 @@ def test_every_policy_equals_stock(tmp_path: Path) -> None:
         ours = run(model, prompts, policy, options=options, **settings)
         assert assert_same_tokens(stock, ours) <= 1
         if options:
+            # Fewer of them: each generates all tokens that its budget does not hold.
             scored = run(
-                model, prompts, policy, options={"budget": 256}, max_tokens=256, **settings
+                model, prompts[::4], policy, options={"budget": 256}, max_tokens=256, **settings
             )
-            assert assert_same_tokens(stock, scored, first=24) <= 1
+            assert assert_same_tokens(stock[::4], scored, first=24) <= 1

@@ -78,7 +78,7 @@ def test_a_model_without(tmp_path: Path) -> None:
     """OPT learns its positions; without a turn the policy would be another one, silently."""
     with (
         pytest.raises(
-            Exception, match=r"score='second_pass'; is: .* has no rotary embedding beside"
+            Exception, match=r"score='second_pass'; is: .* has no rotary embedding next to"
         ),
         engine(tiny_opt(tmp_path), "h2o_replay", {"budget": 32}),
     ):
