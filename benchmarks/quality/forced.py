@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm import LLM, SamplingParams
@@ -63,15 +64,20 @@ class Judged:
 
 @contextmanager
 def in_process(**arguments: Any) -> Iterator[LLM]:
-    """vLLM's LLM of these arguments, shut down in the end."""
-    llm = LLM(**arguments)
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
+    """vLLM's LLM of these arguments, shut down in the end.
+
+    vLLM collects garbage nine times while an engine starts and stops, half a second each in a
+    process with many modules: here it is done once, at the end.
+    """
+    with mock.patch.object(gc, "collect", return_value=0):
+        llm = LLM(**arguments)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()
+    gc.collect()
 
 
 def forced_engine(
