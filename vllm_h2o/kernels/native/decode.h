@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "page.h"
+#include "cache.h"
 #include "slots.h"
 
 namespace h2o {

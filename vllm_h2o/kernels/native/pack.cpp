@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "page.h"
+#include "cache.h"
 #include "team.h"
 
 extern "C" {

@@ -15,7 +15,7 @@
 #include <type_traits>
 
 #include "multiply.h"
-#include "page.h"
+#include "cache.h"
 #include "team.h"
 
 extern "C" {

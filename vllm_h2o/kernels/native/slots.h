@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "page.h"
+#include "cache.h"
 
 namespace h2o {
 

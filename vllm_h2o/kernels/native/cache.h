@@ -1,4 +1,4 @@
-// The page layout (see page.py) and the requests of a step (see batch.py), for all kernels.
+// The page layout (see cache.py) and the requests of a step (see batch.py), for all kernels.
 //
 //   row = (block, KV head):  K [N, D] | V [N, D] | score [N] float32 | position [N] int32
 #pragma once
