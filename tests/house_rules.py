@@ -85,11 +85,13 @@ def plain_doors(module: Module) -> Iterator[str]:
 
 
 def kernel_doors(module: Module) -> Iterator[str]:
-    """Kernels import torch, triton and each other."""
+    """Kernels import torch, triton, the count of pages and each other."""
     if module.path.startswith("vllm_h2o/kernels/"):
         for name in module.imports():
             standard = name.partition(".")[0] in sys.stdlib_module_names
-            if not standard and not below(name, "torch", "triton", "vllm_h2o.kernels"):
+            if not standard and not below(
+                name, "torch", "triton", "vllm_h2o.kernels", "vllm_h2o.pages"
+            ):
                 yield name
 
 

@@ -22,6 +22,7 @@ from vllm_h2o.errors import ConfigError, PatchError
 from vllm_h2o.hooks import check_config, prepare
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.flags import fold_policy
+from vllm_h2o.patches import _with_policy
 from vllm_h2o.patches._patch import Symbol
 from vllm_h2o.paths import SCHEDULER, WORKER
 from vllm_h2o.policy import POLICIES
@@ -273,7 +274,7 @@ def test_check_config_without_a_policy() -> None:
 def test_an_unknown_vllm_stops_a_policy_alone(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed symbol that only a policy relies upon is refused when one is asked for."""
     wrong = Symbol("vllm.v1.core.sched.scheduler:Scheduler.schedule", "0" * 12)
-    monkeypatch.setattr(patches, "RELIED_UPON", (wrong,))
+    monkeypatch.setattr(_with_policy, "RELIED_UPON", (wrong,))
     engine_config(llama)
     with pytest.raises(PatchError, match=r"Scheduler\.schedule"):
         engine_config(llama, kv_policy="h2o", **BUDGET)

@@ -7,10 +7,8 @@ import statistics
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from tests.house_rules import (
     BANNED_PARTS,
@@ -22,6 +20,7 @@ from tests.house_rules import (
     RULES,
     Module,
     Rule,
+    below,
     broad_excepts,
     defaulted_getattr,
     docstrings,
@@ -36,50 +35,17 @@ from tests.house_rules import (
     untyped,
 )
 
-TESTED_ELSEWHERE = {
-    "vllm_h2o/kernels/batch.py": ("tests/worker/test_metadata.py", "what fills it"),
-    "vllm_h2o/kernels/torch/decode.py": (
-        "tests/kernels/torch/test_kernels.py",
-        "one test holds the three",
-    ),
-    "vllm_h2o/kernels/torch/prefill.py": (
-        "tests/kernels/torch/test_kernels.py",
-        "one test holds the three",
-    ),
-    "vllm_h2o/kernels/torch/kernels.py": (
-        "tests/kernels/torch/test_kernels.py",
-        "one test holds the three",
-    ),
-    "vllm_h2o/kernels/interface.py": (
-        "tests/kernels/torch/test_kernels.py",
-        "what keeps to it is tested",
-    ),
-    "vllm_h2o/kernels/torch/random.py": ("tests/kernels/torch/test_prefill.py", "random_scores"),
-    "vllm_h2o/kernels/triton/decode.py": ("tests/kernels/test_agree.py", "test_decode"),
-    "vllm_h2o/kernels/triton/pack.py": ("tests/kernels/test_agree.py", "test_pack"),
-    "vllm_h2o/kernels/triton/prefill.py": ("tests/kernels/test_agree.py", "test_prefill"),
-    "vllm_h2o/planner/show.py": ("tests/test_cli.py", "as it is printed"),
-    "vllm_h2o/scheduler/footprint.py": ("tests/planner/test_capacity.py", "against engines"),
-    "vllm_h2o/worker/recorder.py": ("tests/trace/test_record.py", "needs an engine"),
-    "vllm_h2o/scheduler/spec.py": (
-        "tests/scheduler/test_manager.py",
-        "its pages are counted there",
-    ),
-    "vllm_h2o/worker/attention.py": ("tests/e2e/test_retained.py", "needs an engine"),
-    "vllm_h2o/patches/_patch.py": ("tests/patches/test_patch.py", "a name without its underscore"),
-    "vllm_h2o/patches/__main__.py": ("tests/patches/test_each.py", "it describes each patch"),
+IMPORTED_BY_NO_TEST = {
+    "vllm_h2o.kernels.triton.decode": "tests/kernels/test_agree.py calls its launcher",
+    "vllm_h2o.kernels.triton.pack": "tests/kernels/test_agree.py calls its launcher",
+    "vllm_h2o.kernels.triton.prefill": "tests/kernels/test_agree.py calls its launcher",
+    "vllm_h2o.planner.show": "tests/test_cli.py reads what it prints",
+    "vllm_h2o.scheduler.stats": "tests/scheduler/test_stats.py asks the scheduler",
+    "vllm_h2o.worker.packing": "tests/worker/test_metadata.py runs what a step carries",
+    "vllm_h2o.worker.random": "tests/e2e/test_retained.py compares it with the reference",
+    "vllm_h2o.pages": "every count of pages goes through it",
 }
-"""Module with logic -> (where it is tested, why there). Every patch is tested in test_each.py."""
-
-# Written so that they do not match themselves: this file is tracked, too.
-FOREIGN = {
-    "the host of a registry": r"pypi[.]org|pythonhosted[.]org|npmjs[.](org|com)|crates[.]io"
-    r"|download[.]pytorch[.]org|proxy[.]golang[.]org",
-    "a path of one machine": r"(?<![\w./-])/[w]ork(?![\w-])",
-    "how the text was written": r"\b[A][I]\b|\b[Cc]laude\b|\b[Aa]nthropic\b|\b[Cc]hat-?[Gg][P]T\b"
-    r"|\b(?i:[s]ub-?)?(?i:[a]gents?|[a]gentic)\b"
-    r"|\b(?i:this|another|earlier|previous|next|coding)[ ]session\b",
-}
+"""Module with logic -> what tests it nevertheless. Every patch is tested in test_each.py."""
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -137,14 +103,16 @@ def test_every_rule_is_tested() -> None:
 @cache
 def _beside() -> list[Module]:
     files = [
-        file for part in ("tests", "demo", "benchmarks") for file in (ROOT / part).rglob("*.py")
+        file
+        for part in ("tests", "demo", "benchmarks", "tools", "examples")
+        for file in (ROOT / part).rglob("*.py")
     ]
     return [Module(str(file.relative_to(ROOT)), file.read_text()) for file in files]
 
 
 @pytest.mark.parametrize("rule", [sizes, untyped, names, broad_excepts])
 def test_rule_beside_the_package(rule: Rule) -> None:
-    """Tests, demo and benchmarks keep the rules that are about reading, not about layers."""
+    """Other folders keep the rules that are about reading, not about layers."""
     broken = [f"{module.path}: {what}" for module in _beside() for what in rule(module)]
     assert not broken, "\n".join(broken)
 
@@ -162,73 +130,36 @@ def test_light_imports() -> None:
     assert done.stdout.split() == []
 
 
-def _expected_test(module: Module) -> Path | None:
-    """Where the module is tested; None when there is nothing in it to test."""
-    if not any(module.functions()):
-        return None
-    if module.path in TESTED_ELSEWHERE:
-        return Path(TESTED_ELSEWHERE[module.path][0])
-    if module.is_patch:
-        return Path("tests/patches/test_each.py")
-    inner = Path(module.path).relative_to("vllm_h2o")
-    return Path("tests") / inner.with_name(f"test_{inner.name}")
+def _dotted(module: Module) -> str:
+    return module.path.removesuffix(".py").replace("/", ".")
 
 
-@pytest.mark.parametrize("module", package(), ids=lambda module: module.path)
-def test_tests_mirror_the_package(module: Module) -> None:
-    """Each module with logic has a test of its name, or one that is named here with the reason."""
-    test = _expected_test(module)
-    assert test is None or (ROOT / test).is_file(), f"{module.path} has no {test}"
+@cache
+def _imported_by_tests() -> frozenset[str]:
+    tests = [module for module in _beside() if module.path.startswith("tests/")]
+    return frozenset(name for module in tests for name in module.imports())
 
 
-def test_exceptions_are_needed() -> None:
-    """No exception outlives its module, or the test that would make it superfluous."""
-    paths = {module.path for module in package()}
-    assert TESTED_ELSEWHERE.keys() <= paths
-    for path in TESTED_ELSEWHERE:
-        inner = Path(path).relative_to(Path(path).parts[0])
-        assert not (ROOT / "tests" / inner.with_name(f"test_{inner.name}")).exists()
+def _is_tested(module: Module) -> bool:
+    """Whether a test imports the module, or what it defines."""
+    if module.is_patch or not any(module.functions()):
+        return True
+    return any(below(name, _dotted(module)) for name in _imported_by_tests())
 
 
-def _tracked() -> list[Path]:
-    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip("not a git checkout")
-    return [ROOT / name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
+def test_every_module_is_tested() -> None:
+    """Each module with logic is imported by a test, or named here with what tests it."""
+    untested = {_dotted(module) for module in package() if not _is_tested(module)}
+    assert untested == IMPORTED_BY_NO_TEST.keys()
 
 
-def _text(path: Path) -> str:
-    """What a file says; of a picture what it says of itself, for its pixels may spell anything."""
-    if path.suffix == ".png":
-        with Image.open(path) as picture:
-            return str(picture.info)
-    return path.read_text(errors="replace")
-
-
-@pytest.mark.parametrize("what", FOREIGN)
-def test_foreign_words(what: str) -> None:
-    """No tracked file says where it was written or fetched from."""
-    pattern = re.compile(FOREIGN[what])
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in _tracked()
-        for number, line in enumerate(_text(path).splitlines(), 1)
-        if pattern.search(line)
+def test_helpers_live_in_helpers() -> None:
+    """No test file is imported by another: what several use has a module of its own."""
+    tests = [module for module in _beside() if module.path.startswith("tests/")]
+    borrowed = [
+        f"{module.path}: {name}"
+        for module in tests
+        for name in module.imports()
+        if re.match(r"tests\.(\w+\.)*test_", name)
     ]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    ("what", "line", "expected"),
-    [
-        ("the host of a registry", "see https://" + "pypi" + ".org/p", True),
-        ("a path of one machine", "cd /" + "work/main", True),
-        ("a path of one machine", "vllm_h2o/worker/step.py and /worker", False),
-        ("how the text was written", "written by an ag" + "ent", True),
-        ("how the text was written", "an A" + "I wrote it", True),
-        ("how the text was written", "requests.Session, OpenAI, _update_request_as_session", False),
-    ],
-)
-def test_foreign_words_are_noticed(what: str, line: str, expected: bool) -> None:
-    """The patterns find what they are for, and spare what only looks like it."""
-    assert bool(re.search(FOREIGN[what], line)) is expected
+    assert not borrowed, "\n".join(borrowed)

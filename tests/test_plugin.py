@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from tests.tiny_models import folder
 from vllm_h2o import patches, plugin
 from vllm_h2o.errors import PatchError
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.patches import Patch, _patch
+from vllm_h2o.patches._with_policy import activate_front_end
 from vllm_h2o.paths import BACKEND
 
 CUSTOM = AttentionBackendEnum.CUSTOM
@@ -186,7 +189,7 @@ def test_another_attention_plugin(custom_backend: AttentionBackendEnum) -> None:
         with pytest.raises(PatchError) as caught:
             plugin.register()
         assert str(caught.value) == (
-            "kv-policy: asked: vllm-h2o beside another attention plugin; "
+            "kv-policy: asked: vllm-h2o next to another attention plugin; "
             "is: other_plugin.Backend is registered as the custom backend; "
             "why not: vLLM has one place for a custom backend; "
             "what to do: uninstall one of the two, or name the wanted one in VLLM_PLUGINS."
@@ -221,11 +224,11 @@ def test_register_changes_nothing_when_it_fails(
     ("activate", "group"),
     [
         (plugin.activate, patches.WITH_POLICY),
-        (plugin.activate_front_end, patches.FRONT_END),
+        (partial(activate_front_end, KVPolicyConfig()), patches.FRONT_END),
     ],
     ids=["worker", "front end"],
 )
-def test_activate(activate: Callable[[], None], group: tuple[Patch, ...]) -> None:
+def test_activate(activate: Callable[[], object], group: tuple[Patch, ...]) -> None:
     """Where a policy runs, the rest of the patches are applied, once."""
     (patch,) = group
     was_applied = patch.is_applied

@@ -25,9 +25,9 @@ How many sequences fit into a memory, with stock vLLM and with each budget, from
 alone: nothing is loaded, and no engine starts.
 
 --kv-memory is the memory for the cache itself, as vLLM's --kv-cache-memory-bytes: its numbers are
-those that the engine will log. --gpu-memory is a device's memory: the share that vLLM may use, less
-the model's parameters. What activations and CUDA graphs take is not in the config, so that is an
-upper bound.
+those that the engine will log. --gpu-memory is a device's memory: the fraction that vLLM may use,
+less the model's parameters. What activations and CUDA graphs take is not in the config, so that is
+an upper bound.
 """
 _TRACE = """\
 Runs one prompt in the engine with a policy and writes one HTML page, which needs no network: the
@@ -68,14 +68,14 @@ def _add_plan(commands: Any) -> None:
         "--gpu-memory-utilization",
         type=float,
         default=0.9,
-        metavar="SHARE",
+        metavar="FRACTION",
         help="of --gpu-memory, what vLLM may use; 0.9 by default",
     )
     parser.add_argument(
         "--budget",
         nargs="+",
         metavar="B",
-        help="budgets to compare: tokens (512) or shares (0.2); 0.05 0.1 0.2 0.5 by default",
+        help="budgets to compare: tokens (512) or fractions (0.2); 0.05 0.1 0.2 0.5 by default",
     )
     parser.add_argument(
         "--prompt-len",
@@ -124,7 +124,7 @@ def _add_trace(commands: Any) -> None:
     parser.add_argument(
         "--budget",
         metavar="B",
-        help="tokens (64), or a share of --max-model-len (0.2, the default)",
+        help="tokens (64), or a fraction of --max-model-len (0.2, the default)",
     )
     parser.add_argument(
         "--every",
@@ -207,17 +207,17 @@ def _cache_memory(arguments: argparse.Namespace, loaded: Any) -> tuple[int, str]
     if arguments.kv_memory:
         return arguments.kv_memory, ""
     device = arguments.gpu_memory or 24 * 1024**3
-    share, parameters = arguments.gpu_memory_utilization, loaded.parameter_bytes()
-    memory = int(device * share) - parameters
+    fraction, parameters = arguments.gpu_memory_utilization, loaded.parameter_bytes()
+    memory = int(device * fraction) - parameters
     if memory <= 0:
         raise ConfigError(
-            f"--gpu-memory {memory_text(device)} with --gpu-memory-utilization {share:g}",
+            f"--gpu-memory {memory_text(device)} with --gpu-memory-utilization {fraction:g}",
             f"the model's parameters take {memory_text(parameters)}",
             "nothing is left for the cache",
             "give more memory, or a smaller --dtype",
         )
     return memory, (
-        f" ({share:g} of {memory_text(device)}, less {memory_text(parameters)} of parameters; "
+        f" ({fraction:g} of {memory_text(device)}, less {memory_text(parameters)} of parameters; "
         "activations not counted)"
     )
 

@@ -52,7 +52,7 @@ def register() -> None:
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
         raise PatchError(
-            "vllm-h2o beside another attention plugin",
+            "vllm-h2o next to another attention plugin",
             f"{custom.get_path()} is registered as the custom backend",
             "vLLM has one place for a custom backend",
             "uninstall one of the two, or name the wanted one in VLLM_PLUGINS",

@@ -80,9 +80,7 @@ def test_a_ready_folder_is_not_converted_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smollm2, "gguf_path", lambda: pytest.fail("looked for the GGUF file"))
-    start = time.perf_counter()
     assert smollm2.model_dir("bfloat16", folder.parent) == folder
-    assert time.perf_counter() - start < 0.05
 
 
 def test_an_interrupted_conversion_leaves_nothing(

@@ -1,7 +1,8 @@
-"""The engine's real Q, K, V of a run, replayed through the reference after every step."""
+"""The engine's real Q, K, V of a run, followed by the reference after every step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,12 +11,11 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_h2o.kernels.batch import cache_rows
-from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
-from vllm_h2o.worker.step import Step, current_step
+from vllm_h2o.worker.step import PublishesSteps, Step, current_step
 
 TIE = 1e-5
 """Relative distance of two scores at which float32 may order them either way."""
@@ -25,7 +25,7 @@ Where = tuple[str, int, str]
 
 
 @dataclass
-class Replay:
+class Oracle:
     """Follows every layer, KV head and request of an engine with the reference, in float64.
 
     Args:
@@ -36,6 +36,7 @@ class Replay:
         num_victims: victims that were compared.
         num_ties: victims that differ, between scores closer than ``TIE``.
         max_error: largest difference of an attention output from the reference's.
+        waiting: layers of the running step, to be followed when its survivors are packed.
 
     """
 
@@ -46,8 +47,9 @@ class Replay:
     num_victims: int = 0
     num_ties: int = 0
     max_error: float = 0.0
+    waiting: list[Callable[[], None]] = field(default_factory=list)
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> Replay:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Oracle:
         """Follow every forward of the policy's attention from now on."""
         original = HeavyHitterImpl.forward
 
@@ -56,13 +58,23 @@ class Replay:
             result = original(impl, layer, query, key, value, kv_cache, metadata, output)
             step = current_step() if metadata is not None else None
             if step is not None:
-                page = LayerCache.of(kv_cache, impl.head_size)
+                cache = LayerCache.of(kv_cache, impl.head_size)
                 tensors = (query.clone(), key.clone(), value.clone(), output.clone())
-                follow = partial(self.follow, step, impl, layer.layer_name, page, metadata)
-                step.afterwards.append(partial(follow, *tensors))
+                follow = partial(self.follow, step, impl, layer.layer_name, cache, metadata)
+                self.waiting.append(partial(follow, *tensors))
+            return result
+
+        run_step = PublishesSteps.execute_model
+
+        def execute_model(worker: PublishesSteps, scheduler_output: Any) -> Any:
+            result = run_step(worker, scheduler_output)
+            waiting, self.waiting = self.waiting, []
+            for follow in waiting:
+                follow()
             return result
 
         monkeypatch.setattr(HeavyHitterImpl, "forward", forward)
+        monkeypatch.setattr(PublishesSteps, "execute_model", execute_model)
         return self
 
     def follow(
@@ -70,7 +82,7 @@ class Replay:
         step: Step,
         impl: HeavyHitterImpl,
         layer_name: str,
-        page: LayerCache,
+        cache: LayerCache,
         metadata: Any,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -79,9 +91,9 @@ class Replay:
     ) -> None:
         """One layer of one step: all requests, all KV heads."""
         order = step.row_order(None)[: len(step.plan.requests)]  # type: ignore[arg-type]
-        tables = {chunk.tokens.start: chunk.table for chunk in metadata.prompts}
+        tables = {chunk.tokens.start: chunk.block_table for chunk in metadata.prompts}
         for batch in metadata.decodes:
-            tables |= dict(zip(batch.field("token").tolist(), batch.table, strict=True))
+            tables |= dict(zip(batch.field("token").tolist(), batch.block_table, strict=True))
         start = 0
         for request_id in order:
             plan = step.plan.requests[request_id]
@@ -92,7 +104,7 @@ class Replay:
                 where = (layer_name, head, request_id)
                 new = (query[tokens], key[tokens], value[tokens])
                 if where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
-                    self.heads[where] = self._head(impl, metadata, plan, page, rows[head])
+                    self.heads[where] = self._head(impl, metadata, plan, cache, rows[head])
                 out = self._step(impl, where, plan, *new)
                 group = slice(head * out.shape[1], (head + 1) * out.shape[1])
                 error = (out - output[tokens].view(*query[tokens].shape)[:, group].double()).abs()
@@ -100,7 +112,7 @@ class Replay:
                 self._compare(
                     where,
                     plan,
-                    page,
+                    cache,
                     rows[head][plan.pack_block_idx :],
                     None if victims is None else victims[head],
                 )
@@ -110,18 +122,18 @@ class Replay:
         impl: HeavyHitterImpl,
         metadata: Any,
         plan: RequestPlan,
-        page: LayerCache,
+        cache: LayerCache,
         rows: torch.Tensor,
     ) -> Head:
         """A new reference, with the keys and values that the request found in the prefix cache."""
         slots = torch.arange(plan.logical_start)
-        at = (rows[slots // page.block_size], slots % page.block_size)
-        assert page.position[at].tolist() == slots.tolist()
+        at = (rows[slots // cache.block_size], slots % cache.block_size)
+        assert cache.position[at].tolist() == slots.tolist()
         scoring = metadata.scoring
         return Head(
             Strip(
-                page.key[at].double(),
-                page.value[at].double(),
+                cache.key[at].double(),
+                cache.value[at].double(),
                 torch.zeros(len(slots), dtype=torch.float64),
                 slots,
             ),
@@ -147,35 +159,39 @@ class Replay:
         value: torch.Tensor,
     ) -> torch.Tensor:
         layer_name, head, request_id = where
-        scores = None
-        if impl.has_random_scores:
+        initial_scores = None
+        if impl.random_scores is not None:
             layer = extract_layer_index(layer_name)
             positions = range(plan.logical_start, plan.logical_end)
-            scores = [random_score(plan.seed, layer, head, position) for position in positions]
+            initial_scores = [
+                random_score(plan.seed, layer, head, position) for position in positions
+            ]
             found = self.heads[where].strip
             if not plan.first_block_idx and found.position.tolist() == list(
                 range(plan.logical_start)
             ):
-                drawn = [random_score(plan.seed, layer, head, p) for p in range(plan.logical_start)]
-                found.score = torch.tensor(drawn, dtype=torch.float64)
+                initial = [
+                    random_score(plan.seed, layer, head, p) for p in range(plan.logical_start)
+                ]
+                found.score = torch.tensor(initial, dtype=torch.float64)
         grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
         prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
         ends_prompt = plan.in_prompt and plan.logical_end == prompt_len
-        again = None
+        rotated_query = None
         if impl.rotate is not None and plan.num_new > 1:
-            again = self._turned(grouped[:, head], plan.num_new)
+            rotated_query = self._rotated(grouped[:, head], plan.num_new)
         return self.heads[where].step(
             grouped[:, head],
             key[:, head].double(),
             value[:, head].double(),
             ends_prompt,
-            scores,
-            plan.scores_from,
-            again,
+            initial_scores,
+            plan.scoring_start,
+            rotated_query,
         )
 
-    def _turned(self, query: torch.Tensor, distance: int) -> torch.Tensor:
-        """[T, G, D], as asked ``distance`` positions later, by the model's own theta."""
+    def _rotated(self, query: torch.Tensor, distance: int) -> torch.Tensor:
+        """[T, G, D], at ``distance`` positions later, by the model's own theta."""
         hf_config = self.scheduler.vllm_config.model_config.hf_config
         half = query.shape[-1] // 2
         powers = torch.arange(half, dtype=torch.float64) / half
@@ -186,14 +202,16 @@ class Replay:
         )
 
     def _compare(
-        self, where: Where, plan: RequestPlan, page: LayerCache, rows: torch.Tensor, victim: Any
+        self, where: Where, plan: RequestPlan, cache: LayerCache, rows: torch.Tensor, victim: Any
     ) -> None:
         strip = self.heads[where].strip
         slots = torch.arange(plan.resident_end)
         if plan.num_free_slots:
-            refilled = int(victim) + plan.next_offset
-            slots = slots[(slots <= refilled) | (slots > refilled + plan.num_free_slots)]
-        positions = page.position[rows[slots // page.block_size], slots % page.block_size].tolist()
+            newest = int(victim) + plan.next_offset
+            slots = slots[(slots <= newest) | (slots > newest + plan.num_free_slots)]
+        positions = cache.position[
+            rows[slots // cache.block_size], slots % cache.block_size
+        ].tolist()
         self.retained[where] = frozenset(positions)
         assert len(self.retained[where]) == len(positions)
         assert self.retained[where] == {p for p in strip.position.tolist() if p >= 0}, (where, plan)

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, token_ids
-from tests.e2e.oracle import Replay
+from tests.e2e.oracle import Oracle
 from vllm_h2o.errors import ConfigError
 
 CHARACTERS = [ord(c) % 256 for c in TEXT]
@@ -27,13 +27,13 @@ def test_alone_and_among_fifteen_others(policy: str, monkeypatch: pytest.MonkeyP
     others = [tokens[50 * i : 50 * i + 10 + 7 * i] for i in range(15)]
     settings = {"block_size": 16, "max_num_batched_tokens": 160, "max_num_seqs": 16}
     with monkeypatch.context() as patch, engine(model, policy, {"budget": 32}, **settings) as llm:
-        replay = Replay(Probe(llm).scheduler).install(patch)
+        oracle = Oracle(Probe(llm).scheduler).install(patch)
         alone = token_ids(generate(llm, [one], max_tokens=32))[0]
-        kept_alone = {where[:2]: kept for where, kept in replay.retained.items()}
-        replay.retained.clear()
+        kept_alone = {where[:2]: kept for where, kept in oracle.retained.items()}
+        oracle.retained.clear()
         among = token_ids(generate(llm, [*others[:7], one, *others[7:]], max_tokens=32))[7]
     kept_among = {
-        where[:2]: kept for where, kept in replay.retained.items() if where[2].startswith("8-")
+        where[:2]: kept for where, kept in oracle.retained.items() if where[2].startswith("8-")
     }
     assert among == alone
     assert len(kept_alone) == 90

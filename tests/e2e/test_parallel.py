@@ -192,26 +192,24 @@ def shown(name: str, model: str, rank: int) -> float:
     return value
 
 
-async def replicas(model: str, asked: list[tuple[int, int]]) -> tuple[list[list[int]], list[float]]:
-    """What two replicas generate for (prompt, replica), and the most that each had at capacity."""
+async def replicas(model: str, asked: list[tuple[int, int]]) -> list[list[int]]:
+    """What two replicas generate for (prompt, replica)."""
     settings = arguments(model, "h2o", OPTIONS, **SETTINGS, data_parallel_size=2)
     # Else each has a worker process as well, which takes as long to start again.
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, distributed_executor_backend="uni"))
     sampling = SamplingParams(
         temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
     )
-    most = [0.0, 0.0]
 
     async def one(prompt: int, rank: int) -> list[int]:
         given = {"prompt_token_ids": PROMPTS[prompt]}
         request_id, tokens = f"{prompt} for {rank}", list[int]()
         async for output in llm.generate(given, sampling, request_id, data_parallel_rank=rank):
             tokens = list(output.outputs[0].token_ids)
-            most[rank] = max(most[rank], shown("requests_at_capacity", model, rank))
         return tokens
 
     try:
-        return list(await asyncio.gather(*(one(*each) for each in asked))), most
+        return list(await asyncio.gather(*(one(*each) for each in asked)))
     finally:
         llm.shutdown()
 
@@ -219,10 +217,11 @@ async def replicas(model: str, asked: list[tuple[int, int]]) -> tuple[list[list[
 def test_data_parallel(model: str, alone: dict[str, Run]) -> None:
     """Two replicas in processes of their own; all prompts for one, two of them for the other."""
     asked = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (3, 1), (4, 1)]
-    tokens, most = asyncio.run(replicas(model, asked))
+    tokens = asyncio.run(replicas(model, asked))
     expected = token_ids(alone["h2o"].outputs)
     assert tokens == [expected[prompt] for prompt, _ in asked]
-    evicted = [max(len(prompt) + MAX_TOKENS - 1 - SLOTS, 0) for prompt in PROMPTS]
-    for rank, of_rank in enumerate((evicted, evicted[3:])):
-        assert shown("evicted_tokens_total", model, rank) == sum(of_rank)
-        assert 1 <= most[rank] <= sum(n > 0 for n in of_rank)
+    for rank, prompts in enumerate((PROMPTS, PROMPTS[3:])):
+        lengths = [len(prompt) for prompt in prompts]
+        evicted = [max(length + MAX_TOKENS - 1 - SLOTS, 0) for length in lengths]
+        assert shown("evicted_tokens_total", model, rank) == sum(evicted)
+        assert shown("packs_total", model, rank) == sum(length >= SLOTS for length in lengths)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
 from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, token_ids
-from tests.e2e.oracle import Replay
+from tests.e2e.oracle import Oracle
 from vllm_h2o.errors import UnsupportedError
 
 CHARACTERS = [ord(c) % 256 for c in TEXT]
@@ -80,7 +80,7 @@ def test_a_hit_is_a_cold_run(
         assert hits >= 100
         assert tokens == cold
         with monkeypatch.context() as patch:
-            replay = Replay(probe.scheduler).install(patch)
+            oracle = Oracle(probe.scheduler).install(patch)
             tokens, hits = run(llm, prompts, budgets)
         assert hits >= 700
         assert tokens == cold
@@ -90,9 +90,9 @@ def test_a_hit_is_a_cold_run(
         if policy != "random":  # its seeds go by the order
             assert tokens == cold[::-1]
         assert probe.num_free == probe.num_total
-        assert replay.num_compared > 0
-        assert replay.max_error < 1e-4
-        assert replay.num_ties <= replay.num_victims / 500
+        assert oracle.num_compared > 0
+        assert oracle.max_error < 1e-4
+        assert oracle.num_ties <= oracle.num_victims / 500
 
 
 def test_a_small_pool_of_shared_pages(tmp_path: Path) -> None:

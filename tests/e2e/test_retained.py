@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, tiny_opt
-from tests.e2e.oracle import Replay
-from tests.policy.test_readme import add_scatter
+from tests.e2e.oracle import Oracle
+from tests.policy.scatter import add_scatter
 
 LENGTHS = (5, 31, 32, 33, 90, 150)
 """Prompts shorter and longer than a capacity of 32."""
@@ -25,18 +25,18 @@ def follow(
     options: dict[str, Any],
     prompts: list[list[int]],
     **settings: Any,
-) -> Replay:
+) -> Oracle:
     """Generate 40 tokens for each prompt, compared after every step."""
     with monkeypatch.context() as patch, engine(model, policy, options, **settings) as llm:
         probe = Probe(llm)
-        replay = Replay(probe.scheduler).install(patch)
+        oracle = Oracle(probe.scheduler).install(patch)
         generate(llm, prompts, max_tokens=40)
         assert probe.num_free == probe.num_total
-    assert replay.num_compared > 0
-    assert replay.num_victims > 0
-    assert replay.num_ties <= replay.num_victims / 1000
-    assert replay.max_error < 1e-4
-    return replay
+    assert oracle.num_compared > 0
+    assert oracle.num_victims > 0
+    assert oracle.num_ties <= oracle.num_victims / 1000
+    assert oracle.max_error < 1e-4
+    return oracle
 
 
 @pytest.mark.parametrize("num_heads", [(4, 4), (6, 2), (8, 1)], ids=["gqa1", "gqa3", "gqa8"])
@@ -66,7 +66,7 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
     add_scatter(monkeypatch)
     model = tiny_opt(tmp_path)
     prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
-    replay = follow(
+    oracle = follow(
         monkeypatch,
         model,
         policy,
@@ -75,7 +75,7 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         block_size=16,
         max_num_batched_tokens=64,
     )
-    for (_, _, request_id), retained in replay.retained.items():
+    for (_, _, request_id), retained in oracle.retained.items():
         end = LENGTHS[int(request_id.split("-")[0])] + 39  # the last token sampled is not computed
         sinks = 4 if policy in ("streaming", "scatter") else 0
         window = {*range(sinks), *range(end - 32 + sinks, end)}
@@ -97,8 +97,8 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"budget": 0.5, "budget_basis": "prompt"},
         {"granularity": "block", "recent_ratio": 0.1, "budget": 80, "num_sink_tokens": 2},
         {"budget": 0.4, "budget_basis": "request", "min_budget": 32, "score": "mean"},
-        {"score": "replay", "num_sink_tokens": 2},
-        {"score": "replay", "prefill": "chunked"},
+        {"score": "second_pass", "num_sink_tokens": 2},
+        {"score": "second_pass", "prefill": "chunked"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
@@ -116,6 +116,6 @@ def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     model = smollm2()
     tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
     prompts = [tokens[:20], tokens[100:190]]
-    replay = follow(monkeypatch, model, "h2o", {"budget": 32}, prompts, block_size=16)
-    different = {replay.retained[where] for where in replay.retained if where[2].startswith("1")}
+    oracle = follow(monkeypatch, model, "h2o", {"budget": 32}, prompts, block_size=16)
+    different = {oracle.retained[where] for where in oracle.retained if where[2].startswith("1")}
     assert len(different) > 60  # heads and layers choose for themselves

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,54 +15,17 @@ import pytest
 
 from benchmarks.soak.server import ENVIRONMENT, ROOT, VLLM, Server
 from tests.e2e.harness import TEXT, smollm2
+from tests.e2e.server import ENGINE, Completing
 
-ENGINE = (
-    "--dtype=float32",
-    "--enforce-eager",
-    "--max-model-len=512",
-    "--block-size=16",
-    "--kv-policy=h2o",
-)
 TIMEOUT = 300
-
-
-class Completing(Server):
-    """A server that is asked for completions."""
-
-    def complete(self, **body: Any) -> tuple[int, dict[str, Any]]:
-        """Status and answer of a completion request."""
-        try:
-            with urllib.request.urlopen(self.request(**body), timeout=120) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def request(self, **body: Any) -> urllib.request.Request:
-        """A completion request, greedy unless told otherwise."""
-        return urllib.request.Request(
-            f"{self.url}/v1/completions",
-            data=json.dumps({"model": self.model, "temperature": 0, **body}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Completing]:
-    """A server with 64 slots a sequence."""
-    log = tmp_path_factory.mktemp("serve") / "log"
-    flags = [*ENGINE, "--kv-policy-config.budget=64"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
-        with Completing(Path(smollm2()), log, flags) as server:
-            yield server
 
 
 def test_it_says_what_the_budget_means(server: Completing) -> None:
     """One line at start: capacity, heavy, recent, pages, and sequences against stock vLLM."""
     meaning = re.search(
         r"h2o: past its prompt a sequence holds 64 tokens \(31 heavy, 32 recent, 0 sinks, "
-        r"1 in turn\) = 4 pages of 16; the pool of (\d+) pages holds (\d+) sequences of "
-        r"max_model_len=512 at once, stock vLLM in the same memory (\d+)\.",
+        r"1 for the incoming token\) = 4 pages of 16; the pool of (\d+) pages holds (\d+) "
+        r"sequences of max_model_len=512 at once, stock vLLM in the same memory (\d+)\.",
         server.log.read_text(),
     )
     assert meaning is not None
@@ -219,7 +179,7 @@ def test_vllm_bench_takes_the_flags(command: list[str]) -> None:
     """It runs to its end, with the policy on."""
     done = subprocess.run(
         [VLLM, "bench", *command, f"--model={smollm2()}", *ENGINE,
-         "--kv-policy-config", '{"budget": 0.125}'],
+         "--kv-policy=h2o", "--kv-policy-config", '{"budget": 0.125}'],
         env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=TIMEOUT,
         check=False,
     )  # fmt: skip
@@ -230,7 +190,7 @@ def test_vllm_bench_takes_the_flags(command: list[str]) -> None:
 
 def test_a_server_with_a_bad_budget_stops_at_once(tmp_path: Path) -> None:
     """The message is the last thing on the screen."""
-    flags = [*ENGINE, "--kv-policy-config.budget=1.5"]
+    flags = [*ENGINE, "--kv-policy=h2o", "--kv-policy-config.budget=1.5"]
     server = Server(Path(smollm2()), tmp_path / "log", flags)
     assert server.process.wait(TIMEOUT) != 0
     text = server.log.read_text()

@@ -1,7 +1,7 @@
 """One attention layer with the real builder and the real ledger, over one small pool of pages.
 
 Pages start as poison (NaN keys, values and scores, the lowest score, position 0) and are poisoned
-again when they are freed; behind a request's own pages its row of the block table names others'.
+again when they are freed; after a request's own pages its row of the block table names others'.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from types import SimpleNamespace
 
 import torch
 from vllm.config import CacheConfig, ParallelConfig, VllmConfig, set_current_vllm_config
@@ -29,8 +28,9 @@ from vllm_h2o.worker.metadata import HeavyHitterMetadata, HeavyHitterMetadataBui
 from vllm_h2o.worker.step import Step, publish
 
 LAYER_INDEX = 3
+LAYER_NAME = f"model.layers.{LAYER_INDEX}.self_attn.attn"
 NUM_PADDING = 3
-"""Rows of tokens behind those of the batch, as a captured graph has them."""
+"""Rows of tokens after those of the batch, as a captured graph has them."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Life:
         return self.prompt_len + self.num_decodes - self.num_computed
 
     @property
-    def most_slots(self) -> int:
+    def max_slots(self) -> int:
         """The most that it ever holds."""
         return max(self.prompt_len, self.budget.capacity)
 
@@ -163,7 +163,7 @@ def builder(
     )
     spec = HeavyHitterSpec.of(stock)
     config = vllm_config(policy, options)
-    return HeavyHitterMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+    return HeavyHitterMetadataBuilder(spec, [LAYER_NAME], config, torch.device("cpu"))
 
 
 def empty_cache(shape: Shape, num_blocks: int) -> torch.Tensor:
@@ -201,15 +201,17 @@ class Layer:
         options: tuple[tuple[str, object], ...] = (),
     ) -> None:
         self.shape, self.extra_pages = shape, extra_pages
+        self.layer_name = LAYER_NAME
         self.random = random.Random(seed)
         self.builder = builder(shape, policy, options)
-        self.builder.kernels = kernels or self.builder.kernels
+        if kernels is not None:
+            self.builder.use(kernels)
         self.config = vllm_config(policy, options)
         with set_current_vllm_config(self.config):
             num_heads = shape.num_kv_heads * shape.group
             self.impl = HeavyHitterImpl(num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
-        self.cache = empty_cache(shape, num_blocks)
-        self.page = LayerCache.of(self.cache, shape.head_size)
+        self.kv_cache = empty_cache(shape, num_blocks)
+        self.cache = LayerCache.of(self.kv_cache, shape.head_size)
         self.free = list(range(1, num_blocks))
         self.random.shuffle(self.free)
         self.tables: dict[str, list[int]] = {}
@@ -226,24 +228,21 @@ class Layer:
         step = Step(ResidencyPlan(plans), lambda _: order)
         lengths = [plans[request_id].num_new for request_id in order]
         common = common_metadata([*lengths, 0], self._block_tables(order))
+        self.config.compilation_config.static_forward_context[LAYER_NAME] = self
         with publish(step):
             metadata = self.builder.build(0, common)
         parts = zip(*(lives[name].tokens(plans[name]) for name in order), strict=True)
         query, key, value = (self._padded(torch.cat(part)) for part in parts)
         output = torch.full(query.shape, torch.nan)
-        layer = SimpleNamespace(layer_name=f"model.layers.{LAYER_INDEX}.self_attn.attn")
-        self.impl.forward(layer, query, key, value, self.cache, self._widened(metadata), output)
-        self.config.compilation_config.static_forward_context["layer"] = SimpleNamespace(
-            kv_cache=self.cache
-        )
-        for action in step.afterwards:
-            action()
+        self.impl.forward(self, query, key, value, self.kv_cache, self._widened(metadata), output)
+        for packing in step.packings:
+            packing.run()
         padding = output[sum(lengths) :]
         assert (padding.isnan() | (padding == 0)).all(), "a row of padding was written"
         return dict(zip(order, output[: sum(lengths)].split(lengths), strict=True))
 
     def release(self, request_id: str, num_slots: int = 0) -> None:
-        """Free the pages behind the first ``num_slots`` slots."""
+        """Free the pages after the first ``num_slots`` slots."""
         keep = -(-num_slots // self.shape.block_size)
         freed = self.tables[request_id][keep:]
         del self.tables[request_id][keep:]
@@ -273,9 +272,9 @@ class Layer:
             table.append(self.free.pop())
 
     def _block_tables(self, order: Sequence[str]) -> torch.Tensor:
-        """[rows, width]; others' pages behind a row's own, and a row of padding at the end."""
+        """[rows, width]; others' pages after a row's own, and a row of padding at the end."""
         width = max(len(self.tables[name]) for name in order) + 1
-        stale = [block for block in range(self.page.num_blocks) if block not in self.free]
+        stale = [block for block in range(self.cache.num_blocks) if block not in self.free]
         rows = []
         for request_id in (*order, None):
             own = self.tables[request_id] if request_id else []
@@ -287,7 +286,9 @@ class Layer:
         def wide(table: torch.Tensor) -> torch.Tensor:
             return torch.cat([table, table.new_zeros(table.shape[0], self.extra_pages)], 1)
 
-        decodes = [replace(batch, table=wide(batch.table)) for batch in metadata.decodes]
+        decodes = [
+            replace(batch, block_table=wide(batch.block_table)) for batch in metadata.decodes
+        ]
         return replace(metadata, decodes=decodes)
 
     def _padded(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -297,7 +298,7 @@ class Layer:
     def _poison(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             rows = slice(block * self.shape.num_kv_heads, (block + 1) * self.shape.num_kv_heads)
-            self.page.key[rows] = torch.nan
-            self.page.value[rows] = torch.nan
-            self.page.score[rows] = self.random.choice([torch.nan, -torch.inf])
-            self.page.position[rows] = self.random.choice([0, 5, 1 << 30])
+            self.cache.key[rows] = torch.nan
+            self.cache.value[rows] = torch.nan
+            self.cache.score[rows] = self.random.choice([torch.nan, -torch.inf])
+            self.cache.position[rows] = self.random.choice([0, 5, 1 << 30])

@@ -9,21 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring
-from vllm_h2o.kernels.cache import LayerCache
+from tests.kernels.caches import SHAPE, copied, filled, number, on_triton, same
+from tests.kernels.harness import Shape
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.native import kernels as native
 from vllm_h2o.kernels.torch.kernels import TorchKernels
-from vllm_h2o.kernels.triton.kernels import TritonKernels
-
-VIEWS = ("key", "value", "score", "position")
-
-
-def on_triton(shape: Shape) -> Kernels:
-    """In the interpreter here."""
-    num_heads = shape.num_kv_heads * shape.group
-    return TritonKernels(torch.device("cpu"), 8, num_heads, shape.num_kv_heads, shape.head_size)
 
 
 def native_variant(variant: str) -> Callable[[Shape], Kernels]:
@@ -44,63 +35,34 @@ SCORINGS = [
     Scoring(by_page=True),
     Scoring(by_age=True),
 ]
-SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
-
-
-def filled(shape: Shape, num_blocks: int, seed: int) -> LayerCache:
-    """Pages of random tokens; each page's positions follow one another."""
-    draw = torch.Generator().manual_seed(seed)
-    page = LayerCache.of(empty_cache(shape, num_blocks), shape.head_size)
-    for view in (page.key, page.value):
-        view.copy_(torch.randn(view.shape, generator=draw))
-    # Few levels: ties are common.
-    page.score.copy_(torch.randint(0, 9, page.score.shape, generator=draw) / 8)
-    page.position.copy_(torch.arange(page.position.numel()).view(page.position.shape) % 999)
-    return page
-
-
-def copied(page: LayerCache, shape: Shape) -> LayerCache:
-    """The same tokens elsewhere."""
-    twin = LayerCache.of(empty_cache(shape, page.num_blocks), shape.head_size)
-    for name in VIEWS:
-        getattr(twin, name).copy_(getattr(page, name))
-    return twin
-
-
-def same(ours: LayerCache, theirs: LayerCache, num_blocks: int) -> None:
-    """All tokens and scores of the first blocks."""
-    rows = slice(0, num_blocks * ours.num_kv_heads)
-    for name in VIEWS:
-        one, other = getattr(ours, name)[rows].float(), getattr(theirs, name)[rows].float()
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, msg=name)
 
 
 def decode_batch(shape: Shape, scoring: Scoring, seed: int) -> tuple[DecodeBatch, int]:
     """Requests that append, overwrite, select or are padding, and the blocks that they own."""
-    rng, owned, tables, orders = random.Random(seed), 0, [], []
+    rng, owned, tables, fields = random.Random(seed), 0, [], []
     size = shape.block_size
     for token, attended in enumerate((1, size - 1, 2 * size, 3 * size + 5, 0, 9 * size, 6 * size)):
         num_pages = -(-attended // size)
         tables.append([owned + page for page in range(num_pages)] + [0] * (9 - num_pages))
         owned += num_pages
         overwrites = token in (2, 5)
-        refill = rng.randrange(size) if overwrites and scoring.by_page else 0
+        next_offset = rng.randrange(size) if overwrites and scoring.by_page else 0
         values = {
             "token": token,
             "attended_len": attended,
             "overwrites": overwrites,
             "selects": attended > 0 and attended % size == 0,
-            "position": 1000,
-            "recent_from": 998 - 10 * token,
+            "logical_start": 1000,
+            "recent_start": 998 - 10 * token,
             "num_sinks": token,
-            "next_offset": refill,
-            "num_free_slots": size - 1 - refill if overwrites and scoring.by_page else 0,
+            "next_offset": next_offset,
+            "num_free_slots": size - 1 - next_offset if overwrites and scoring.by_page else 0,
             "scores": token != 3,
         }
-        orders.append([int(values.get(name, 0)) for name in DECODE_FIELDS])
-    # Orders lie as a graph's buffer has them, request by request.
+        fields.append([int(values.get(name, 0)) for name in DECODE_FIELDS])
+    # They lie as a graph's buffer has them, request by request.
     table = torch.tensor(tables, dtype=torch.int32)
-    return DecodeBatch(table, torch.tensor(orders).T), owned
+    return DecodeBatch(table, torch.tensor(fields).T), owned
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
@@ -117,13 +79,13 @@ def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     victims[batch.first_block_ids[2]] = torch.tensor([0, SHAPE.block_size])
     victims[batch.first_block_ids[5]] = torch.tensor([7 * SHAPE.block_size, 3 * SHAPE.block_size])
     results = []
-    for kernels, page in ((TorchKernels(), theirs), (make(SHAPE), ours)):
+    for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
         out, chosen = torch.full_like(query, 7.0), victims.clone()
         real = batch
         if kernels.copies_kv:
             rows = [0, 1, 2, 3, 5, 6]
-            real = DecodeBatch(batch.table[rows], batch.fields[:, rows])
-        kernels.decode(page, real, chosen, query, key, value, None, 0.2, scoring, out)
+            real = DecodeBatch(batch.block_table[rows], batch.fields[:, rows])
+        kernels.decode(cache, real, chosen, StepTensors(query, key, value, out, None, 0.2), scoring)
         results.append((out, chosen))
     (expected, their_victims), (out, our_victims) = results
     expected[4] = 0.0
@@ -133,26 +95,28 @@ def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     same(ours, theirs, owned)
 
 
-def number(page: LayerCache, chunks: list[PromptChunk]) -> None:
-    """Give the chunks' slots, and those before them, the positions of a prompt."""
-    for chunk in chunks:
-        for block, at in enumerate(chunk.table[: -(-chunk.end // 16)].tolist()):
-            page.position[2 * at : 2 * at + 2] = torch.arange(16 * block, 16 * block + 16)
-
-
-def prompt_chunks(shape: Shape, keeps: bool) -> tuple[list[PromptChunk], int]:
-    """Chunks at the start, behind others, of two tokens, and one that does not score."""
+def prompt_chunks(shape: Shape, packs: bool) -> tuple[list[PromptChunk], int]:
+    """Chunks at the start, after others, of two tokens, and one that does not score."""
     chunks, owned, token = [], 0, 3
     starts = ((0, 70, 0), (41, 30, 7), (33, 2, 0), (0, 17, 16), (4, 9, 9))
-    for start, num_tokens, scores_from in starts:
+    for start, num_tokens, first_scoring_query in starts:
         end = start + num_tokens
         num_pages = -(-end // shape.block_size)
         table = torch.zeros(9, dtype=torch.int32)
         table[:num_pages] = torch.arange(owned, owned + num_pages)
         tokens = slice(token, token + num_tokens)
-        keep, recent_from = (end // 2 + 3, end - 5) if keeps else (0, 0)
+        num_survivors, recent_start = (end // 2 + 3, end - 5) if packs else (0, 0)
         chunks.append(
-            PromptChunk(tokens, table, start, start, keep, recent_from, 2, 0, scores_from)
+            PromptChunk(
+                tokens=tokens,
+                block_table=table,
+                resident_start=start,
+                logical_start=start,
+                num_survivors=num_survivors,
+                recent_start=recent_start,
+                num_sinks=2,
+                first_scoring_query=first_scoring_query,
+            )
         )
         owned, token = owned + num_pages, token + num_tokens + 1
     return chunks, owned
@@ -162,16 +126,18 @@ def prompt_chunks(shape: Shape, keeps: bool) -> tuple[list[PromptChunk], int]:
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     """Outputs and pages; what lies between the chunks' tokens is left alone."""
-    chunks, owned = prompt_chunks(SHAPE, keeps=False)
+    chunks, owned = prompt_chunks(SHAPE, packs=False)
     theirs = filled(SHAPE, owned + 1, seed=4)
     number(theirs, chunks)
     ours = copied(theirs, SHAPE)
     torch.manual_seed(5)
-    query, first = torch.randn(140, 6, 64), torch.rand(140, 2)
+    query, initial = torch.randn(140, 6, 64), torch.rand(140, 2)
     key, value = torch.randn(2, 140, 2, 64)
     outs = [torch.full_like(query, 7.0) for _ in range(2)]
-    for kernels, page, out in zip((TorchKernels(), make(SHAPE)), (theirs, ours), outs, strict=True):
-        kernels.prefill(page, chunks, query, key, value, first, 0.2, scoring, out)
+    for kernels, cache, out in zip(
+        (TorchKernels(), make(SHAPE)), (theirs, ours), outs, strict=True
+    ):
+        kernels.prefill(cache, chunks, StepTensors(query, key, value, out, initial, 0.2), scoring)
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
     same(ours, theirs, owned)
 
@@ -179,23 +145,25 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_replay(make: Callable[[Shape], Kernels], power: int, dtype: torch.dtype) -> None:
-    """Scores; K, V and positions, and what lies behind the chunks, are left alone."""
+def test_second_pass(make: Callable[[Shape], Kernels], power: int, dtype: torch.dtype) -> None:
+    """Scores; K, V and positions, and what follows the chunks, are left alone."""
     if make is on_triton and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
     shape = replace(SHAPE, dtype=dtype)
-    chunks, owned = prompt_chunks(shape, keeps=False)
-    # Behind tokens that are gone a chunk's positions are ahead of its slots.
-    chunks = [replace(chunk, position=chunk.position + 5 * i) for i, chunk in enumerate(chunks)]
+    chunks, owned = prompt_chunks(shape, packs=False)
+    # After tokens that are gone, a chunk's positions are ahead of its slots.
+    chunks = [
+        replace(chunk, logical_start=chunk.logical_start + 5 * i) for i, chunk in enumerate(chunks)
+    ]
     theirs = filled(shape, owned + 1, seed=8)
     number(theirs, chunks)
     ours = copied(theirs, shape)
     torch.manual_seed(9)
-    again = torch.randn(140, 6, 64).to(dtype)
+    rotated = torch.randn(140, 6, 64).to(dtype)
     scoring = Scoring(power, skip_recent=3, by_age=True, second_pass=True)
     before = theirs.score.clone()
-    for kernels, page in ((TorchKernels(), theirs), (make(SHAPE), ours)):
-        kernels.replay(page, chunks, again, 0.2, scoring)
+    for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
+        kernels.score_second_pass(cache, chunks, rotated, 0.2, scoring)
     # Products of halves are exact in float32, and nothing is rounded to halves again.
     assert not torch.equal(theirs.score, before)
     same(ours, theirs, owned)
@@ -206,13 +174,13 @@ def test_replay(make: Callable[[Shape], Kernels], power: int, dtype: torch.dtype
 @pytest.mark.parametrize("negative", [False, True])
 def test_pack(make: Callable[[Shape], Kernels], ranked: str, negative: bool) -> None:
     """Survivors of two layers, with many equal scores, of both signs too."""
-    chunks, owned = prompt_chunks(SHAPE, keeps=True)
+    chunks, owned = prompt_chunks(SHAPE, packs=True)
     their_layers = [filled(SHAPE, owned + 1, seed) for seed in (6, 7)]
-    for page in their_layers:
+    for cache in their_layers:
         if negative:
-            page.score.sub_(0.5)
-        number(page, chunks)
-    our_layers = [copied(page, SHAPE) for page in their_layers]
+            cache.score.sub_(0.5)
+        number(cache, chunks)
+    our_layers = [copied(cache, SHAPE) for cache in their_layers]
     scoring = Scoring(by_page=ranked == "by_page", by_age=ranked == "by_age")
     TorchKernels().pack_survivors(their_layers, chunks, scoring)
     make(SHAPE).pack_survivors(our_layers, chunks, scoring)
@@ -230,7 +198,15 @@ def test_pack_long(make: Callable[[Shape], Kernels]) -> None:
     theirs.position.copy_(torch.arange(num_blocks * 128).view(num_blocks, 128))
     ours = copied(theirs, shape)
     table = torch.arange(num_blocks, dtype=torch.int32)
-    chunk = PromptChunk(slice(0, 9), table, length - 9, length - 9, 2047, length - 500, 4, 0)
+    chunk = PromptChunk(
+        tokens=slice(0, 9),
+        block_table=table,
+        resident_start=length - 9,
+        logical_start=length - 9,
+        num_survivors=2047,
+        recent_start=length - 500,
+        num_sinks=4,
+    )
     TorchKernels().pack_survivors([theirs], [chunk], Scoring())
     make(shape).pack_survivors([ours], [chunk], Scoring())
     same(ours, theirs, num_blocks)

@@ -46,14 +46,18 @@ def test_layout(dtype: torch.dtype, head_size: int, block_size: int) -> None:
         "position": torch.randint(-(1 << 31), (1 << 31) - 1, shape).to(torch.int32),
     }
     cache = make_cache(dtype, head_size, block_size)
-    page = LayerCache.of(cache, head_size)
+    layer_cache = LayerCache.of(cache, head_size)
     for name, values in content.items():
-        view = getattr(page, name)
+        view = getattr(layer_cache, name)
         assert (view.shape, view.dtype) == (values.shape, values.dtype)
         view.copy_(values)
     expected = torch.cat([raw(values) for values in content.values()], dim=1)
     assert torch.equal(cache.view(torch.uint8).view(num_rows, -1), expected)
-    assert (page.block_size, page.num_blocks, page.num_kv_heads) == (block_size, NUM_BLOCKS, 2)
+    assert (layer_cache.block_size, layer_cache.num_blocks, layer_cache.num_kv_heads) == (
+        block_size,
+        NUM_BLOCKS,
+        2,
+    )
 
 
 @all_layouts
@@ -62,11 +66,11 @@ def test_views_do_not_overlap(dtype: torch.dtype, head_size: int, block_size: in
     owners = torch.zeros(make_cache(dtype, head_size, block_size).nbytes, dtype=torch.int)
     for name in VIEWS:
         cache = make_cache(dtype, head_size, block_size, fill=0xA5)
-        page = LayerCache.of(cache, head_size)
-        before = {other: raw(getattr(page, other)).clone() for other in VIEWS}
-        getattr(page, name).zero_()
+        layer_cache = LayerCache.of(cache, head_size)
+        before = {other: raw(getattr(layer_cache, other)).clone() for other in VIEWS}
+        getattr(layer_cache, name).zero_()
         for other in VIEWS:
-            assert torch.equal(raw(getattr(page, other)), before[other]) is (other != name)
+            assert torch.equal(raw(getattr(layer_cache, other)), before[other]) is (other != name)
         owners += cache.view(torch.uint8).flatten() != 0xA5
     assert (owners == 1).all()
 
@@ -75,20 +79,20 @@ def test_views_do_not_overlap(dtype: torch.dtype, head_size: int, block_size: in
 def test_rows_are_aligned(dtype: torch.dtype, head_size: int, block_size: int) -> None:
     """Every token's K and V starts at a multiple of 16 bytes, every score and position of 4."""
     cache = make_cache(dtype, head_size, block_size)
-    page, base = LayerCache.of(cache, head_size), cache.data_ptr()
-    for row, slot in itertools.product(range(page.key.shape[0]), range(block_size)):
-        for view in (page.key, page.value):
+    layer_cache, base = LayerCache.of(cache, head_size), cache.data_ptr()
+    for row, slot in itertools.product(range(layer_cache.key.shape[0]), range(block_size)):
+        for view in (layer_cache.key, layer_cache.value):
             assert (view[row, slot].data_ptr() - base) % 16 == 0
             assert view[row, slot].is_contiguous()
-        for view in (page.score, page.position):
+        for view in (layer_cache.score, layer_cache.position):
             assert (view[row, slot].data_ptr() - base) % 4 == 0
 
 
 def test_rows_are_blocks_and_heads() -> None:
     """Row ``block_id * num_kv_heads + head`` is that head's part of that block of vLLM's cache."""
     cache = make_cache(torch.float32, 64, 16)
-    page = LayerCache.of(cache, 64)
-    page.key[2 * NUM_KV_HEADS + 1] = 1.0
+    layer_cache = LayerCache.of(cache, 64)
+    layer_cache.key[2 * NUM_KV_HEADS + 1] = 1.0
     assert cache[2, 1].count_nonzero() == 16 * 64
     assert cache.count_nonzero() == 16 * 64
 

@@ -16,7 +16,7 @@ from vllm_h2o.kernels.reference import (
     attend_and_score,
     pack_survivors,
     random_score,
-    select_victims,
+    select_victim,
 )
 
 HEAD_SIZE = 8
@@ -214,7 +214,7 @@ def test_victims(
 ) -> None:
     """The lowest score that is neither sink nor recent; a tie goes against the newer position."""
     held = strip(scores, positions)
-    assert select_victims(held, max(positions) + 1, num_recent, num_sinks) == victim
+    assert select_victim(held, max(positions) + 1, num_recent, num_sinks) == victim
 
 
 @pytest.mark.parametrize(

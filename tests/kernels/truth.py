@@ -81,15 +81,15 @@ class Truth:
         name, group = life.request_id, self.layer.shape.group
         query, key, value = (t.double() for t in life.tokens(plan))
         ends_prompt = plan.in_prompt and plan.logical_end == life.prompt_len
-        page, resident = self.layer.page, plan.resident_end
-        views = (page.key, page.value, page.score, page.position)
+        cache, resident = self.layer.cache, plan.resident_end
+        views = (cache.key, cache.value, cache.score, cache.position)
         held = [self.layer.slots(view, name, resident) for view in views]
         victims = self.layer.victims(name)
         for h, head in enumerate(self.heads[name]):
             of_group = slice(h * group, (h + 1) * group)
             tokens = (query[:, of_group], key[:, h], value[:, h])
-            scores = self._scores(plan, h)
-            expected = head.step(*tokens, ends_prompt, scores, plan.scores_from)
+            scores = self._initial_scores(plan, h)
+            expected = head.step(*tokens, ends_prompt, scores, plan.scoring_start)
             same(output[:, of_group], expected, self.output_atol, f"{name}, head {h}: outputs")
             strip = Strip(*(view[h].double() for view in held[:3]), held[3][h].long())
             if plan.num_survivors:
@@ -105,7 +105,7 @@ class Truth:
                 assert victims is not None
                 self._follow_selection(head, strip, int(victims[h]))
 
-    def _scores(self, plan: RequestPlan, head: int) -> list[float] | None:
+    def _initial_scores(self, plan: RequestPlan, head: int) -> list[float] | None:
         if POLICIES[self.policy].score is not ScoreKind.RANDOM:
             return None
         positions = range(plan.logical_start, plan.logical_end)
@@ -129,8 +129,8 @@ class Truth:
         ours = int((head.strip.position == position).nonzero())
         if ours != head.victim:
             low, high = (head.strip.position[s] for s in (ours, head.victim))
-            recent_from = head.logical_len - head.num_recent
-            assert head.num_sinks <= min(low, high) and max(low, high) < recent_from
+            recent_start = head.logical_len - head.num_recent
+            assert head.num_sinks <= min(low, high) and max(low, high) < recent_start
             ranked = ranks(head, head.strip)
             near(ranked[ours, None], ranked[head.victim, None])
             self.ranking.num_near_ties += 1
@@ -177,12 +177,12 @@ class Fence:
 
     def __init__(self, layer: Layer, plans: Mapping[str, RequestPlan], accumulates: bool) -> None:
         self.layer, self.plans, self.accumulates = layer, plans, accumulates
-        self.before = layer.cache.clone()
+        self.before = layer.kv_cache.clone()
         self.victims = {name: layer.victims(name) for name in plans if name in layer.tables}
 
     def check(self) -> None:
         """Nothing was written but the new tokens' slots, the survivors' and scores attended to."""
-        tokens = torch.zeros_like(self.layer.page.score, dtype=torch.bool)
+        tokens = torch.zeros_like(self.layer.cache.score, dtype=torch.bool)
         scores = tokens.clone()
         block_size = self.layer.shape.block_size
         for name, plan in self.plans.items():
@@ -193,7 +193,7 @@ class Fence:
                 attended = range(plan.attended_len) if self.accumulates else ()
                 for slot in attended:
                     scores[rows[h, slot // block_size], slot % block_size] = True
-        then, now = LayerCache.of(self.before, self.layer.shape.head_size), self.layer.page
+        then, now = LayerCache.of(self.before, self.layer.shape.head_size), self.layer.cache
         for view in ("key", "value", "position", "score"):
             changed = bits(getattr(then, view)) != bits(getattr(now, view))
             allowed = tokens | scores if view == "score" else tokens
@@ -265,8 +265,8 @@ def _admit(layer: Layer, truth: Truth, waiting: list[Life], running: dict[str, L
     """Start requests while every running one could still grow to its largest."""
     while waiting:
         together = [*running.values(), waiting[0]]
-        need = sum(-(-life.most_slots // layer.shape.block_size) for life in together)
-        if need >= layer.page.num_blocks and running:
+        need = sum(-(-life.max_slots // layer.shape.block_size) for life in together)
+        if need >= layer.cache.num_blocks and running:
             return
         life = waiting.pop(0)
         life.prepare(layer.shape)

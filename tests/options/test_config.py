@@ -12,29 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.options.refusal import refusal
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import POLICIES, Budget
 
 EVICTING = [name for name, policy in POLICIES.items() if policy.evicts]
 BUDGET_RULE = (
-    "is: a budget is an int > 0 (slots), a float in (0, 1] (a share), or 'full'; "
+    "is: a budget is an int > 0 (slots), a float in (0, 1] (a fraction), or 'full'; "
     "why not: no number of slots follows from it; what to do: give e.g. 512 or 0.2."
 )
-
-
-def refusal(*args: Any, **options: Any) -> str:
-    """The message with which a configuration is refused."""
-    with pytest.raises(ConfigError) as caught:
-        KVPolicyConfig.from_options(*args) if args else KVPolicyConfig(**options)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
     "budget", [0, 0.0, -3, -0.5, 1.5, 2.0, math.nan, math.inf, "abc", "", True, False, None, [1]]
 )
 def test_budget_refused(budget: Any) -> None:
-    """What is neither a number of slots nor a share is named, with the rule and an example."""
+    """What is neither a number of slots nor a fraction is named, with the rule and an example."""
     said = f"kv-policy: asked: budget={budget!r}; {BUDGET_RULE}"
     assert refusal(budget=budget) == said
     if isinstance(budget, str):
@@ -43,7 +37,7 @@ def test_budget_refused(budget: Any) -> None:
 
 @pytest.mark.parametrize("budget", [2, 512, 10**9, 1e-6, 0.2, 1.0])
 def test_budget_taken(budget: float) -> None:
-    """Any number of slots from the smallest possible, any share above nothing."""
+    """Any number of slots from the smallest possible, any fraction above nothing."""
     assert KVPolicyConfig(budget=budget).budget == budget
 
 
@@ -69,8 +63,8 @@ def test_budget_too_small(options: dict[str, Any], least: int, num_sinks: int) -
     assert KVPolicyConfig(**{**options, "min_budget": least}).min_budget == least
 
 
-def test_share_too_small() -> None:
-    """A share is judged when the length is known, with the slots that it comes to."""
+def test_fraction_too_small() -> None:
+    """A fraction is judged when the length is known, with the slots that it comes to."""
     config = KVPolicyConfig(budget=0.01, num_sink_tokens=4)
     with pytest.raises(ConfigError) as caught:
         config.resolve(max_model_len=128, block_size=16)
@@ -128,8 +122,8 @@ def test_counts(field: str, value: Any) -> None:
 def test_recent_ratio(ratio: Any) -> None:
     """A ratio is a number from nothing to all."""
     assert refusal(recent_ratio=ratio) == (
-        f"kv-policy: asked: recent_ratio={ratio!r}; is: a share of the budget is a number in "
-        "[0, 1]; why not: there is no such share; "
+        f"kv-policy: asked: recent_ratio={ratio!r}; is: a fraction of the budget is a number in "
+        "[0, 1]; why not: there is no such fraction; "
         "what to do: give a number in [0, 1]; 0.5 is the paper's."
     )
 
@@ -228,16 +222,16 @@ def test_resolve(config: KVPolicyConfig, max_model_len: int, block_size: int) ->
 
 
 @pytest.mark.parametrize(
-    ("share", "length", "capacity"),
+    ("fraction", "length", "capacity"),
     [(0.07, 1600, 112), (0.29, 1600, 464), (0.2, 8192, 1648), (0.25, 4096, 1024), (1.0, 100, 112)],
 )
-def test_a_share_is_taken_as_written(share: float, length: int, capacity: int) -> None:
+def test_a_fraction_is_taken_as_written(fraction: float, length: int, capacity: int) -> None:
     """0.07 of 1600 is 112, seven pages of 16, although the floating-point product is above it."""
-    assert KVPolicyConfig(budget=share).resolve(length, 16).capacity == capacity
+    assert KVPolicyConfig(budget=fraction).resolve(length, 16).capacity == capacity
 
 
 def test_min_budget() -> None:
-    """It lifts what a share comes to, and no sequence gets more than it can use."""
+    """It lifts what a fraction comes to, and no sequence gets more than it can use."""
     config = KVPolicyConfig(budget=0.1, min_budget=256)
     assert config.resolve(1024, 16).capacity == 256
     assert config.resolve(8192, 16).capacity == 832

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.options.test_config import refusal
+from tests.options.refusal import refusal
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import Budget
@@ -18,7 +18,7 @@ from vllm_h2o.policy import Budget
         ("budget_basis", "max_model_len, prompt, request"),
         ("granularity", "token, block"),
         ("prefill", "full, window, chunked"),
-        ("score", "sum, sum_squares, mean, mean_squares, replay"),
+        ("score", "sum, sum_squares, mean, mean_squares, second_pass"),
     ],
 )
 def test_choices_that_all_work(field: str, works: str) -> None:
@@ -34,7 +34,7 @@ def test_choices_that_all_work(field: str, works: str) -> None:
         (
             {"budget": 64, "budget_basis": "prompt"},
             "budget_basis='prompt'",
-            "budget=64 is a number of slots, a share of nothing",
+            "budget=64 is a number of slots, a fraction of nothing",
         ),
         (
             {"name": "local", "prefill": "window"},
@@ -54,7 +54,7 @@ def test_choices_that_all_work(field: str, works: str) -> None:
         (
             {"prefill": "window", "score": "mean"},
             "prefill='window' with score='mean'",
-            "a mean counts every query of the prompt, and the last alone score",
+            "a mean counts every query of the prompt, and only the last ones score",
         ),
         (
             {"granularity": "block", "score": "mean"},

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.tiny_models import engine_config, folder
-from tools.refusals import BEGIN, END, README, written
+from tools.docs import refusals
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.hooks import check_config
 from vllm_h2o.options.config import KVPolicyConfig
@@ -183,7 +183,7 @@ def test_windows_that_a_step_may_cut(models: Path, limits: dict[str, int], fits:
 
 
 @pytest.mark.parametrize(
-    ("policy", "options", "shares"),
+    ("policy", "options", "supported"),
     [
         ("h2o", {"prefill": "window"}, True),
         ("h2o", {"prefill": "window", "observation_window": 1}, False),
@@ -196,9 +196,9 @@ def test_windows_that_a_step_may_cut(models: Path, limits: dict[str, int], fits:
         ("full", {}, True),
     ],
 )
-def test_who_shares_prefixes(policy: str, options: dict[str, Any], prefix_caching: bool) -> None:
+def test_who_supports_prefix_caching(policy: str, options: dict[str, Any], supported: bool) -> None:
     """Where survivors follow from what each request computes itself."""
-    assert KVPolicyConfig.from_options(policy, options).supports_prefix_caching == prefix_caching
+    assert KVPolicyConfig.from_options(policy, options).supports_prefix_caching == supported
 
 
 def test_every_refusal_is_tested() -> None:
@@ -208,11 +208,9 @@ def test_every_refusal_is_tested() -> None:
     assert tested == {refusal.what for refusal in REFUSALS}
 
 
-def test_the_table_in_the_readme() -> None:
-    """It is written from the code that refuses."""
-    text = README.read_text(encoding="utf-8")
-    assert written(text) == text
-    shown = text[text.index(BEGIN) : text.index(END)]
+def test_the_table_in_the_docs() -> None:
+    """It has a row for each (that docs/compatibility.md shows it, is tested in test_docs.py)."""
+    shown = refusals()
     for refusal in REFUSALS:
         assert f"| {refusal.what} | {refusal.why} | {refusal.remedy} |" in shown
 
@@ -272,6 +270,6 @@ def test_options_that_agree(models: Path, arguments: dict[str, Any]) -> None:
 
 
 def test_budget_without_room(models: Path) -> None:
-    """A share that comes to too few slots stops as early as the rest."""
+    """A fraction that comes to too few slots stops as early as the rest."""
     with pytest.raises(ConfigError, match="that is 1 slots of max_model_len=256"):
         engine_config(folder(models, LLAMA), kv_policy="h2o", kv_policy_config={"budget": 0.001})

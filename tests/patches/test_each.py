@@ -217,6 +217,23 @@ def test_readme_is_in_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(f"`{symbol.path}`" in written for symbol in patches.RELIED_UPON)
 
 
+def test_liberties_are_listed() -> None:
+    """Each comment that begins so stands at the place of one liberty, and the README has all."""
+    root = described.README.parents[1]
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        file, lines = str(path.relative_to(root)), path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            if "A liberty:" in line:
+                place = "\n".join(lines[number : number + 2])
+                here = [x for x in described.LIBERTIES if x.file == file and x.name in place]
+                assert len(here) == 1, f"{file}:{number + 1} is not listed"
+                found += here
+    assert sorted(found) == sorted(described.LIBERTIES)
+    written = described.README.read_text()
+    assert all(f"`{liberty.name}` in [{liberty.file}](../" in written for liberty in found)
+
+
 def test_digests_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ token. A page that was leaked, freed twice or shared shows up as a foreign token
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.tiny_models import engine_config, folder
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
-from vllm_h2o.wire import NEVER, RequestPlan
+from vllm_h2o.wire import RequestPlan
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -49,7 +50,7 @@ def vllm_config(
 ) -> VllmConfig:
     """A real config of a tiny model with the policy on.
 
-    ``options`` are the policy's, and ``shares``: whether prefixes are cached.
+    ``options`` are the policy's, and ``prefix_caching``.
     """
     own = {"name": "h2o", "budget": budget, **dict(options)}
     config = engine_config(
@@ -58,7 +59,7 @@ def vllm_config(
         max_num_batched_tokens=max_batched,
         max_num_seqs=max_seqs,
         scheduling_policy=policy,
-        enable_prefix_caching=bool(own.pop("shares", False)),
+        enable_prefix_caching=bool(own.pop("prefix_caching", False)),
         additional_config={"kv_policy": own},
     )
     config.scheduler_config.async_scheduling = async_scheduling  # the CPU platform forces it off
@@ -129,9 +130,9 @@ class ShadowPool:
         for request_id, plan in output.residency_plan.requests.items():
             self._run(request_id, plan)
 
-    def _slot(self, request_id: str, index: int, page: int) -> tuple[int, int]:
+    def _slot(self, request_id: str, index: int, start: int) -> tuple[int, int]:
         row = self.tables[request_id]
-        return row[page + index // self.block_size], index % self.block_size
+        return row[start + index // self.block_size], index % self.block_size
 
     def _token(self, request_id: str, position: int) -> tuple[object, int]:
         """What a slot with the request's token at ``position`` holds."""
@@ -141,26 +142,26 @@ class ShadowPool:
         return (prefix, position + 1 - len(prefix)), position
 
     def _run(self, request_id: str, plan: RequestPlan) -> None:
-        if plan.scores_from == NEVER:
-            self.whole_until[request_id] = NEVER
+        if plan.fits:
+            self.whole_until[request_id] = sys.maxsize
         elif plan.in_prompt:
             self.whole_until[request_id] = plan.logical_end
-        refilled, page = 0, plan.first_block_idx
+        newest, start = 0, plan.first_block_idx
         own = set()
         if plan.overwrites:
             assert plan.num_new == 1
-            refilled = self.victims[request_id] + plan.next_offset
-            slot = self._slot(request_id, refilled, page)
+            newest = self.victims[request_id] + plan.next_offset
+            slot = self._slot(request_id, newest, start)
             self.slots[slot] = self._token(request_id, plan.logical_start)
             own.add(slot)
         else:
             for i in range(plan.num_new):
-                slot = self._slot(request_id, plan.resident_start + i, page)
+                slot = self._slot(request_id, plan.resident_start + i, start)
                 self.slots[slot] = self._token(request_id, plan.logical_start + i)
                 own.add(slot)
-        hole = range(refilled + 1, refilled + 1 + plan.num_free_slots)
-        indices = [index for index in range(plan.attended_len) if index not in hole]
-        held = [self._slot(request_id, index, page) for index in indices]
+        free = range(newest + 1, newest + 1 + plan.num_free_slots)
+        indices = [index for index in range(plan.attended_len) if index not in free]
+        held = [self._slot(request_id, index, start) for index in indices]
         tokens = [(self.slots if slot in own else self.before)[slot] for slot in held]
         positions = [token[1] for token in tokens]
         assert tokens == [self._token(request_id, p) for p in positions], (request_id, plan, tokens)
@@ -333,7 +334,7 @@ class Simulation:
         self.scheduler.check_integrity()
 
     def _compare_chunks(self, plans: dict[str, RequestPlan]) -> None:
-        """Where queries are asked again, chunks are as long as alone, whatever else there is."""
+        """With a second pass, chunks are as long as alone, whatever else there is."""
         size = self.scheduler.ledger.second_pass_chunk
         for request_id, plan in plans.items() if size else ():
             if plan.in_prompt:

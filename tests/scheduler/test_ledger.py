@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger, RequestInfo
-from vllm_h2o.wire import NEVER, RequestPlan
+from vllm_h2o.wire import RequestPlan
 
 BUDGET = Budget(capacity=16, num_heavy=7, num_recent=8, num_sinks=0)
 
@@ -55,20 +55,13 @@ def test_a_prompt_chunk_of_one_token_at_capacity_overwrites_nothing() -> None:
 
 def test_a_request_that_fits_is_not_scored() -> None:
     """Nothing of it is ever evicted; its row of the block table counts as much as what it asks."""
-    for ledger, longest in (
-        (Ledger(BUDGET, 4), 16),
-        (Ledger(BUDGET, 4, max_blocks_per_request=4), 999),
-    ):
-        assert ledger.preview("r", 0, 9, RequestInfo(9, longest)).scores_from == NEVER
+    short_row = Ledger(BUDGET, 4, max_blocks_per_request=4)
+    for ledger, max_len in ((Ledger(BUDGET, 4), 16), (short_row, 999)):
+        assert ledger.preview("r", 0, 9, RequestInfo(9, max_len)).fits
     # A prompt of 16 tokens leaves no slot for the next one: all the more where the row ends there.
-    assert (
-        Ledger(BUDGET, 4, max_blocks_per_request=4)
-        .preview("r", 0, 16, RequestInfo(16, 99))
-        .num_survivors
-        == 15
-    )
+    assert short_row.preview("r", 0, 16, RequestInfo(16, 99)).num_survivors == 15
     for info in (RequestInfo(9, 17), RequestInfo(9)):
-        assert Ledger(BUDGET, 4).preview("r", 0, 9, info).scores_from == 0
+        assert not Ledger(BUDGET, 4).preview("r", 0, 9, info).fits
 
 
 def test_preview_changes_nothing() -> None:

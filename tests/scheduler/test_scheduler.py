@@ -9,47 +9,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
+from tests.scheduler.schedules import _PREFIXES, OPTIONS, operations
 
 BUDGET = 12
-OPTIONS = (
-    (),
-    (("prefill", "chunked"),),
-    (("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 9)),
-    (("prefill", "chunked"), ("protect_prompt_tokens", 6)),
-    (("granularity", "block"), ("recent_ratio", 0.2)),
-    (("granularity", "block"), ("recent_ratio", 0.2), ("prefill", "chunked")),
-    (("score", "replay"),),
-    (("score", "replay"), ("prefill", "chunked")),
-)
-_SHARES = ("shares", True)
 SHARING = (
-    (_SHARES, ("name", "streaming"), ("num_sink_tokens", 2)),
-    (_SHARES, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
-    (_SHARES, ("prefill", "window"), ("observation_window", 5), ("granularity", "block"),
+    (_PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
+    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
+    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("granularity", "block"),
      ("recent_ratio", 0.2)),
-    (_SHARES, ("name", "full")),
+    (_PREFIXES, ("name", "full")),
 )  # fmt: skip
 """Beside a budget in slots."""
 SHARES = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))
 """Budgets that depend on the request."""
 PAGES_AT_CAPACITY = BUDGET // BLOCK_SIZE
 
-operations = st.lists(
-    st.one_of(
-        st.tuples(
-            st.just("add"),
-            st.integers(1, 50),
-            st.integers(1, 40),
-            st.integers(1, 5),
-            st.one_of(st.none(), st.integers(0, 50)),
-        ),
-        st.tuples(st.just("steps"), st.integers(1, 8)),
-        st.tuples(st.just("abort"), st.integers(0, 1000)),
-        st.tuples(st.just("reset")),
-    ),
-    min_size=3,
-    max_size=30,
-)
 totals: Counter[str] = Counter()
 
 

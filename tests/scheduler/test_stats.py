@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.harness import Simulation, make_scheduler, vllm_config
-from tests.scheduler.test_scheduler import OPTIONS, operations
+from tests.scheduler.schedules import OPTIONS, operations
 from vllm_h2o.wire import PolicyStats, RequestPlan
 
 COUNTERS = ("evicted_tokens", "packs", "pages_freed_early")

@@ -177,7 +177,7 @@ def test_the_command(
     assert "7 steps of 3 layers x 2 KV heads" in capsys.readouterr().out
     assert data["tokens"] == trace.tokens
     assert data["title"].endswith(
-        ", h2o: 32 tokens a head (15 heavy, 16 recent, 0 sinks, 1 in turn)"
+        ", h2o: 32 tokens a head (15 heavy, 16 recent, 0 sinks, 1 for the incoming token)"
     )
     assert same(frames, trace.frames)
 

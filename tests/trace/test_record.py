@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.harness import TEXT, Probe, engine, smollm2, tiny_llama
-from tests.e2e.oracle import Replay, Where
+from tests.e2e.oracle import Oracle, Where
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.trace.record import Frame, merge, record, run, texts
@@ -34,13 +34,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Truth:
     """The reference's strips after each step that the worker reads."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, replay: Replay) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, oracle: Oracle) -> None:
         self.steps: dict[int, Held] = {}
         original = Recorder.add
 
         def add(recorder: Recorder, frame: dict[str, Any], due: bool) -> None:
             self.steps[frame["logical_len"]] = {
-                self._pair(where): self._held(head.strip) for where, head in replay.heads.items()
+                self._pair(where): self._held(head.strip) for where, head in oracle.heads.items()
             }
             # Any executor can send it, to another process as well.
             sent = msgspec.msgpack.decode(msgspec.msgpack.encode(frame))
@@ -81,7 +81,7 @@ def recorded(
     settings = {"block_size": 16, "max_num_batched_tokens": 64}
     with engine(model, "h2o", request.param, **settings) as llm:
         with pytest.MonkeyPatch.context() as patch:
-            truth = Truth(patch, Replay(Probe(llm).scheduler).install(patch))
+            truth = Truth(patch, Oracle(Probe(llm).scheduler).install(patch))
             layers, token_ids, frames = record(llm, PROMPT, every=1, max_tokens=GENERATED)
         assert layers == [0, 1]
         assert token_ids[: len(PROMPT)] == PROMPT

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.test_agree import SHAPE, copied, filled, number, same
-from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from tests.kernels.caches import SHAPE, copied, filled, number, same
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.worker.flash import FlashPrompt, runs_of
@@ -53,7 +53,12 @@ class Varlen:
 def chunk_at(token: int, num_tokens: int, start: int, first_block: int) -> PromptChunk:
     """A chunk with blocks of its own."""
     table = torch.arange(first_block, first_block + 9, dtype=torch.int32)
-    return PromptChunk(slice(token, token + num_tokens), table, start, start, 0, 0, 0, 0)
+    return PromptChunk(
+        tokens=slice(token, token + num_tokens),
+        block_table=table,
+        resident_start=start,
+        logical_start=start,
+    )
 
 
 CASES = {
@@ -76,8 +81,8 @@ def test_prompts(name: str) -> None:
     outs = [torch.full_like(query, 7.0) for _ in range(2)]
     varlen = Varlen()
     flash = TritonKernels(CPU, 8, 6, 2, 64, FlashPrompt(varlen, 3))
-    for kernels, page, out in zip((TorchKernels(), flash), (theirs, ours), outs, strict=True):
-        kernels.prefill(page, chunks, query, key, value, None, 0.2, Scoring(), out)
+    for kernels, cache, out in zip((TorchKernels(), flash), (theirs, ours), outs, strict=True):
+        kernels.prefill(cache, chunks, StepTensors(query, key, value, out, None, 0.2), Scoring())
     assert (varlen.num_calls, varlen.num_paged) == (num_calls, num_paged)
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
     same(ours, theirs, 20)
@@ -86,18 +91,19 @@ def test_prompts(name: str) -> None:
 def test_sent_once_a_step() -> None:
     """All layers of a step share what was sent for the first."""
     flash, chunks = FlashPrompt(Varlen(), 3), [chunk_at(0, 9, 0, 0)]
-    page, query = filled(SHAPE, 20, seed=1), torch.randn(9, 6, 64)
+    cache, query = filled(SHAPE, 20, seed=1), torch.randn(9, 6, 64)
     key = torch.randn(9, 2, 64)
+    tensors = StepTensors(query, key, key, torch.empty_like(query), None, 0.2)
     seen = set()
     for _ in range(2):
-        flash(query, key, key, page, chunks, 0.2, torch.empty_like(query))
+        flash(cache, chunks, tensors)
         seen.add(id(flash._runs[0]))
     assert len(seen) == 1
-    flash(query, key, key, page, list(chunks), 0.2, torch.empty_like(query))
+    flash(cache, list(chunks), tensors)
     assert id(flash._runs[0]) not in seen
 
 
 def test_runs_do_not_copy_tables_of_first_chunks() -> None:
     """Keys of a prompt's first chunk are those of the step."""
     (run,) = runs_of([chunk_at(0, 9, 0, 0)], CPU)
-    assert run.table is None and run.lengths is None and run.bounds.tolist() == [0, 9]
+    assert run.block_table is None and run.lengths is None and run.bounds.tolist() == [0, 9]

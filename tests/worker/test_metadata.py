@@ -3,33 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.kernels.caches import on_triton
 from tests.kernels.harness import Layer, Shape, builder, common_metadata, empty_cache
-from tests.kernels.test_agree import on_triton
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.paths import WORKER
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
-from vllm_h2o.worker.metadata import (
-    MAX_BATCH_ELEMENTS,
-    HeavyHitterMetadata,
-    HeavyHitterMetadataBuilder,
-)
+from vllm_h2o.worker.batching import MAX_BATCH_ELEMENTS, Batching, CopiedBatches, PersistentBatch
+from vllm_h2o.worker.metadata import HeavyHitterMetadata, HeavyHitterMetadataBuilder
 from vllm_h2o.worker.step import Step, WarmUp, publish
 
 SHAPE = Shape(num_kv_heads=2, block_size=16)
+
+
+def decoding(**numbers: int) -> RequestPlan:
+    """One token after the prompt, of a request of 32 slots unless told otherwise."""
+    return RequestPlan(**{"num_new": 1, "in_prompt": False, "capacity": 32, **numbers})
+
+
+LAST_CHUNK = RequestPlan(
+    logical_start=40,
+    num_new=5,
+    in_prompt=True,
+    resident_start=40,
+    capacity=32,
+    num_survivors=31,
+    num_recent=10,
+    num_sinks=2,
+    seed=9,
+)
 PLANS = {
-    "first chunk": RequestPlan(0, 20, True, 0, 32, 0, 10, 2, 7),
-    "full": RequestPlan(90, 1, False, 32, 32, 0, 12, 3, 8),
-    "last chunk": RequestPlan(40, 5, True, 40, 32, 31, 10, 2, 9),
-    "growing": RequestPlan(17, 1, False, 17, 48, 0, 12, 0, 1),
-    "becomes full": RequestPlan(60, 1, False, 31, 32, 0, 0, 4, 2),
+    "first chunk": RequestPlan(
+        logical_start=0,
+        num_new=20,
+        in_prompt=True,
+        resident_start=0,
+        capacity=32,
+        num_recent=10,
+        num_sinks=2,
+        seed=7,
+    ),
+    "full": decoding(logical_start=90, resident_start=32, num_recent=12, num_sinks=3, seed=8),
+    "last chunk": LAST_CHUNK,
+    "growing": decoding(
+        logical_start=17, resident_start=17, capacity=48, num_recent=12, num_sinks=0, seed=1
+    ),
+    "becomes full": decoding(logical_start=60, resident_start=31, num_sinks=4, seed=2),
 }
 TABLE = torch.tensor(
     [
@@ -53,24 +80,31 @@ def build(
     lengths = [PLANS[name].num_new for name in names] + [0] * num_padding
     with publish(Step(ResidencyPlan(plans), lambda _: names)):
         common = common_metadata(lengths, TABLE[rows])
-        return (made or gathered()).build(0, common)
+        return (made or copied()).build(0, common)
 
 
-def gathered() -> HeavyHitterMetadataBuilder:
+def copied() -> HeavyHitterMetadataBuilder:
     """A builder for kernels that copy K of a whole batch."""
     made = builder(SHAPE, "h2o")
-    made.kernels = TorchKernels()
+    made.use(TorchKernels())
     return made
 
 
 def in_place() -> HeavyHitterMetadataBuilder:
-    """A builder for kernels that gather nothing, as a graph replays them."""
+    """A builder for kernels that copy nothing, as a graph holds them."""
     made = builder(SHAPE, "h2o")
-    made.kernels = SimpleNamespace(copies_kv=False)
+    made.use(SimpleNamespace(copies_kv=False))
     return made
 
 
-def orders_of(batch: DecodeBatch) -> dict[str, list[int]]:
+def replace_prefix_caching(batching: Batching) -> Batching:
+    """The same where requests share pages."""
+    if isinstance(batching, CopiedBatches):
+        return replace(batching, prefix_caching=True)
+    return PersistentBatch(32, torch.device("cpu"), prefix_caching=True)
+
+
+def fields_of(batch: DecodeBatch) -> dict[str, list[int]]:
     """By name."""
     return {name: batch.field(name).tolist() for name in DECODE_FIELDS}
 
@@ -78,20 +112,30 @@ def orders_of(batch: DecodeBatch) -> dict[str, list[int]]:
 def test_prompts_one_by_one() -> None:
     """Each chunk has its tokens, its own pages first, its slots and what survives it."""
     first, last = build(list(PLANS)).prompts
-    assert (first.tokens, first.table.tolist()[:2]) == (slice(0, 20), [5, 6])
-    assert (first.start, first.end, first.position, first.keep) == (0, 20, 0, 0)
-    assert (last.tokens, last.table.tolist()[:3]) == (slice(21, 26), [1, 7, 4])
-    assert (last.start, last.end, last.position, last.keep) == (40, 45, 40, 31)
-    assert (last.recent_from, last.num_sinks, last.seed) == (35, 2, 9)
+    assert (first.tokens, first.block_table.tolist()[:2]) == (slice(0, 20), [5, 6])
+    assert (first.resident_start, first.attended_len, first.logical_start, first.num_survivors) == (
+        0,
+        20,
+        0,
+        0,
+    )
+    assert (last.tokens, last.block_table.tolist()[:3]) == (slice(21, 26), [1, 7, 4])
+    assert (last.resident_start, last.attended_len, last.logical_start, last.num_survivors) == (
+        40,
+        45,
+        40,
+        31,
+    )
+    assert (last.recent_start, last.num_sinks, last.seed) == (35, 2, 9)
 
 
-ORDERS = {
+FIELDS = {
     "token": [20, 26, 27],
     "attended_len": [32, 18, 32],
     "overwrites": [1, 0, 0],
     "selects": [1, 0, 1],
-    "position": [90, 17, 60],
-    "recent_from": [91 - 12, 18 - 12, 61],
+    "logical_start": [90, 17, 60],
+    "recent_start": [91 - 12, 18 - 12, 61],
     "num_sinks": [3, 0, 4],
     "seed": [8, 1, 2],
     "next_offset": [0, 0, 0],
@@ -100,28 +144,28 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("make", [in_place, gathered], ids=["in place", "gathered"])
+@pytest.mark.parametrize("make", [in_place, copied], ids=["in place", "copied"])
 def test_decodes_together(make: Callable[[], HeavyHitterMetadataBuilder]) -> None:
     """Requests with one new token share one batch, in order of rows."""
     (batch,) = build(list(PLANS), made=make()).decodes
-    assert batch.table[:, :2].tolist() == [[9, 3], [8, 2], [11, 10]]
+    assert batch.block_table[:, :2].tolist() == [[9, 3], [8, 2], [11, 10]]
     assert batch.first_block_ids.tolist() == [9, 8, 11]
-    assert orders_of(batch) == ORDERS
+    assert fields_of(batch) == FIELDS
     assert batch.fields.dtype == torch.int64
 
 
 def test_one_token_of_a_prompt() -> None:
     """It is a decode that neither overwrites nor selects, so that a graph may hold it."""
-    plan = RequestPlan(40, 1, True, 40, 32, 31, 10, 2, 9)
+    plan = replace(LAST_CHUNK, num_new=1)
     with publish(step := Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
-        metadata = gathered().build(0, common_metadata([1], TABLE[2:3]))
-    orders = orders_of(metadata.decodes[0])
-    assert (orders["attended_len"], orders["overwrites"], orders["selects"]) == ([41], [0], [0])
-    assert metadata.prompts == [] and len(step.afterwards) == 1
+        metadata = copied().build(0, common_metadata([1], TABLE[2:3]))
+    fields = fields_of(metadata.decodes[0])
+    assert (fields["attended_len"], fields["overwrites"], fields["selects"]) == ([41], [0], [0])
+    assert metadata.prompts == [] and len(step.packings) == 1
 
 
 def test_padding_of_a_graph() -> None:
-    """Rows behind the batch's are written to their own token's output and attend to nothing."""
+    """Rows after the batch's are written to their own token's output and attend to nothing."""
     made = in_place()
     build(["growing", "becomes full", "full"], made=made)
     (batch,) = build(["full"], num_padding=2, made=made).decodes
@@ -132,40 +176,48 @@ def test_padding_of_a_graph() -> None:
 
 
 def test_a_graphs_buffers_stay() -> None:
-    """Each step's orders lie where the captured kernels read them; the table is vLLM's own."""
+    """Each step's fields lie where the captured kernels read them; the table is vLLM's own."""
     made, names = in_place(), ["full", "growing"]
-    addresses = {build(names, made=made).decodes[0].orders.data_ptr() for _ in range(3)}
+    addresses = {build(names, made=made).decodes[0].fields.data_ptr() for _ in range(3)}
     assert len(addresses) == 1
     table = TABLE[[1, 3]]
     plans = {name: PLANS[name] for name in names}
     with publish(Step(ResidencyPlan(plans), lambda _: names)):
         (batch,) = made.build(0, common_metadata([1, 1], table)).decodes
-    assert batch.table.data_ptr() == table.data_ptr()
+    assert batch.block_table.data_ptr() == table.data_ptr()
     with publish(WarmUp()):
         (batch,) = made.build(0, common_metadata([1, 1], table)).decodes
     assert batch.fields.data_ptr() in addresses and batch.field("attended_len").tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("make", [in_place, gathered])
+@pytest.mark.parametrize("make", [in_place, copied])
 def test_where_pages_are_shared(make: Callable[[], HeavyHitterMetadataBuilder]) -> None:
-    """Decoding begins at a request's own pages; survivors go behind those of the prompt."""
+    """Decoding begins at a request's own pages; survivors go after those of the prompt."""
     made = make()
-    made.prefix_caching = True
+    made.batching = replace_prefix_caching(made.batching)
     plans = {
-        "moves": RequestPlan(29, 3, True, 29, 32, 31, 10, 2, 9, 20, pack_block_idx=2),
-        "moved": RequestPlan(60, 1, False, 20, 32, 0, 0, 4, 2, first_block_idx=2),
+        "moves": replace(
+            LAST_CHUNK,
+            logical_start=29,
+            num_new=3,
+            resident_start=29,
+            scoring_start=20,
+            pack_block_idx=2,
+        ),
+        "moved": decoding(logical_start=60, resident_start=20, num_sinks=4, first_block_idx=2),
     }
     tables = []
     for _ in range(2):
         with publish(Step(ResidencyPlan(plans), lambda _: list(plans))):
             metadata = made.build(0, common_metadata([3, 1], TABLE[[2, 0]]))
-        tables.append(metadata.decodes[0].table)
+        tables.append(metadata.decodes[0].block_table)
         assert tables[-1][:, :2].tolist() == [[91, 92]]
         assert metadata.decodes[0].first_block_ids.tolist() == [91]
     assert (tables[0].data_ptr() == tables[1].data_ptr()) == (not made.kernels.copies_kv)
     (chunk,) = metadata.prompts
-    assert chunk.into is not None and chunk.into.tolist() == [4, 95]
-    assert (chunk.scores_from, chunk.first_window_query) == (3, 0)
+    assert chunk.destination_blocks is not None and chunk.destination_blocks.tolist() == [4, 95]
+    assert (chunk.first_scoring_query, chunk.first_window_query) == (3, 0)
+    assert chunk.window_scores is not None and chunk.window_scores.shape == (1, 2, 32)
 
 
 def test_order_is_the_batchs() -> None:
@@ -174,7 +226,7 @@ def test_order_is_the_batchs() -> None:
     assert metadata.decodes[0].field("token").tolist() == [0, 6]
     assert metadata.decodes[0].first_block_ids.tolist() == [8, 11]
     assert [chunk.tokens for chunk in metadata.prompts] == [slice(1, 6), slice(7, 27)]
-    assert [int(chunk.table[0]) for chunk in metadata.prompts] == [1, 5]
+    assert [int(chunk.block_table[0]) for chunk in metadata.prompts] == [1, 5]
 
 
 def test_packing_waits_for_the_forward_pass() -> None:
@@ -190,13 +242,13 @@ def test_packing_waits_for_the_forward_pass() -> None:
     with publish(step):
         made.build(0, common_metadata(lengths, TABLE[:5]))
     assert packed == []
-    for action in step.afterwards:
-        action()
-    ((pages, chunks, scoring),) = packed
-    assert [page.key.data_ptr() for page in pages] == [
+    for packing in step.packings:
+        packing.run()
+    ((caches, chunks, scoring),) = packed
+    assert [cache.key.data_ptr() for cache in caches] == [
         layers[name].kv_cache.data_ptr() for name in made.layer_names
     ]
-    assert [(chunk.end, chunk.keep) for chunk in chunks] == [(45, 31)]
+    assert [(chunk.attended_len, chunk.num_survivors) for chunk in chunks] == [(45, 31)]
     assert scoring == made.scoring
 
 
@@ -207,26 +259,26 @@ def test_only_prompts_or_only_decodes() -> None:
 
 
 def test_padding_is_no_request() -> None:
-    """Rows without tokens behind the batch's add nothing where K is gathered."""
+    """Rows without tokens after the batch's add nothing where K is copied."""
     (batch,) = build(["full"], num_padding=3).decodes
-    assert batch.table.tolist() == [[9, 3]]
+    assert batch.block_table.tolist() == [[9, 3]]
 
 
 def test_a_page_more_at_its_first_slot() -> None:
     """A page belongs to the batch from the step in which its first slot is taken."""
     for resident, pages in ((15, [5]), (16, [5, 6]), (31, [5, 6]), (32, [5, 6, 91])):
-        plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
+        plan = decoding(logical_start=resident, resident_start=resident, capacity=48, num_recent=12)
         with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
-            (batch,) = gathered().build(0, common_metadata([1], TABLE[:1])).decodes
-        assert batch.table.tolist() == [pages]
+            (batch,) = copied().build(0, common_metadata([1], TABLE[:1])).decodes
+        assert batch.block_table.tolist() == [pages]
 
 
 @pytest.mark.parametrize(("resident", "selects"), [(46, False), (47, True), (48, True)])
 def test_selection_starts_when_full(resident: int, selects: bool) -> None:
     """A victim is chosen from the step on that takes the last slot; before it, none is."""
-    plan = RequestPlan(resident, 1, False, resident, 48, 0, 12, 0, 0)
+    plan = decoding(logical_start=resident, resident_start=resident, capacity=48, num_recent=12)
     with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
-        (batch,) = gathered().build(0, common_metadata([1], TABLE[:1])).decodes
+        (batch,) = copied().build(0, common_metadata([1], TABLE[:1])).decodes
     assert batch.field("selects").tolist() == [selects]
     assert batch.field("overwrites").tolist() == [resident == 48]
 
@@ -234,7 +286,7 @@ def test_selection_starts_when_full(resident: int, selects: bool) -> None:
 def test_no_step_is_empty() -> None:
     """Warm-up, profiling and capture get metadata with which nothing is read or written."""
     with publish(WarmUp()):
-        metadata = gathered().build(0, common_metadata([3, 1], TABLE[:2]))
+        metadata = copied().build(0, common_metadata([3, 1], TABLE[:2]))
     assert metadata.decodes == [] and metadata.prompts == []
 
 
@@ -242,50 +294,52 @@ def test_no_step_is_empty() -> None:
 def test_a_warm_up_leaves_zeros(make: Callable[[Shape], Kernels]) -> None:
     """What memory held before may be no number, and a sampler or a router would read it."""
     layer = Layer(SHAPE, "h2o", 4, kernels=make(SHAPE))
-    before = layer.cache.clone()
+    before = layer.kv_cache.clone()
     for lengths in ([2, 2], [1, 1]):
         with publish(WarmUp()):
             metadata = layer.builder.build(0, common_metadata(lengths, TABLE[: len(lengths)]))
         query, key, value = (torch.ones(sum(lengths), 2, 64) for _ in range(3))
-        for given in (metadata, None):
+        for built in (metadata, None):
             output = torch.full_like(query, torch.nan)
-            layer.impl.forward(layer, query, key, value, layer.cache, given, output)
+            layer.impl.forward(layer, query, key, value, layer.kv_cache, built, output)
             assert not output.any()
-    assert torch.equal(layer.cache.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(layer.kv_cache.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_neither_step_nor_warm_up_is_refused() -> None:
     """A real step whose plan got lost on the way must not pass for a warm-up."""
     with pytest.raises(IntegrityError, match="outside a step"):
-        gathered().build(0, common_metadata([3, 1], TABLE[:2]))
+        copied().build(0, common_metadata([3, 1], TABLE[:2]))
 
 
 def test_a_long_request_pads_no_short_one() -> None:
-    """Batches are of about one length, and no larger than a call may gather."""
+    """Batches are of about one length, and no larger than a call may copy."""
     lengths = [1, 9, 1, 70, 2, 64]  # pages
     plans = {
-        str(i): RequestPlan(16 * n - 1, 1, False, 16 * n - 1, 2048, 0, 12, 0, 0)
+        str(i): decoding(
+            logical_start=16 * n - 1, resident_start=16 * n - 1, capacity=2048, num_recent=12
+        )
         for i, n in enumerate(lengths)
     }
     table = torch.arange(6 * 80, dtype=torch.int32).view(6, 80)
     step = Step(ResidencyPlan(plans), lambda _: list(plans))
-    few = gathered()
-    few.page_elements = MAX_BATCH_ELEMENTS // 8
-    for made, tokens in ((gathered(), [[0, 2], [1], [3, 5], [4]]), (few, None)):
+    few = copied()
+    few.batching = replace(few.batching, page_elements=MAX_BATCH_ELEMENTS // 8)
+    for made, tokens in ((copied(), [[0, 2], [1], [3, 5], [4]]), (few, None)):
         with publish(step):
             batches = made.build(0, common_metadata([1] * 6, table)).decodes
         found = [batch.field("token").tolist() for batch in batches]
         assert found == (tokens or [[0, 2], [1], [3], [4], [5]])
         for batch in batches:
             rows = batch.field("token").tolist()
-            assert batch.table.shape[1] == max(lengths[i] for i in rows)
+            assert batch.block_table.shape[1] == max(lengths[i] for i in rows)
 
 
 def test_another_batch_is_refused() -> None:
     """A batch that was not planned becomes no tensors."""
     step = Step(ResidencyPlan({"full": PLANS["full"]}), lambda _: ["full"])
     with publish(step), pytest.raises(IntegrityError, match="the plan is for"):
-        gathered().build(0, common_metadata([2], TABLE[1:2]))
+        copied().build(0, common_metadata([2], TABLE[1:2]))
 
 
 def test_another_worker_is_refused() -> None:

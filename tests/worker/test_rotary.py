@@ -77,7 +77,9 @@ def test_what_scales_does_not_add_up() -> None:
 def test_a_model_without(tmp_path: Path) -> None:
     """OPT learns its positions; without a turn the policy would be another one, silently."""
     with (
-        pytest.raises(Exception, match=r"score='replay'; is: .* has no rotary embedding beside"),
+        pytest.raises(
+            Exception, match=r"score='second_pass'; is: .* has no rotary embedding next to"
+        ),
         engine(tiny_opt(tmp_path), "h2o_replay", {"budget": 32}),
     ):
         pass

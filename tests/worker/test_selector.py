@@ -16,7 +16,7 @@ from vllm_h2o.kernels.native import kernels as native
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.paths import WORKER
-from vllm_h2o.worker.selector import choose_kernels
+from vllm_h2o.worker.selector import select_kernels
 
 BUILT = pytest.mark.skipif(not native.available(), reason="no native library has been built")
 SHAPE, ODD = Shape(), Shape(head_size=24)
@@ -28,7 +28,7 @@ def choose(
     """For a layer of that shape."""
     spec = builder(shape, "h2o").kv_cache_spec
     config = KVPolicyConfig(kernels=asked, granularity=granularity)
-    return choose_kernels(vllm_config("h2o"), spec, torch.device(device), config)
+    return select_kernels(vllm_config("h2o"), spec, torch.device(device), config)
 
 
 @BUILT
@@ -62,10 +62,10 @@ def test_a_cache_of_another_dtype() -> None:
     config.model_config = SimpleNamespace(dtype=torch.bfloat16)
     spec = builder(SHAPE, "h2o").kv_cache_spec
     auto, by_name = KVPolicyConfig(), KVPolicyConfig(kernels="native")
-    assert isinstance(choose_kernels(config, spec, torch.device("cpu"), auto), TorchKernels)
+    assert isinstance(select_kernels(config, spec, torch.device("cpu"), auto), TorchKernels)
     for device, asked in (("cpu", by_name), ("cuda", auto)):
         with pytest.raises(UnsupportedError, match="--kv-cache-dtype auto"):
-            choose_kernels(config, spec, torch.device(device), asked)
+            select_kernels(config, spec, torch.device(device), asked)
 
 
 @BUILT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,14 @@ def plans(**lengths: int) -> ResidencyPlan:
     """A plan that computes so many tokens of each request."""
     return ResidencyPlan(
         {
-            request_id: RequestPlan(0, num_new, True, 0, 64, 0, 4, 0, 0)
+            request_id: RequestPlan(
+                logical_start=0,
+                num_new=num_new,
+                in_prompt=True,
+                resident_start=0,
+                capacity=64,
+                num_recent=4,
+            )
             for request_id, num_new in lengths.items()
         }
     )
@@ -200,15 +208,15 @@ def test_publish_is_undone_after_an_error() -> None:
 
 
 def test_what_is_left_is_done_after_the_forward_pass() -> None:
-    """What a step leaves for its end runs once, in order, when vLLM's worker is through."""
+    """What a step has to pack is packed once, in order, when vLLM's worker is through."""
     done: list[str] = []
 
     class Runs(Stock):
         def execute_model(self, scheduler_output: Any) -> Any:
             step = current_step()
             assert step is not None
-            step.afterwards.append(lambda: done.append("first"))
-            step.afterwards.append(lambda: done.append("second"))
+            for name in ("first", "second"):
+                step.packings.append(SimpleNamespace(run=partial(done.append, name)))
             assert done == []
             return "answer"
 

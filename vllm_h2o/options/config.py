@@ -303,11 +303,11 @@ class KVPolicyConfig:
     def _check_cap(self, slots: int, whole: int, max_model_len: int) -> None:
         if self.max_budget is None:
             return
-        most = self._slots(self.max_budget, whole, max_model_len)
-        if slots > most:
+        limit = self._slots(self.max_budget, whole, max_model_len)
+        if slots > limit:
             raise ConfigError(
                 f"budget={self.budget!r}",
-                f"that is {slots} slots, and max_budget={self.max_budget!r} is {most}",
+                f"that is {slots} slots, and max_budget={self.max_budget!r} is {limit}",
                 "this server gives a request no more",
                 f"ask for at most {self.max_budget!r}",
             )

@@ -76,8 +76,8 @@ def _cuts_windows(vllm_config: Any) -> bool:
     if not vllm_config.cache_config.enable_prefix_caching or not config.score_power:
         return False
     # In the worst case every other sequence takes a token of the step.
-    most = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
-    room = most - limits.max_num_seqs + 1
+    max_tokens = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
+    room = max_tokens - limits.max_num_seqs + 1
     longest = limits.long_prefill_token_threshold or room
     return min(room, longest) < config.observation_window
 
@@ -95,7 +95,7 @@ WHY_OPTION = {
     "worker_cls": "only its worker brings the scheduler's plan to the kernels",
     "attention_backend": "only its kernels keep scores and evict",
 }
-"""Options that a policy sets itself: why another value is refused, in ``engine.prepare``."""
+"""Options that a policy sets itself: why another value is refused, in ``hooks.prepare``."""
 
 IN_LAYERS = {
     "alibi_slopes": "ALiBi",
@@ -189,7 +189,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "prefix caching, and chunks of prompts that may be smaller than the observation window",
         _cuts_windows,
-        "the queries that score are computed together, beside the pages that are shared",
+        "the queries that score are computed together, outside the pages that are shared",
         "give a larger --max-num-batched-tokens, fewer --max-num-seqs, a larger or no "
         "--long-prefill-token-threshold, or a smaller observation_window",
     ),

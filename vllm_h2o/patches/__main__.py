@@ -17,6 +17,7 @@ import pkgutil
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from vllm_h2o import patches
 from vllm_h2o.errors import PatchError
@@ -32,6 +33,61 @@ _APPLIED = {
 }
 _COLUMNS = ("What changes", "Why no seam", "Upstream", "Drop when")
 
+
+class Liberty(NamedTuple):
+    """What is done to vLLM without a patch, in one place that a comment marks.
+
+    Args:
+        name: what stands in that line of code.
+        file: below the package.
+        what: is done.
+        why: there is no other way.
+        drop_when: it is no longer needed.
+
+    """
+
+    name: str
+    file: str
+    what: str
+    why: str
+    drop_when: str
+
+
+LIBERTIES = (
+    Liberty(
+        "package.__class__",
+        "plugin.py",
+        "the module `vllm.engine` has another class until its submodule `arg_utils` is there, then "
+        "its own again",
+        "`LLM(kv_policy=...)` makes its engine arguments before vLLM loads general plugins",
+        "vLLM loads plugins before it defines its engine arguments",
+    ),
+    Liberty(
+        "need_mamba_block_aligned_split",
+        "scheduler/scheduler.py",
+        "the switch is on with prefix caching or a second pass, and the method that it leads to "
+        "ends a prompt's chunk where scores want it to end",
+        "the only place in `schedule()` where the size of a chunk can be changed",
+        "vLLM lets a scheduler choose the size of chunks",
+    ),
+    Liberty(
+        "residency_plan",
+        "scheduler/scheduler.py",
+        "an attribute is added to vLLM's `SchedulerOutput`",
+        "the plan must reach every worker with its schedule; the class has no field for more",
+        "`SchedulerOutput` carries data of plugins",
+    ),
+    Liberty(
+        "running_lora_adapters",
+        "scheduler/scheduler.py",
+        "the policy's statistics ride in this field of `SchedulerStats`, and are taken out in the "
+        "front end before anybody reads it",
+        "a mapping of integers that is sent anyway and empty without readers; others have a format",
+        "`SchedulerStats` carries data of plugins",
+    ),
+)
+"""Each has a comment at its place in the code, which a test finds."""
+
 _TEXT = f"""# Patches of vLLM
 
 <!-- Written from the docstrings by `python -m vllm_h2o.patches --write`; a test compares. -->
@@ -46,6 +102,13 @@ Otherwise the plugin refuses to start and says which function differs, and where
 *Always* means wherever the plugin is loaded: without a policy these pass everything through.
 *With a policy* means from the start of a worker that runs one, in its process; *in its front end*,
 where an engine with a policy is configured.
+
+## Liberties
+
+Not patches either: things done to vLLM's objects for want of a seam. A comment marks each in the
+code.
+
+{{liberties}}
 
 ## Relied upon
 
@@ -87,7 +150,14 @@ def readme() -> str:
         cells = [f"[`{name}`]({name}.py)", when, *(said[label].rstrip(".") for label in _COLUMNS)]
         rows.append(f"| {' | '.join(cells)} |".replace("``", "`"))
     relied_upon = (f"- `{symbol.path}`" for symbol in patches.RELIED_UPON)
-    return _TEXT.format(patches="\n".join(rows), relied_upon="\n".join(relied_upon))
+    liberties = ["| place | what | why | drop when |", "| --- | --- | --- | --- |"]
+    for name, file, *rest in LIBERTIES:
+        liberties.append(f"| {' | '.join([f'`{name}` in [{file}](../{file})', *rest])} |")
+    return _TEXT.format(
+        patches="\n".join(rows),
+        liberties="\n".join(liberties),
+        relied_upon="\n".join(relied_upon),
+    )
 
 
 def digests() -> str:

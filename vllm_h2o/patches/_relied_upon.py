@@ -46,8 +46,8 @@ RELIED_UPON: tuple[Symbol, ...] = (
     # of input_batch.req_ids; V2 orders its own and names them in CommonAttentionMetadata.req_idx.
     Symbol("vllm.v1.worker.gpu_worker:Worker.execute_model", "d23383066806"),
     Symbol(f"{_RUNNER_V1}._build_attention_metadata", "c6eb499c7fba"),
-    # A row of V1's block table keeps the ids of the freed tail behind those that are held, and new
-    # ids are appended behind them: a packed request must never be granted a page.
+    # A row of V1's block table keeps the ids of the freed tail after those that are held, and new
+    # ids are appended after them: a packed request must never be granted a page.
     Symbol(f"{_RUNNER_V1}._update_states", "83443ff2b9da"),
     Symbol("vllm.v1.worker.block_table:BlockTable.append_row", "fabd4969f4fc"),
     Symbol("vllm.v1.worker.block_table:BlockTable.add_row", "9ca5a501b121"),

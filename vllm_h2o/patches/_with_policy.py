@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.patches import cpu_platform__get_attn_backend_cls, stat_logger_manager__init
 from vllm_h2o.patches._patch import Patch, verify_all
 from vllm_h2o.patches._relied_upon import RELIED_UPON
@@ -25,14 +26,21 @@ def activate_worker() -> None:
         patch.apply()
 
 
-def activate_front_end() -> None:
+def activate_front_end(config: KVPolicyConfig | None) -> KVPolicyConfig | None:
     """Apply what the process needs that configures an engine with a policy, after verifying all.
+
+    Args:
+        config: the policy; None: nothing is done.
+
+    Returns:
+        ``config``.
 
     Raises:
         PatchError: when a symbol is not the known one. Nothing has been changed then.
 
     """
-    verify_all([*WITH_POLICY, *RELIED_UPON])
-    verify_all(FRONT_END)
-    for patch in FRONT_END:
-        patch.apply()
+    if config is not None:
+        verify_all([*WITH_POLICY, *FRONT_END, *RELIED_UPON])
+        for patch in FRONT_END:
+            patch.apply()
+    return config

@@ -22,9 +22,7 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """``original`` between preparation and check."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = prepare(self)
-        if config is not None:
-            activate_front_end()
+        config = activate_front_end(prepare(self))
         return check_config(original(self, *args, **kwargs), config)
 
     return create_engine_config

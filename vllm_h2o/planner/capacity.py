@@ -118,8 +118,8 @@ def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyC
     budget = config.resolve(work.max_model_len, work.block_size)
     longest, prompt = work.max_model_len, work.prompt_len
     if config.prefill == "chunked":
-        most = budget.kept + work.max_num_batched_tokens
-        longest, prompt = min(longest, most), min(prompt, most)
+        limit = budget.kept + work.max_num_batched_tokens
+        longest, prompt = min(longest, limit), min(prompt, limit)
     slots = min(_own(config, work, budget).capacity, work.max_model_len)
     return Row(_label(config), pool, slots, shape.slot_bytes, prompt, longest)
 
@@ -153,6 +153,6 @@ def _own(config: KVPolicyConfig, work: Workload, budget: Budget) -> Budget:
 def _label(config: KVPolicyConfig) -> str:
     if not config.policy.evicts:
         return config.name
-    share = isinstance(config.budget, float)
-    budget = f"{100 * config.budget:g} %" if share else f"{config.budget} tokens"
+    is_fraction = isinstance(config.budget, float)
+    budget = f"{100 * config.budget:g} %" if is_fraction else f"{config.budget} tokens"
     return f"{config.name} {budget}"

@@ -46,7 +46,7 @@ class Budget:
         return self.capacity - 1
 
     def holds(self, prompt_len: int, longest: int) -> bool:
-        """Whether a request is never evicted from, at its prompt's end or behind it.
+        """Whether a request is never evicted from, at its prompt's end or after it.
 
         Args:
             prompt_len: tokens of its prompt.
@@ -67,7 +67,7 @@ def split_budget(slots: int, block_size: int, recent_ratio: float, num_sinks: in
     Args:
         slots: slots asked for, at least ``minimum_slots(recent_ratio, num_sinks)``.
         block_size: slots of a page.
-        recent_ratio: share of the kept tokens beyond the sinks that is the recent window, in
+        recent_ratio: fraction of the kept tokens beyond the sinks that is the recent window, in
             [0, 1]; a half rounds in favour of the recent window, and no ratio above 0 leaves it
             empty.
         num_sinks: first positions that are never evicted.

@@ -1,8 +1,8 @@
-"""Recent tokens and a uniformly random choice of the rest: the honest floor for every info.
+"""Recent tokens and a uniformly random choice of the rest: the floor of every comparison.
 
 Each token draws its number once, when it is stored, from (seed, layer, KV head, position). The best
 H of independent draws are a uniform sample of all tokens seen so far, whichever the step. Requests
-that bring no seed share the configuration's, and keep the same positions.
+that bring no seed have the configuration's, and keep the same positions.
 """
 
 from vllm_h2o.policy.base import BUDGET_OPTIONS, Policy, ScoreKind

@@ -15,7 +15,7 @@ from vllm_h2o.scheduler.footprint import SCORE_AND_POSITION_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyHitterSpec(FullAttentionSpec):
-    """A full-attention page with the score and the position of each slot beside K and V.
+    """A full-attention page with the score and the position of each slot next to K and V.
 
     A prompt is kept whole until its end, so the memory of one longest request is that of full
     attention, unless survivors are packed after each chunk.

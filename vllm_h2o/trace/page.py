@@ -1,4 +1,4 @@
-"""A trace as one HTML page: the template beside this file, with the data inside.
+"""A trace as one HTML page: the template next to this file, with the data inside.
 
 The data is JSON, and in it one blob: frame after frame, deflated, in base64::
 

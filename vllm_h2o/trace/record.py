@@ -136,14 +136,14 @@ def run(
 
 def _meaning(budget: Budget) -> str:
     parts = f"{budget.num_heavy} heavy, {budget.num_recent} recent, {budget.num_sinks} sinks"
-    return f"{budget.capacity} tokens a head ({parts}, 1 in turn)"
+    return f"{budget.capacity} tokens a head ({parts}, 1 for the incoming token)"
 
 
-def _check_fit(prompt_len: int, max_tokens: int, most: int) -> None:
-    if not prompt_len or prompt_len + max_tokens > most:
+def _check_fit(prompt_len: int, max_tokens: int, max_len: int) -> None:
+    if not prompt_len or prompt_len + max_tokens > max_len:
         raise ConfigError(
             f"a trace of {prompt_len} tokens of prompt and {max_tokens} more",
-            f"a sequence may have {most}",
+            f"a sequence may have {max_len}",
             "the two do not fit" if prompt_len else "there is nothing to run",
             "give another prompt, fewer --max-tokens or a larger --max-model-len",
         )

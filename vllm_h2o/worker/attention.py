@@ -65,8 +65,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         heads = heads_of_rank(vllm_config, self.num_kv_heads)
-        draws = config.policy.score is ScoreKind.RANDOM
-        self.random_scores = RandomScores(heads) if draws else None
+        is_random = config.policy.score is ScoreKind.RANDOM
+        self.random_scores = RandomScores(heads) if is_random else None
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int], torch.Tensor] | None = None
         self._cache: tuple[torch.Tensor, LayerCache] | None = None

@@ -85,8 +85,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             second_pass=config.has_second_pass,
         )
         heads = heads_of_rank(vllm_config, kv_cache_spec.num_kv_heads)
-        draws = config.policy.score is ScoreKind.RANDOM
-        self.random_scores = RandomScores(heads) if draws else None
+        is_random = config.policy.score is ScoreKind.RANDOM
+        self.random_scores = RandomScores(heads) if is_random else None
         self.spec = kv_cache_spec
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.use(select_kernels(vllm_config, kv_cache_spec, device, config))
@@ -163,7 +163,12 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         )
 
     def _packing(self, chunks: list[PromptChunk]) -> Packing:
-        context = self.vllm_config.compilation_config.static_forward_context
-        layers = {name: context[name] for name in self.layer_names}
-        head_size = self.spec.head_size
-        return Packing(chunks, layers, self.kernels, self.scoring, head_size, self.random_scores)
+        return Packing(
+            chunks,
+            self.layer_names,
+            self.vllm_config.compilation_config.static_forward_context,
+            self.kernels,
+            self.scoring,
+            self.spec.head_size,
+            self.random_scores,
+        )

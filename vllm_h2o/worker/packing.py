@@ -7,7 +7,7 @@ the survivors of a prompt move to its first slots, or out of pages that others r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ class Packing:
 
     Args:
         chunks: those; each with survivors.
-        layers: vLLM's attention layers by name, in the order of the chunks' ``window_scores``.
+        layer_names: of the group's layers, in the order of the chunks' ``window_scores``.
+        layers: vLLM's attention layers, by name; those of other groups among them.
         kernels: what moves survivors within their own pages.
         scoring: what is ranked.
         head_size: D.
@@ -35,6 +36,7 @@ class Packing:
     """
 
     chunks: list[PromptChunk]
+    layer_names: Sequence[str]
     layers: Mapping[str, Any]
     kernels: Kernels
     scoring: Scoring
@@ -43,13 +45,14 @@ class Packing:
 
     def run(self) -> None:
         """Move them, in every layer."""
-        caches = [LayerCache.of(layer.kv_cache, self.head_size) for layer in self.layers.values()]
+        kv_caches = [self.layers[name].kv_cache for name in self.layer_names]
+        caches = [LayerCache.of(kv_cache, self.head_size) for kv_cache in kv_caches]
         in_place = [chunk for chunk in self.chunks if chunk.destination_blocks is None]
         if in_place:
             self.kernels.pack_survivors(caches, in_place, self.scoring)
         for chunk in self.chunks:
             if chunk.destination_blocks is not None:
-                for index, (name, cache) in enumerate(zip(self.layers, caches, strict=True)):
+                for index, (name, cache) in enumerate(zip(self.layer_names, caches, strict=True)):
                     score = self._score(chunk, index, name)
                     pack_survivors(cache, chunk, self.scoring, score)
 

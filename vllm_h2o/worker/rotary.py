@@ -67,7 +67,7 @@ def bind(model: torch.nn.Module) -> None:
                 kinds = ", ".join(type(child).__name__ for child in found)
                 raise UnsupportedError(
                     "score='second_pass'",
-                    f"{name} has {kinds or 'no rotary embedding beside its attention'}",
+                    f"{name} has {kinds or 'no rotary embedding next to its attention'}",
                     "a second pass rotates queries to later positions, which takes one rotary "
                     "embedding that does not scale",
                     "use score=mean_squares (--kv-policy h2o_mean), or another model",

@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from tests.kernels.harness import Layer, Life, Shape
+from tests.kernels.lives import TABLE, cases, make_lives, pool_size
 from tests.kernels.native.cases import Pool, decode_batch, prompt_chunk
-from tests.kernels.torch.test_kernels import TABLE, cases, make_lives, pool_size
 from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
 from vllm_h2o.kernels.batch import Scoring
 from vllm_h2o.kernels.native import kernels as native

@@ -10,9 +10,9 @@ import torch
 
 from tests.kernels.harness import Layer, Life, Shape, empty_cache
 from tests.kernels.truth import Ranking, bits, live
-from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, Scoring, cache_rows
-from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.reference import Strip, select_victims
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, Scoring
+from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.reference import Strip, select_victim
 from vllm_h2o.kernels.torch import decode
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.policy import Budget
@@ -20,40 +20,40 @@ from vllm_h2o.policy import Budget
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 
 
-def make_batch(tables: list[list[int]], attended: list[int], **orders: list[int]) -> DecodeBatch:
-    """A batch over such block tables; queries score, and every other order is zeros."""
+def make_batch(tables: list[list[int]], attended: list[int], **fields: list[int]) -> DecodeBatch:
+    """A batch over such block tables; queries score, and every other field is zeros."""
     num_requests = len(tables)
-    given = {"attended_len": attended, "scores": [1] * num_requests, **orders}
-    rows = [given.get(name, [0] * num_requests) for name in DECODE_FIELDS]
+    values = {"attended_len": attended, "scores": [1] * num_requests, **fields}
+    rows = [values.get(name, [0] * num_requests) for name in DECODE_FIELDS]
     return DecodeBatch(torch.tensor(tables, dtype=torch.int32), torch.tensor(rows))
 
 
-def attend(page: LayerCache, batch: DecodeBatch, scale: float, power: int = 1) -> torch.Tensor:
+def attend(cache: LayerCache, batch: DecodeBatch, scale: float, power: int = 1) -> torch.Tensor:
     """Random queries of three heads a group, each new token in the last slot."""
-    slot = decode.new_slots(batch, torch.zeros(page.num_blocks, 2, dtype=torch.int32))
-    query = torch.randn(batch.table.shape[0], 6, 64)
-    return decode.attend_and_score(page, batch, slot, query, scale, Scoring(power))
+    slot = decode.new_slots(batch, torch.zeros(cache.num_blocks, 2, dtype=torch.int32))
+    query = torch.randn(batch.block_table.shape[0], 6, 64)
+    return decode.attend_and_score(cache, batch, slot, query, scale, Scoring(power))
 
 
 def random_page(num_blocks: int) -> LayerCache:
     """Pages of random content; positions are those of 16 different tokens a page."""
-    page = LayerCache.of(empty_cache(SHAPE, num_blocks), SHAPE.head_size)
-    for view in (page.key, page.value, page.score):
+    cache = LayerCache.of(empty_cache(SHAPE, num_blocks), SHAPE.head_size)
+    for view in (cache.key, cache.value, cache.score):
         view.normal_()
-    page.position.copy_(torch.arange(16).repeat(page.position.shape[0], 1))
-    return page
+    cache.position.copy_(torch.arange(16).repeat(cache.position.shape[0], 1))
+    return cache
 
 
-def snapshot(page: LayerCache) -> LayerCache:
+def snapshot(cache: LayerCache) -> LayerCache:
     """A copy of what the pages hold."""
-    views = {name: getattr(page, name).clone() for name in ("key", "value", "score", "position")}
-    return replace(page, **views)
+    views = {name: getattr(cache, name).clone() for name in ("key", "value", "score", "position")}
+    return replace(cache, **views)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ties(seed: int) -> None:
     """Among few different scores, in any order of slots, each head's victim is the reference's."""
-    rng, page = random.Random(seed), random_page(9)
+    rng, cache = random.Random(seed), random_page(9)
     attended = [48, 33, 17]
     tables = [[3, 1, 7], [5, 2, 4], [8, 6, 3]]
     rows = cache_rows(torch.tensor(tables), 2)
@@ -65,19 +65,19 @@ def test_ties(seed: int) -> None:
             score = torch.tensor([rng.choice([0.0, 0.5, 1.0]) for _ in range(length)])
             slot = torch.arange(length)
             at = rows[b, h, slot // 16], slot % 16
-            page.position[at], page.score[at] = position, score
+            cache.position[at], cache.score[at] = position, score
             strips.append(Strip(torch.empty(length, 0), torch.empty(0), score, position))
     batch = make_batch(
         tables,
         attended,
         selects=[1, 1, 1],
-        recent_from=[n - r for n, r in zip(attended, num_recent, strict=True)],
+        recent_start=[n - r for n, r in zip(attended, num_recent, strict=True)],
         num_sinks=num_sinks,
     )
     victims = torch.full((9, 2), -7, dtype=torch.int32)
-    decode.select_victims(page, batch, victims)
+    decode.select_victims(cache, batch, victims)
     expected = [
-        select_victims(strip, attended[i // 2], num_recent[i // 2], num_sinks[i // 2])
+        select_victim(strip, attended[i // 2], num_recent[i // 2], num_sinks[i // 2])
         for i, strip in enumerate(strips)
     ]
     assert victims[batch.first_block_ids].flatten().tolist() == expected
@@ -88,28 +88,28 @@ def test_ties(seed: int) -> None:
 @pytest.mark.parametrize("selects", [[0, 0], [0, 1]])
 def test_only_full_requests_select(selects: list[int]) -> None:
     """Requests with room left write no victim, and with none full nothing is written."""
-    page, victims = random_page(5), torch.full((5, 2), -7, dtype=torch.int32)
-    batch = make_batch([[1, 2], [3, 4]], [20, 32], selects=selects, recent_from=[16, 8])
-    decode.select_victims(page, batch, victims)
+    cache, victims = random_page(5), torch.full((5, 2), -7, dtype=torch.int32)
+    batch = make_batch([[1, 2], [3, 4]], [20, 32], selects=selects, recent_start=[16, 8])
+    decode.select_victims(cache, batch, victims)
     written = (victims != -7).all(dim=1).tolist()
     assert written == [False, False, False, bool(selects[1]), False]
 
 
 def test_store_takes_one_slot() -> None:
     """Each head's token goes to its own victim's slot, or behind the resident ones; no other."""
-    page = random_page(6)
-    before = snapshot(page)
-    batch = make_batch([[4, 2], [1, 3]], [32, 19], overwrites=[1, 0], position=[70, 18])
+    cache = random_page(6)
+    before = snapshot(cache)
+    batch = make_batch([[4, 2], [1, 3]], [32, 19], overwrites=[1, 0], logical_start=[70, 18])
     victims = torch.full((6, 2), 99, dtype=torch.int32)
     victims[4] = torch.tensor([5, 20])
     key, value, score = torch.ones(2, 2, 64), torch.full((2, 2, 64), 2.0), torch.full((2, 2), 0.5)
-    decode.store(page, batch, decode.new_slots(batch, victims), key, value, score)
+    decode.store(cache, batch, decode.new_slots(batch, victims), key, value, score)
     places = {(4 * 2, 5): 70, (2 * 2 + 1, 4): 70, (3 * 2, 2): 18, (3 * 2 + 1, 2): 18}
     for (row, slot), position in places.items():
-        assert (page.key[row, slot] == 1).all() and (page.value[row, slot] == 2).all()
-        assert page.score[row, slot] == 0.5 and page.position[row, slot] == position
+        assert (cache.key[row, slot] == 1).all() and (cache.value[row, slot] == 2).all()
+        assert cache.score[row, slot] == 0.5 and cache.position[row, slot] == position
     for name in ("key", "value", "score", "position"):
-        changed = bits(getattr(page, name)) != bits(getattr(before, name))
+        changed = bits(getattr(cache, name)) != bits(getattr(before, name))
         changed = changed if changed.dim() == 2 else changed.any(-1)
         assert {tuple(at) for at in changed.nonzero().tolist()} == places.keys()
 
@@ -120,23 +120,23 @@ def test_strangers_pages(stale: list[int]) -> None:
     outputs, scores, chosen = [], [], []
     for junk in (0.0, torch.nan, torch.inf):
         torch.manual_seed(0)
-        page = random_page(7)
-        for view in (page.key, page.value, page.score):
+        cache = random_page(7)
+        for view in (cache.key, cache.value, cache.score):
             view[5 * 2 :] = junk
             view[2 * 2 : 3 * 2, 4:] = junk  # slots of request 0 that no token has taken yet
         batch = make_batch(
             [[1, 2, *stale], [3, 4, 0, 0]],
             [20, 32],
             selects=[1, 1],
-            recent_from=[16, 16],
+            recent_start=[16, 16],
         )
-        before, victims = snapshot(page), torch.zeros(7, 2, dtype=torch.int32)
-        outputs.append(attend(page, batch, 0.1))
-        decode.select_victims(page, batch, victims)
-        touched = bits(page.score) != bits(before.score)
+        before, victims = snapshot(cache), torch.zeros(7, 2, dtype=torch.int32)
+        outputs.append(attend(cache, batch, 0.1))
+        decode.select_victims(cache, batch, victims)
+        touched = bits(cache.score) != bits(before.score)
         assert touched[2:4].all() and touched[4:6, :4].all() and touched[6:10].all()
         assert not touched[:2].any() and not touched[4:6, 4:].any() and not touched[10:].any()
-        scores.append(page.score[2:4].clone())
+        scores.append(cache.score[2:4].clone())
         chosen.append(victims)
     for same in (outputs, scores, chosen):
         assert torch.equal(same[0], same[1]) and torch.equal(same[0], same[2])
@@ -144,22 +144,22 @@ def test_strangers_pages(stale: list[int]) -> None:
 
 def test_scores_grow_by_what_was_drawn() -> None:
     """A step adds one per query head to each KV head's scores, over its resident slots."""
-    page = random_page(4)
-    before = snapshot(page)
+    cache = random_page(4)
+    before = snapshot(cache)
     batch = make_batch([[1, 2], [3, 0]], [25, 9])
-    attend(page, batch, 0.3)
-    grown = (page.score - before.score).view(4, 2, 16).double()
+    attend(cache, batch, 0.3)
+    grown = (cache.score - before.score).view(4, 2, 16).double()
     sums = torch.stack([grown[1].sum(-1) + grown[2].sum(-1), grown[3].sum(-1)])
     torch.testing.assert_close(sums, torch.full((2, 2), 3.0).double(), rtol=0, atol=1e-5)
-    attend(page, batch, 0.3, power=0)
-    assert torch.equal(page.score - before.score, grown.float().view(8, 16))
+    attend(cache, batch, 0.3, power=0)
+    assert torch.equal(cache.score - before.score, grown.float().view(8, 16))
 
 
 def by_request(
     lives: list[Life], seed: int, extra_pages: int = 0, pause: float = 0.0
 ) -> dict[str, list[tuple[torch.Tensor, torch.Tensor | None]]]:
     """Each request's outputs and victims, step by step, of a run with room for all."""
-    pages = sum(-(-life.most_slots // SHAPE.block_size) for life in lives)
+    pages = sum(-(-life.max_slots // SHAPE.block_size) for life in lives)
     layer = Layer(SHAPE, "h2o", pages + 1, seed, extra_pages, TorchKernels())
     ranking = Ranking()
     trace = live(layer, "h2o", lives, ranking, pause)

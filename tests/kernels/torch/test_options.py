@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.harness import Layer, Life, Shape
-from tests.kernels.torch.test_kernels import make_lives, pool_size, rows
+from tests.kernels.lives import make_lives, pool_size, rows
 from tests.kernels.truth import Ranking, live
 from vllm_h2o.kernels.native.kernels import load
 from vllm_h2o.kernels.torch.kernels import TorchKernels
@@ -104,7 +104,7 @@ def retained(prompt: str, chunks: list[int], score: str = "plain") -> list[int]:
     while life.num_left:
         plan = life.next_plan()
         layer.step({life.request_id: plan}, {life.request_id: life})
-    held = layer.slots(layer.page.position, life.request_id, plan.resident_end)
+    held = layer.slots(layer.cache.position, life.request_id, plan.resident_end)
     return sorted(held[0].tolist())
 
 
@@ -131,4 +131,4 @@ def test_a_life_is_what_it_says() -> None:
     assert [life.next_plan().num_survivors for _ in range(3)] == [15, 15, 0]
     life = Life("r", life.budget, [30, 30], 1, observation_window=5)
     life.prepare(Shape(1, 1, 64, 16))
-    assert {life.next_plan().scores_from for _ in range(3)} == {55}
+    assert {life.next_plan().scoring_start for _ in range(3)} == {55}

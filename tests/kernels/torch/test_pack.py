@@ -1,4 +1,4 @@
-"""Survivors that leave pages which others read: scored beside them, copied out of them."""
+"""Survivors that leave pages which others read: scored outside of them, copied out of them."""
 
 from __future__ import annotations
 
@@ -8,47 +8,53 @@ import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import PromptChunk, Scoring, cache_rows
-from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.reference import Strip, attend_and_score, pack_survivors
-from vllm_h2o.kernels.reference import replay as reference_replay
-from vllm_h2o.kernels.torch import pack as packing
-from vllm_h2o.kernels.torch import prefill as prompt
+from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.reference import (
+    Strip,
+    attend_and_score,
+    pack_survivors,
+    score_second_pass,
+)
+from vllm_h2o.kernels.torch import pack, prefill, second_pass
 
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
-BLOCKS, LENGTH, KEEP = [5, 2, 8, 1], 57, 31
+BLOCKS, LENGTH, NUM_SURVIVORS = [5, 2, 8, 1], 57, 31
 VIEWS = ("key", "value", "score", "position")
 
 
 def shared(
-    into: list[int] | None, num_tokens: int, first_window_query: int
+    destination: list[int] | None, num_tokens: int, first_window_query: int
 ) -> tuple[LayerCache, PromptChunk]:
     """A prompt in its pages, whose last chunk is to be packed."""
     torch.manual_seed(3)
-    page = LayerCache.of(empty_cache(SHAPE, 12), SHAPE.head_size)
+    cache = LayerCache.of(empty_cache(SHAPE, 12), SHAPE.head_size)
     chunk = PromptChunk(
-        slice(4, 4 + num_tokens),
-        torch.tensor(BLOCKS, dtype=torch.int32),
-        LENGTH - num_tokens,
-        LENGTH - num_tokens,
-        KEEP,
-        LENGTH - 12,
-        3,
-        0,
-        num_tokens,
-        first_window_query,
-        None if into is None else torch.tensor(into, dtype=torch.int32),
+        tokens=slice(4, 4 + num_tokens),
+        block_table=torch.tensor(BLOCKS, dtype=torch.int32),
+        resident_start=LENGTH - num_tokens,
+        logical_start=LENGTH - num_tokens,
+        num_survivors=NUM_SURVIVORS,
+        recent_start=LENGTH - 12,
+        num_sinks=3,
+        first_scoring_query=num_tokens,
+        first_window_query=first_window_query,
+        destination_blocks=(
+            None if destination is None else torch.tensor(destination, dtype=torch.int32)
+        ),
     )
-    whole = PromptChunk(slice(0, LENGTH), chunk.table, 0, 0, 0, 0, 0, 0)
+    whole = PromptChunk(
+        tokens=slice(0, LENGTH), block_table=chunk.block_table, resident_start=0, logical_start=0
+    )
     key, value = torch.randn(2, LENGTH, 2, 64)
-    prompt.store(page, whole, key, value, None)
-    return page, chunk
+    prefill.store(cache, whole, key, value, None)
+    return cache, chunk
 
 
-def strips(page: LayerCache, blocks: list[int], num_slots: int) -> list[Strip]:
+def strips(cache: LayerCache, blocks: list[int], num_slots: int) -> list[Strip]:
     """What each head holds in the first slots of some pages, in float64."""
     rows = cache_rows(torch.tensor(blocks), 2)
-    views = [getattr(page, name)[rows].flatten(1, 2)[:, :num_slots] for name in VIEWS]
+    views = [getattr(cache, name)[rows].flatten(1, 2)[:, :num_slots] for name in VIEWS]
     key, value, score, position = views
     return [
         Strip(key[h].double(), value[h].double(), score[h].double(), position[h].long())
@@ -67,56 +73,57 @@ def test_window_scores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reference's, in tiles of any size; the pages stay as they were."""
-    page, chunk = shared([3, 4], num_tokens, first_window_query)
+    cache, chunk = shared([3, 4], num_tokens, first_window_query)
     query = torch.randn(num_tokens, 6, 64)
-    before = page.score.clone()
-    for tile in (7, packing.QUERY_TILE):
-        monkeypatch.setattr(packing, "QUERY_TILE", tile)
-        given = packing.window_scores(page, chunk, query, 0.2, Scoring(power, skip_recent))
-        for head, strip in enumerate(strips(page, BLOCKS, LENGTH)):
+    before = cache.score.clone()
+    for tile in (7, prefill.QUERY_TILE):
+        monkeypatch.setattr(prefill, "QUERY_TILE", tile)
+        found = prefill.window_scores(cache, chunk, query, 0.2, Scoring(power, skip_recent))
+        for head, strip in enumerate(strips(cache, BLOCKS, LENGTH)):
             own = query.double().unflatten(1, (2, 3))[:, head]
             attend_and_score(own, strip, 0.2, power, skip_recent, first_window_query)
-            torch.testing.assert_close(given[head].double(), strip.score, rtol=1e-5, atol=1e-6)
-    assert torch.equal(page.score.nan_to_num(), before.nan_to_num())
+            torch.testing.assert_close(found[head].double(), strip.score, rtol=1e-5, atol=1e-6)
+    assert torch.equal(cache.score.nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize("power", [1, 2])
-@pytest.mark.parametrize(("num_tokens", "scores_from"), [(57, 0), (20, 0), (20, 9), (20, 20)])
-def test_replay(
-    power: int, num_tokens: int, scores_from: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_tokens", "first_query"), [(57, 0), (20, 0), (20, 9), (20, 20)])
+def test_second_pass(
+    power: int, num_tokens: int, first_query: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference's, in tiles of any size; slots behind the chunk's stay as they were."""
+    """The reference's, in tiles of any size; slots after the chunk's stay as they were."""
     query = torch.randn(num_tokens, 6, 64)
-    for tile in (7, packing.QUERY_TILE):
-        monkeypatch.setattr(packing, "QUERY_TILE", tile)
-        page, chunk = shared(None, num_tokens, 0)
-        chunk = replace(chunk, scores_from=scores_from)
-        before = strips(page, BLOCKS, 64)
-        packing.replay(page, chunk, query, 0.2, Scoring(power, by_age=True, second_pass=True))
-        for head, strip in enumerate(strips(page, BLOCKS, LENGTH)):
+    scoring = Scoring(power, by_age=True, second_pass=True)
+    for tile in (7, second_pass.QUERY_TILE):
+        monkeypatch.setattr(second_pass, "QUERY_TILE", tile)
+        cache, chunk = shared(None, num_tokens, 0)
+        chunk = replace(chunk, first_scoring_query=first_query)
+        before = strips(cache, BLOCKS, 64)
+        second_pass.score(cache, chunk, query, 0.2, scoring)
+        for head, strip in enumerate(strips(cache, BLOCKS, LENGTH)):
             expected = Strip(*(getattr(before[head], name)[:LENGTH] for name in VIEWS))
             own = query.double().unflatten(1, (2, 3))[:, head]
-            reference_replay(own[scores_from:], expected, 0.2, power)
+            score_second_pass(own[first_query:], expected, 0.2, power)
             torch.testing.assert_close(strip.score, expected.score, rtol=1e-5, atol=1e-6)
-            after = strips(page, BLOCKS, 64)[head].score[LENGTH:]
+            after = strips(cache, BLOCKS, 64)[head].score[LENGTH:]
             torch.testing.assert_close(after, before[head].score[LENGTH:], equal_nan=True)
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_survivors_are_copied(given: bool) -> None:
+@pytest.mark.parametrize("has_own_scores", [False, True])
+def test_survivors_are_copied(has_own_scores: bool) -> None:
     """They are those of a prompt packed in place; the pages they leave are not touched."""
     scores = torch.rand(2, LENGTH)
-    into = [7, 10]
-    page, chunk = shared(into, 20, 0)
-    before = strips(page, BLOCKS, LENGTH)
-    packing.pack_survivors(page, chunk, Scoring(), scores if given else None)
-    for head, (left, strip) in enumerate(zip(before, strips(page, BLOCKS, LENGTH), strict=True)):
+    destination = [7, 10]
+    cache, chunk = shared(destination, 20, 0)
+    before = strips(cache, BLOCKS, LENGTH)
+    pack.pack_survivors(cache, chunk, Scoring(), scores if has_own_scores else None)
+    for head, (left, strip) in enumerate(zip(before, strips(cache, BLOCKS, LENGTH), strict=True)):
         assert all(torch.equal(getattr(left, name), getattr(strip, name)) for name in VIEWS)
-        if given:
+        if has_own_scores:
             strip.score = scores[head].double()
-        expected = pack_survivors(strip, LENGTH, KEEP, 12, 3)
-        copied = strips(page, into, KEEP)[head]
+        expected = pack_survivors(strip, LENGTH, NUM_SURVIVORS, 12, 3)
+        copied = strips(cache, destination, NUM_SURVIVORS)[head]
         for name in VIEWS:
             assert torch.equal(getattr(copied, name), getattr(expected, name)), name
-    others = [block for block in range(12) if block not in (*BLOCKS, *into)]
-    assert page.key[cache_rows(torch.tensor(others), 2)].isnan().all()
+    others = [block for block in range(12) if block not in (*BLOCKS, *destination)]
+    assert cache.key[cache_rows(torch.tensor(others), 2)].isnan().all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.harness import Layer, Shape
-from tests.kernels.torch.test_kernels import make_lives, pool_size
+from tests.kernels.lives import make_lives, pool_size
 from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.policy import POLICIES

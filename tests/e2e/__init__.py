@@ -1,0 +1,1 @@
+"""Real engines, from a prompt to its text. A package, so that a fixture can last as long as it."""

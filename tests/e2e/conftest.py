@@ -1,0 +1,31 @@
+"""One server for all tests that talk to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Completing
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Completing]:
+    """The server of examples/serve.md, with 64 slots a sequence."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
+        with Completing.documented(tmp_path_factory.mktemp("serve") / "log") as server:
+            yield server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that use the server first, one after the other: it starts once, and then ends."""
+
+    def uses_no_server(item: pytest.Item) -> bool:
+        own = item.path.parent == FOLDER and isinstance(item, pytest.Function)
+        return not (own and "server" in item.fixturenames)
+
+    items.sort(key=uses_no_server)

@@ -1,0 +1,64 @@
+"""A ``vllm serve`` with a policy, started as examples/serve.md starts it, and its client."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.soak.server import ROOT, Server
+from tests.e2e.harness import smollm2
+
+ENGINE = ("--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=16")
+EXAMPLE = ROOT / "examples/serve.md"
+MODEL, URL = "facebook/opt-6.7b", "http://localhost:8000"
+"""What stands for the model and the address in the example."""
+
+
+class Block(NamedTuple):
+    """Code that a page shows."""
+
+    language: str
+    code: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """What a page shows in code, from top to bottom."""
+    text = page.read_text(encoding="utf-8")
+    return [Block(*found) for found in re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)]
+
+
+def documented_flags() -> list[str]:
+    """What the example starts the server with: 64 slots a sequence, with 512 tokens at most."""
+    program, command, model, *flags = shlex.split(blocks(EXAMPLE)[0].code)
+    assert (program, command, model) == ("vllm", "serve", MODEL)
+    return flags
+
+
+class Completing(Server):
+    """A server that is asked for completions."""
+
+    @classmethod
+    def documented(cls, log: Path) -> Completing:
+        """The example's server, of a small model."""
+        return cls(Path(smollm2()), log, [*ENGINE, *documented_flags()])
+
+    def complete(self, **body: Any) -> tuple[int, dict[str, Any]]:
+        """Status and answer of a completion request."""
+        try:
+            with urllib.request.urlopen(self.request(**body), timeout=120) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def request(self, **body: Any) -> urllib.request.Request:
+        """A completion request, greedy unless told otherwise."""
+        return urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps({"model": self.model, "temperature": 0, **body}).encode(),
+            headers={"Content-Type": "application/json"},
+        )

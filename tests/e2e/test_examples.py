@@ -1,0 +1,67 @@
+"""The files in examples/, run as a reader would run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak.server import ENVIRONMENT, ROOT, write_model
+from tests.e2e.server import EXAMPLE, MODEL, URL, Block, Completing, blocks
+
+SERVED = blocks(EXAMPLE)[1:]
+TIMEOUT = 300
+
+
+def test_offline(tmp_path: Path) -> None:
+    """It prints the text of both budgets; another model stands for the user's."""
+    write_model(tmp_path, 512)
+    prompt = " ".join(f"w{number}" for number in range(10, 200))
+    done = subprocess.run(
+        [sys.executable, "examples/offline.py", str(tmp_path), "--prompt", prompt,
+         "--max-model-len=512", "--enforce-eager"],
+        env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, cwd=ROOT,
+        capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "h2o: past its prompt a sequence holds 128 tokens" in done.stdout + done.stderr
+    said = re.findall(r"^kv_budget=(.+?): (.+)$", done.stdout, re.MULTILINE)
+    assert [budget for budget, _ in said] == ["0.2", "full"]
+    assert said[0][1] != said[1][1]
+
+
+def run(block: Block, server: Completing) -> str:
+    """What a block prints, with the server's own address and model."""
+    code = block.code.replace(URL, server.url).replace(MODEL, server.model)
+    command = {
+        "bash": ["bash", "-o", "pipefail", "-c", code],
+        "python": [sys.executable, "-c", code],
+    }[block.language]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", SERVED, ids=[f"{n}-{b.language}" for n, b in enumerate(SERVED)])
+def test_serve(server: Completing, block: Block) -> None:
+    """Each command works on the server that the first one starts."""
+    said = run(block, server)
+    if "/v1/completions" in block.code:
+        assert json.loads(said)["choices"][0]["text"]
+    elif "/metrics" in block.code:
+        assert "vllm:kv_policy_evicted_tokens_total" in said
+    elif "BadRequestError" in block.code:
+        parts = r"kv-policy: asked: kv_budget=1\.5; is: .*; why not: .*; what to do: .*\."
+        assert re.fullmatch(parts, said.strip())
+    else:
+        assert said.strip()
+
+
+def test_serve_has_all_kinds_of_commands() -> None:
+    """No command is passed over."""
+    assert [block.language for block in SERVED] == ["bash", "bash", "bash", "python", "python"]

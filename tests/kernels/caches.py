@@ -1,0 +1,57 @@
+"""Layer caches of random tokens, copied and compared."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.kernels.harness import Shape, empty_cache
+from vllm_h2o.kernels.batch import PromptChunk
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.triton.kernels import TritonKernels
+
+VIEWS = ("key", "value", "score", "position")
+
+
+def on_triton(shape: Shape) -> Kernels:
+    """In the interpreter here."""
+    num_heads = shape.num_kv_heads * shape.group
+    return TritonKernels(torch.device("cpu"), 8, num_heads, shape.num_kv_heads, shape.head_size)
+
+
+SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
+
+
+def filled(shape: Shape, num_blocks: int, seed: int) -> LayerCache:
+    """Pages of random tokens; each page's positions follow one another."""
+    draw = torch.Generator().manual_seed(seed)
+    cache = LayerCache.of(empty_cache(shape, num_blocks), shape.head_size)
+    for view in (cache.key, cache.value):
+        view.copy_(torch.randn(view.shape, generator=draw))
+    # Few levels: ties are common.
+    cache.score.copy_(torch.randint(0, 9, cache.score.shape, generator=draw) / 8)
+    cache.position.copy_(torch.arange(cache.position.numel()).view(cache.position.shape) % 999)
+    return cache
+
+
+def copied(cache: LayerCache, shape: Shape) -> LayerCache:
+    """The same tokens elsewhere."""
+    twin = LayerCache.of(empty_cache(shape, cache.num_blocks), shape.head_size)
+    for name in VIEWS:
+        getattr(twin, name).copy_(getattr(cache, name))
+    return twin
+
+
+def same(ours: LayerCache, theirs: LayerCache, num_blocks: int) -> None:
+    """All tokens and scores of the first blocks."""
+    rows = slice(0, num_blocks * ours.num_kv_heads)
+    for name in VIEWS:
+        one, other = getattr(ours, name)[rows].float(), getattr(theirs, name)[rows].float()
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, msg=name)
+
+
+def number(cache: LayerCache, chunks: list[PromptChunk]) -> None:
+    """Give the chunks' slots, and those before them, the positions of a prompt."""
+    for chunk in chunks:
+        for block, at in enumerate(chunk.block_table[: -(-chunk.attended_len // 16)].tolist()):
+            cache.position[2 * at : 2 * at + 2] = torch.arange(16 * block, 16 * block + 16)

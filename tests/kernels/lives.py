@@ -1,0 +1,111 @@
+"""Random lives of requests, for layers with any kernels."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from tests.kernels.harness import Life, Shape
+from vllm_h2o.kernels.torch.prefill import QUERY_TILE
+from vllm_h2o.policy import POLICIES, Budget
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+TABLE = {
+    # name: (policy, shape, [(capacity, recent, sinks, chunks, decodes), ...])
+    "the paper's halves": (
+        "h2o",
+        Shape(2, 1, 64, 16, FP32),
+        [(16, 8, 0, [40], 40), (32, 16, 0, [7, 30, 1], 40), (48, 24, 0, [20], 60)],
+    ),
+    "no window, R = 0": (
+        "h2o",
+        Shape(2, 3, 80, 16, FP32),
+        [(16, 0, 0, [30], 40), (32, 0, 2, [31], 30), (16, 0, 4, [3], 40)],
+    ),
+    "no heavy hitters, H = 0": (
+        "h2o",
+        Shape(1, 3, 64, 32, BF16),
+        [(32, 31, 0, [32], 40), (32, 27, 4, [64, 1], 20)],
+    ),
+    "one heavy hitter": ("h2o", Shape(1, 1, 80, 16, FP16), [(16, 14, 0, [16], 40)]),
+    "all sinks but one": ("h2o", Shape(2, 1, 64, 16, FP32), [(16, 0, 14, [40], 30)]),
+    "groups of eight": (
+        "h2o",
+        Shape(4, 8, 64, 16, FP32),
+        [(16, 7, 0, [5, 6, 7], 20), (32, 8, 1, [45], 20)],
+    ),
+    "three KV heads, bfloat16": (
+        "h2o",
+        Shape(3, 3, 80, 32, BF16),
+        [(32, 16, 0, [50], 40), (64, 20, 4, [63], 10)],
+    ),
+    "float16": ("h2o", Shape(2, 8, 128, 16, FP16), [(32, 10, 0, [20, 20], 30)]),
+    "more queries than a tile": (
+        "h2o",
+        Shape(2, 3, 64, 16, FP32),
+        [(64, 32, 0, [QUERY_TILE * 2 + 9], 5), (64, 32, 0, [5, QUERY_TILE + 1], 5)],
+    ),
+    "the prompt's end around k": (
+        "h2o",
+        Shape(1, 1, 64, 16, FP32),
+        [(32, 16, 0, [n], 6) for n in (1, 30, 31, 32, 33)],
+    ),
+    "random": (
+        "random",
+        Shape(3, 1, 64, 16, FP32),
+        [(16, 8, 0, [40], 40), (32, 0, 4, [20, 1, 19], 40)],
+    ),
+    "random, bfloat16": ("random", Shape(2, 3, 80, 32, BF16), [(32, 15, 0, [70], 40)]),
+    "local": ("local", Shape(2, 3, 64, 16, FP32), [(16, 15, 0, [9], 40), (32, 31, 0, [50], 20)]),
+    "streaming": (
+        "streaming",
+        Shape(4, 1, 64, 32, FP16),
+        [(32, 27, 4, [64], 40), (64, 59, 4, [3], 80)],
+    ),
+    "nothing is ever full": ("full", Shape(2, 1, 64, 16, FP32), [(1024, 1023, 0, [30, 3], 20)]),
+}
+
+
+def make_lives(rows: list[tuple[int, int, int, list[int], int]]) -> list[Life]:
+    """A request for each row of capacity, recent, sinks, chunks and decodes."""
+    return [
+        Life(f"r{i}", Budget(capacity, capacity - 1 - recent - sinks, recent, sinks), *rest, seed=i)
+        for i, (capacity, recent, sinks, *rest) in enumerate(rows)
+    ]
+
+
+def pool_size(lives: list[Life], block_size: int, share: float) -> int:
+    """Pages, the null page included, for a share of what all need at most, and for any one."""
+    needs = [-(-life.max_slots // block_size) for life in lives]
+    return 1 + max(*needs, int(share * sum(needs)), 1)
+
+
+@st.composite
+def rows(draw: st.DrawFn, block_size: int, policy: str) -> tuple[int, int, int, list[int], int]:
+    """Capacity, recent, sinks, chunks and decodes of a request."""
+    capacity = block_size * draw(st.integers(1, 3))
+    sinks = draw(st.sampled_from([0, 0, 1, 4]))
+    rest = capacity - 1 - sinks
+    recent = draw(st.integers(0, rest)) if POLICIES[policy].keeps_heavy else rest
+    num_tokens = draw(
+        st.integers(1, 2 * capacity) | st.sampled_from([capacity + i for i in (-2, -1, 0, 1)])
+    )
+    cuts = draw(st.sets(st.integers(1, num_tokens), max_size=4)) | {num_tokens}
+    bounds = [0, *sorted(cuts)]
+    chunks = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+    return capacity, recent, sinks, chunks, draw(st.integers(0, 40))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, Shape, list[Life], float, int]:
+    """Policy, shape, requests, share of the pages that all of them need, and a seed."""
+    policy = draw(st.sampled_from(["h2o", "h2o", "h2o", "random", "local", "streaming"]))
+    shape = Shape(
+        num_kv_heads=draw(st.integers(1, 4)),
+        group=draw(st.sampled_from([1, 3, 8])),
+        head_size=draw(st.sampled_from([32, 64, 80])),
+        block_size=draw(st.sampled_from([16, 32])),
+        dtype=draw(st.sampled_from([FP32, BF16, FP16])),
+    )
+    lives = make_lives(draw(st.lists(rows(shape.block_size, policy), min_size=1, max_size=5)))
+    return policy, shape, lives, draw(st.sampled_from([0.3, 0.6, 1.0])), draw(st.integers(0, 999))

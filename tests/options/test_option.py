@@ -1,0 +1,73 @@
+"""Options are described once: ``--help`` and the checks follow, and conflicts are all reached."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from dataclasses import fields
+
+import pytest
+
+from vllm_h2o.errors import ConfigError
+from vllm_h2o.options import parsing
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.conflicts import CONFLICTS
+from vllm_h2o.options.flags import add_flags
+from vllm_h2o.options.option import help_line, table_row
+
+CONFLICTING = (
+    {"budget": 64, "budget_basis": "prompt"},
+    {"name": "local", "prefill": "window"},
+    {"observation_window": 16},
+    {"prefill": "window", "observation_window": 0},
+    {"prefill": "window", "score": "mean"},
+    {"granularity": "block", "score": "mean"},
+    {"granularity": "block", "budget_basis": "prompt"},
+)
+"""Of each conflict, in the order of the table, a configuration that has it and no earlier one."""
+
+
+@pytest.mark.parametrize(
+    ("index", "options"),
+    list(enumerate(CONFLICTING)),
+    ids=[str(options) for options in CONFLICTING],
+)
+def test_each_conflict_is_reached(index: int, options: dict[str, object]) -> None:
+    """The table has no entry that another hides, or that nothing meets."""
+    assert len(CONFLICTS) == len(CONFLICTING)
+    with pytest.raises(ConfigError) as caught:
+        KVPolicyConfig(**options)  # type: ignore[arg-type]
+    assert caught.value.why == CONFLICTS[index].why
+    fixed = CONFLICTS[index].found.partition("{")[0]
+    assert caught.value.found.startswith(fixed)
+
+
+def test_help_lists_every_option() -> None:
+    """With its meaning and its default, from where it is defined; the name is a flag of its own."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawTextHelpFormatter)
+    add_flags(parser)
+    printed = parser.format_help()
+    for field in fields(KVPolicyConfig):
+        assert (f"- {help_line(field)}" in printed) == (field.name != "name")
+        assert table_row(field).startswith(f"| `{field.name}` | ")
+
+
+@pytest.mark.parametrize(("key", "value"), parsing.RETIRED)
+def test_a_retired_spelling_is_taken_with_a_warning(
+    key: str, value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, in one line, and with what it is called now."""
+    parsing._warn_retired.cache_clear()
+    current = parsing.RETIRED[key, value]
+    with caplog.at_level(logging.WARNING, "vllm.kv_policy"):
+        logging.getLogger("vllm.kv_policy").addHandler(caplog.handler)
+        try:
+            for _ in range(2):
+                config = KVPolicyConfig.from_options("h2o", {key: value})
+                assert getattr(config, key) == current
+        finally:
+            logging.getLogger("vllm.kv_policy").removeHandler(caplog.handler)
+    said = {record.getMessage() for record in caplog.records}
+    assert said == {
+        f"{key}={value} is now called {key}={current}; the old name goes in the next minor version."
+    }
