@@ -17,7 +17,8 @@ from vllm import _custom_ops as ops
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.native import kernels as native
+from vllm_h2o.kernels.native import loader
+from vllm_h2o.kernels.native.kernels import NativeKernels
 
 Call = Callable[[], object]
 BLOCK_SIZE, DTYPE = 32, torch.bfloat16
@@ -69,7 +70,7 @@ def empty_page(shape: Shape, num_blocks: int) -> LayerCache:
     return page
 
 
-def our_decode(kernels: native.NativeKernels, shape: Shape, batch: int, length: int) -> Call:
+def our_decode(kernels: NativeKernels, shape: Shape, batch: int, length: int) -> Call:
     """One new token for each of a batch of full requests."""
     table = tables(batch, length)
     page = empty_page(shape, table.numel() + 1)
@@ -88,9 +89,7 @@ def our_decode(kernels: native.NativeKernels, shape: Shape, batch: int, length: 
     return lambda: kernels.decode(page, described, victims, *step)
 
 
-def our_prompt(
-    kernels: native.NativeKernels, shape: Shape, length: int, again: bool = False
-) -> Call:
+def our_prompt(kernels: NativeKernels, shape: Shape, length: int, again: bool = False) -> Call:
     """A whole prompt, whose queries may be asked again."""
     table = tables(1, length)
     page = empty_page(shape, table.numel() + 1)
@@ -218,7 +217,7 @@ def memcpy_rate(budget: float) -> float:
 
 
 def decode_row(
-    kernels: native.NativeKernels, budget: float, shape: Shape, batch: int, length: int
+    kernels: NativeKernels, budget: float, shape: Shape, batch: int, length: int
 ) -> dict[str, Any]:
     """One step of a batch, its caches out of reach of the second-level cache."""
     moved = shape.kv_bytes(batch * length)
@@ -236,7 +235,7 @@ def decode_row(
 
 
 def prompt_row(
-    kernels: native.NativeKernels, budget: float, shape: Shape, length: int, again: bool
+    kernels: NativeKernels, budget: float, shape: Shape, length: int, again: bool
 ) -> dict[str, Any]:
     """A whole prompt, attended to and scored; its queries asked again, or not."""
     ours = [our_prompt(kernels, shape, length, again)]
@@ -249,7 +248,7 @@ def prompt_row(
 
 
 def rows(
-    kernels: native.NativeKernels, budget: float, quick: bool, only: Sequence[str]
+    kernels: NativeKernels, budget: float, quick: bool, only: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """A row for each shape, kernel and length."""
     for shape in SHAPES[: 1 if quick else None]:
@@ -266,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     parser.add_argument("--threads", type=int, default=1, help="threads of both sides")
-    parser.add_argument("--variant", choices=native.available(), help="instead of the best")
+    parser.add_argument("--variant", choices=loader.available(), help="instead of the best")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each row")
     parser.add_argument("--quick", action="store_true", help="the first row of each kind alone")
     kinds = ("decode", "prompt", "replayed prompt")
@@ -275,7 +274,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
-    kernels = native.load(args.variant)
+    kernels = loader.load(args.variant)
     machine = {
         "machine": machine_name(),
         "vllm": version("vllm"),

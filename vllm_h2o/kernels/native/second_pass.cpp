@@ -30,7 +30,7 @@ class SecondPass {
     prompt_.read_queries(x, tile);
     prompt_.multiply_keys(x, tile, width, [&](int64_t slot) { hide_unused(x, tile, slot); });
     for (int64_t r = 0; r < num_rows; ++r) prompt_.template exponentiate<false>(x, r, width);
-    prompt_.set_contributions(x, tile);
+    if (!prompt_.set_contributions(x, tile)) return;
     prompt_.add_columns(x, tile, prompt_.sums_of_tile(thread, tile), width);
   }
 
