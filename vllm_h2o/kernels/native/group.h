@@ -78,14 +78,14 @@ struct Group {
     }
 #endif
     const float* wide[kLanes];  // addresses of K, each [D]
+    const int depth = head_size;
     for (int i = 0; i < kLanes; ++i) {
       if constexpr (std::is_same<T, float>::value) {
         wide[i] = rows[i];
       } else {
-        wide[i] = keys + i * head_size;
-        for (int d = 0; d < head_size; d += kLanes) {
-          put(keys + i * head_size + d, load(rows[i] + d));
-        }
+        float* copy = keys + i * depth;
+        for (int d = 0; d < depth; d += kLanes) put(copy + d, load(rows[i] + d));
+        wide[i] = copy;
       }
     }
     for (int g = 0; g < size; ++g) put(to + g * stride, dot_wide(wide, query + g * head_size));
