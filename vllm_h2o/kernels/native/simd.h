@@ -127,9 +127,9 @@ inline void add_two(float* to, Floats a, Floats b) {
   if constexpr (std::is_same<T, Bf16>::value) {
     Floats low, high;
 #if defined(__AVX512F__)
-    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    low = _mm512_permutex2var_ps(a, first, b);
-    high = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b);
+    const __m512i index = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    low = _mm512_permutex2var_ps(a, index, b);
+    high = _mm512_permutex2var_ps(a, _mm512_add_epi32(index, _mm512_set1_epi32(8)), b);
 #else
     for (int i = 0; i < kLanes / 2; ++i) {
       low[2 * i] = a[i];
