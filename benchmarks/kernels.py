@@ -1,4 +1,4 @@
-"""The native CPU kernels beside vLLM's own, on the same shapes: see README.md in this folder."""
+"""The native CPU kernels and vLLM's own, on the same shapes: see README.md in this folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ import torch
 from vllm import _custom_ops as ops
 
 from benchmarks.record import append_rows, machine_name
-from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.batch import (
+    DECODE_FIELDS,
+    DecodeBatch,
+    PromptChunk,
+    Scoring,
+    StepTensors,
+)
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.native.kernels import NativeKernels
@@ -24,7 +30,7 @@ Call = Callable[[], object]
 BLOCK_SIZE, DTYPE = 32, torch.bfloat16
 COLD_BYTES = 400 << 20
 """K and V of all copies of a batch together: more than second-level caches hold."""
-MOST_COPIES = 48
+MAX_COPIES = 48
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,12 @@ class Shape:
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3.2-1B", 32, 8, 64))
 DECODES = ((1, 512), (1, 2048), (1, 8192), (8, 512), (8, 2048), (8, 4096), (32, 1024))
 PROMPTS = (128, 512, 2048, 4096)
+SECOND_PASS = "second pass"
+"""A prompt with one."""
+KINDS = ("decode", "prompt", SECOND_PASS)
 
 
-def tables(batch: int, length: int) -> torch.Tensor:
+def block_tables(batch: int, length: int) -> torch.Tensor:
     """[B, P]: pages of a pool in random order; page 0 is nobody's."""
     width = -(-length // BLOCK_SIZE)
     return (1 + torch.randperm(batch * width)).to(torch.int32).view(batch, width)
@@ -60,48 +69,56 @@ def tokens(shape: Shape, number: int) -> tuple[torch.Tensor, torch.Tensor, torch
     return query, key, value
 
 
-def empty_page(shape: Shape, num_blocks: int) -> LayerCache:
+def step_tensors(shape: Shape, number: int) -> StepTensors:
+    """Those of a step with so many tokens."""
+    query, key, value = tokens(shape, number)
+    out = torch.empty(query.shape, dtype=DTYPE)
+    return StepTensors(query, key, value, out, None, shape.head_size**-0.5)
+
+
+def filled_cache(shape: Shape, num_blocks: int) -> LayerCache:
     """A layer's pages; the same numbers in each."""
     content = 2 * shape.head_size + 8 // DTYPE.itemsize
-    cache = torch.zeros(num_blocks, shape.num_kv_heads, BLOCK_SIZE, content, dtype=DTYPE)
-    page = LayerCache.of(cache, shape.head_size)
-    for view in (page.key, page.value):
+    kv_cache = torch.zeros(num_blocks, shape.num_kv_heads, BLOCK_SIZE, content, dtype=DTYPE)
+    cache = LayerCache.of(kv_cache, shape.head_size)
+    for view in (cache.key, cache.value):
         view.copy_(torch.randn(view.shape[1:]))
-    return page
+    return cache
 
 
 def our_decode(kernels: NativeKernels, shape: Shape, batch: int, length: int) -> Call:
     """One new token for each of a batch of full requests."""
-    table = tables(batch, length)
-    page = empty_page(shape, table.numel() + 1)
-    whole = {
+    block_table = block_tables(batch, length)
+    cache = filled_cache(shape, block_table.numel() + 1)
+    values = {
         "token": list(range(batch)),
-        **dict.fromkeys(("attended_len", "position"), [length] * batch),
+        **dict.fromkeys(("attended_len", "logical_start"), [length] * batch),
         **dict.fromkeys(("selects", "scores"), [1] * batch),
-        "recent_from": [length // 2] * batch,
+        "recent_start": [length // 2] * batch,
     }
-    orders = torch.tensor([whole.get(name, [0] * batch) for name in DECODE_FIELDS])
-    described = DecodeBatch(table, orders)
-    victims = torch.zeros(page.num_blocks, shape.num_kv_heads, dtype=torch.int32)
-    query, key, value = tokens(shape, batch)
-    out, scale = torch.empty(query.shape, dtype=DTYPE), shape.head_size**-0.5
-    step = (query, key, value, None, scale, Scoring(), out)
-    return lambda: kernels.decode(page, described, victims, *step)
+    fields = torch.tensor([values.get(name, [0] * batch) for name in DECODE_FIELDS])
+    requests = DecodeBatch(block_table, fields)
+    victims = torch.zeros(cache.num_blocks, shape.num_kv_heads, dtype=torch.int32)
+    tensors = step_tensors(shape, batch)
+    return lambda: kernels.decode(cache, requests, victims, tensors, Scoring())
 
 
-def our_prompt(kernels: NativeKernels, shape: Shape, length: int, again: bool = False) -> Call:
-    """A whole prompt, whose queries may be asked again."""
-    table = tables(1, length)
-    page = empty_page(shape, table.numel() + 1)
-    chunk = PromptChunk(slice(0, length), table[0], 0, 0, 0, 0, 0, 0)
-    query, key, value = tokens(shape, length)
-    out, scale = torch.empty(query.shape, dtype=DTYPE), shape.head_size**-0.5
-    step = (query, key, value, None, scale, Scoring(), out)
+def our_prompt(
+    kernels: NativeKernels, shape: Shape, length: int, second_pass: bool = False
+) -> Call:
+    """A whole prompt, whose queries may score a second time."""
+    block_table = block_tables(1, length)
+    cache = filled_cache(shape, block_table.numel() + 1)
+    chunk = PromptChunk(
+        tokens=slice(0, length), block_table=block_table[0], resident_start=0, logical_start=0
+    )
+    tensors = step_tensors(shape, length)
 
     def call() -> None:
-        kernels.prefill(page, [chunk], *step)
-        if again:
-            kernels.replay(page, [chunk], query, scale, Scoring(power=2))
+        kernels.prefill(cache, [chunk], tensors, Scoring())
+        if second_pass:
+            scoring = Scoring(power=2)
+            kernels.score_second_pass(cache, [chunk], tensors.query, tensors.scale, scoring)
 
     return call
 
@@ -109,8 +126,8 @@ def our_prompt(kernels: NativeKernels, shape: Shape, length: int, again: bool = 
 def stock(shape: Shape, batch: int, length: int, num_queries: int) -> Call:
     """vLLM's attention, and the writing of K and V that goes before it."""
     isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
-    table = tables(batch, length)
-    blocks = table.numel() + 1
+    block_table = block_tables(batch, length)
+    blocks = block_table.numel() + 1
     cache = torch.randn(blocks, shape.num_kv_heads, 2 * BLOCK_SIZE, shape.head_size).to(DTYPE)
     key_cache, value_cache = cache.chunk(2, dim=2)
     query, key, value = tokens(shape, batch * num_queries)
@@ -118,7 +135,7 @@ def stock(shape: Shape, batch: int, length: int, num_queries: int) -> Call:
     starts = torch.arange(batch + 1, dtype=torch.int32) * num_queries
     lengths = torch.full((batch,), length, dtype=torch.int32)
     slot = torch.arange(length - num_queries, length)
-    mapping = table[:, slot // BLOCK_SIZE].long() * BLOCK_SIZE + slot % BLOCK_SIZE
+    mapping = block_table[:, slot // BLOCK_SIZE].long() * BLOCK_SIZE + slot % BLOCK_SIZE
     mapping = mapping.flatten()
     heads = {
         "num_heads": shape.num_heads,
@@ -150,7 +167,7 @@ def stock(shape: Shape, batch: int, length: int, num_queries: int) -> Call:
             causal=True,
             alibi_slopes=None,
             sliding_window=-1,
-            block_table=table,
+            block_table=block_table,
             softcap=0.0,
             scheduler_metadata=metadata,
             s_aux=None,
@@ -173,7 +190,7 @@ class Pairs:
 
     Args:
         ours: seconds.
-        theirs: seconds, of the call right behind.
+        theirs: seconds, of the call right after.
 
     """
 
@@ -194,7 +211,7 @@ class Pairs:
 
 
 def alternate(ours: Sequence[Call], theirs: Sequence[Call], budget: float) -> Pairs:
-    """Call all of each side in turn, until the time is up."""
+    """Call all of one side, then all of the other, until the time is up."""
 
     def of(calls: Sequence[Call]) -> float:
         return seconds(lambda: [call() for call in calls])
@@ -221,10 +238,10 @@ def decode_row(
 ) -> dict[str, Any]:
     """One step of a batch, its caches out of reach of the second-level cache."""
     moved = shape.kv_bytes(batch * length)
-    copies = max(2, min(MOST_COPIES, COLD_BYTES // moved))
+    copies = max(2, min(MAX_COPIES, COLD_BYTES // moved))
     ours = [our_decode(kernels, shape, batch, length) for _ in range(copies)]
     theirs = [stock(shape, batch, length, 1) for _ in range(copies)]
-    # The ceiling of the same minute: other work on the machine takes its share of both.
+    # The ceiling of the same minute: other work on the machine slows both.
     ceiling = memcpy_rate(budget / 4)
     figures = alternate(ours, theirs, budget).figures(copies)
     rate = moved / figures["ours_us"] * 1e6
@@ -235,13 +252,13 @@ def decode_row(
 
 
 def prompt_row(
-    kernels: NativeKernels, budget: float, shape: Shape, length: int, again: bool
+    kernels: NativeKernels, budget: float, shape: Shape, length: int, second_pass: bool
 ) -> dict[str, Any]:
-    """A whole prompt, attended to and scored; its queries asked again, or not."""
-    ours = [our_prompt(kernels, shape, length, again)]
+    """A whole prompt, attended to and scored; by a second pass too, or not."""
+    ours = [our_prompt(kernels, shape, length, second_pass)]
     figures = alternate(ours, [stock(shape, 1, length, length)], budget).figures(1)
-    flop = (4 if again else 2) * length * length * shape.num_heads * shape.head_size
-    what = {"kernel": "replayed prompt" if again else "prompt", "model": shape.model}
+    flop = (4 if second_pass else 2) * length * length * shape.num_heads * shape.head_size
+    what = {"kernel": SECOND_PASS if second_pass else "prompt", "model": shape.model}
     rates = {"gb_per_s": 0.0, "memcpy_gb_per_s": 0.0, "of_memcpy": 0.0}
     rates["tflop_per_s"] = round(flop / figures["ours_us"] / 1e6, 3)
     return what | {"batch": 1, "length": length} | figures | rates
@@ -255,7 +272,7 @@ def rows(
         if "decode" in only:
             for batch, length in DECODES[: 1 if quick else None]:
                 yield decode_row(kernels, budget, shape, batch, length)
-        for kind in ("prompt", "replayed prompt"):
+        for kind in ("prompt", SECOND_PASS):
             for length in PROMPTS[: 1 if quick else None] if kind in only else ():
                 yield prompt_row(kernels, budget, shape, length, kind != "prompt")
 
@@ -268,8 +285,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=loader.available(), help="instead of the best")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each row")
     parser.add_argument("--quick", action="store_true", help="the first row of each kind alone")
-    kinds = ("decode", "prompt", "replayed prompt")
-    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if torch.cpu._is_amx_tile_supported():

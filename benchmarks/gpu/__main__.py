@@ -37,7 +37,7 @@ BROKEN = (
 )  # fmt: skip
 """What a device, a build of vLLM or a kernel may raise."""
 Check = tuple[str, float, float]
-"""What, the figure, and the most that it may be."""
+"""What, the figure, and its maximum."""
 
 
 def flash(device: torch.device, size: kernels.Size) -> PromptAttention | None:
@@ -65,9 +65,9 @@ def check_kernels(device: torch.device, size: kernels.Size) -> Iterator[Check]:
     if (fast := flash(device, size)) is not None:
         attentions["FlashAttention"] = fast
     for name, attention in attentions.items():
-        for behind in (False, True):
-            where = "behind others" if behind else "first chunks"
-            for what, error, allowed in kernels.check_prompt(size, device, attention, behind):
+        for later in (False, True):
+            where = "later chunks" if later else "first chunks"
+            for what, error, allowed in kernels.check_prompt(size, device, attention, later):
                 yield f"{label}: prompt ({name}, {where}), {what}", error, allowed
 
 
@@ -86,28 +86,28 @@ def tokens_of(shape: str, *options: str) -> list[list[int]]:
 
 
 def apart(one: list[list[int]], other: list[list[int]]) -> float:
-    """The share of tokens from the first on that differs, mean over requests."""
-    shares = []
+    """The fraction of tokens from the first that differs on, mean over requests."""
+    fractions = []
     for a, b in zip(one, other, strict=True):
         same = next((i for i in range(len(a)) if a[i] != b[i]), len(a))
-        shares.append(1 - same / len(a))
-    return sum(shares) / len(shares)
+        fractions.append(1 - same / len(a))
+    return sum(fractions) / len(fractions)
 
 
 WHOLE, EVICTING = ("--policy-budget", "1.0"), ("--policy-budget", "0.125")
-REPLAYING = (*EVICTING, "--policy", "h2o_replay")
+SECOND_PASS = (*EVICTING, "--policy", "h2o_replay")
 COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "100 % against stock": ((), WHOLE),
     "1/8, graphs against eager": (EVICTING, (*EVICTING, "--eager")),
     "1/8, V2 against V1": (EVICTING, (*EVICTING, "--v1")),
-    "1/8, h2o_replay, graphs against eager": (REPLAYING, (*REPLAYING, "--eager")),
+    "1/8, h2o_replay, graphs against eager": (SECOND_PASS, (*SECOND_PASS, "--eager")),
 }
 
 
 def check_engines(small: bool, shape: str, names: Iterable[str]) -> Iterator[Check]:
     """Tokens of pairs of engines; and that a budget shows in them at all."""
     size = ("--requests", "4", "--tokens", "12", "--dtype", "float32") if small else ()
-    # Kernels that round differently in half precision part at a near tie, sooner or later.
+    # Kernels that round differently in half precision differ at a near tie, sooner or later.
     allowed = 0.0 if small else 0.4
     for name in names:
         one, other = (tokens_of(shape, *size, *options) for options in COMPARED[name])
@@ -206,8 +206,10 @@ def main() -> None:
         profiles = MORE_PROFILES if args.all else PROFILES
         work["throughput"].append(("throughput", partial(report.throughput, profiles)))
     for shape in ("llama", "opt") if args.all else ("llama",):
-        # OPT has no rotary embeddings, by which queries are asked again.
-        names = [name for name in COMPARED if shape == "llama" or "replay" not in name]
+        # OPT has no rotary embeddings, which a second pass needs.
+        names = [
+            name for name, (one, _) in COMPARED.items() if shape == "llama" or one != SECOND_PASS
+        ]
         compared = names if args.all else names[:2]
         work["engines"].append((shape, partial(check_engines, args.small, shape, compared)))
     for part in args.parts:

@@ -1,4 +1,4 @@
-"""Greedy tokens of one engine with weights of chance, in a file: two engines are compared by them.
+"""Greedy tokens of one engine with random weights, in a file: two engines are compared by them.
 
 The weights are wide enough for every layer's attention to decide what is said; those of vLLM's
 ``dummy`` format are not.
@@ -23,7 +23,7 @@ from benchmarks.throughput.models import write_random
 
 MAX_MODEL_LEN = 1024
 LENGTHS = (500, 257, 100, 33, 7, 1)
-"""Of prompts, in turn: beside pages' ends, and of one token."""
+"""Of prompts, one after another: next to the ends of pages, and of one token."""
 SHAPES: dict[str, dict[str, Any]] = {
     "opt": {
         "architectures": ["OPTForCausalLM"],
@@ -98,9 +98,9 @@ def main() -> None:
             seed=0,
             **options,
         )
-        draw = random.Random(0)
+        rng = random.Random(0)
         prompts = [
-            {"prompt_token_ids": [draw.randrange(5, 4096) for _ in range(length)]}
+            {"prompt_token_ids": [rng.randrange(5, 4096) for _ in range(length)]}
             for length in islice(cycle(LENGTHS), args.requests)
         ]
         greedy = SamplingParams(

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("size", kernels.SMALL, ids=str)
 def test_kernels_hold(size: kernels.Size) -> None:
-    """Decode, prompts, queries asked again and packing."""
+    """Decode, prompts, a second pass and packing."""
     checks = list(check_kernels(CPU, size))
     assert len(checks) == 14 and all(map(holds, checks))
 
@@ -49,5 +49,5 @@ def test_a_check_that_raises_fails_alone(tmp_path: Path) -> None:
 
 
 def test_apart() -> None:
-    """What lies behind the first difference counts, be it alike or not."""
+    """What follows the first difference counts, be it alike or not."""
     assert apart([[1, 2, 3, 4], [5, 6]], [[1, 9, 3, 4], [5, 6]]) == 0.375

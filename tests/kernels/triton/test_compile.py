@@ -18,20 +18,20 @@ import sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_h2o.kernels.batch import SECOND_PASS_WEIGHT
-from vllm_h2o.kernels.triton import decode, pack, prefill as prompt
-from vllm_h2o.kernels.triton.kernels import (
-    MAX_KV_SPLITS, padded_group, precision, prompt_tiles, tile_of)
+from vllm_h2o.kernels.triton import decode, pack, prefill, second_pass
+from vllm_h2o.kernels.triton.sizes import (
+    MAX_KV_SPLITS, PAGE_LANES, SELECT_TILE, STORE_TILE, padded_group, precision, prompt_tiles,
+    tile_of)
 
 CAPABILITY, LIMIT = int(sys.argv[1]), int(sys.argv[2])
 NAMES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 CACHE = {"key_ptr", "value_ptr", "query_ptr", "out_ptr", "key_pages", "value_pages", "key_type"}
-FLOAT = {"initial_score_ptr", "score_pages", "logits_ptr", "part_ptr", "peak_ptr", "lse_ptr"}
-INT = {"position_pages", "table_ptr", "victims_ptr", "survivors_ptr"}
-
+FLOAT = {"initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
+         "lse_ptr"}
+INT = {"position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr"}
 ALIGNED = {"query_stride", "key_stride", "value_stride", "out_stride", "page_stride", "word_stride"}
 
-def build(kernel, dtype, orders, **constants):
+def build(kernel, dtype, fields, **constants):
     warps, stages = constants.pop("num_warps", 4), constants.pop("num_stages", 3)
     def kind(name):
         if name in constants: return "constexpr"
@@ -40,10 +40,10 @@ def build(kernel, dtype, orders, **constants):
         if name in FLOAT: return "*fp32"
         if name in INT: return "*i32"
         if name.endswith("_bases"): return "*i64"
-        if name == "fields_ptr": return orders
+        if name == "fields_ptr": return fields
         return "fp32" if name == "scale" else "i32"
     signature = {name: kind(name) for name in kernel.arg_names}
-    # Orders lie request by request: their stride is the constant 1 in every real launch.
+    # Fields lie request by request: their stride is the constant 1 in every real launch.
     strides = {"field_stride": 1} if "field_stride" in kernel.arg_names else {}
     # What a launch finds of its arguments: without it nothing is loaded ahead.
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
@@ -71,19 +71,19 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     build(decode.store_token, dtype, "*i64", **shape, HAS_INITIAL_SCORE=paged)
     build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_FREE_SLOTS=paged,
           KEEPS_LOGITS=not paged)
-    build(decode.reduce_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
-          PAGES=512 // block, MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=2 if paged else 1, BY_PAGE=paged,
-          BY_AGE=not paged)
-    build(prompt.store_chunk, dtype, "*i32", **shape, TILE=32, HAS_INITIAL_SCORE=paged)
-    rows, columns = prompt_tiles(shape["D_PAD"], dtype.itemsize, CAPABILITY)
+    build(decode.merge_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
+          PAGES=PAGE_LANES // block, MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=2 if paged else 1,
+          BY_PAGE=paged, BY_AGE=not paged)
+    build(prefill.store_chunk, dtype, "*i32", **shape, TILE=STORE_TILE, HAS_INITIAL_SCORE=paged)
+    by_query, by_key = prompt_tiles(shape["D_PAD"], dtype.itemsize, CAPABILITY)
     dots = dict(**shape, G=group, **exact)
-    for replay in (0.0, SECOND_PASS_WEIGHT):
-        build(prompt.attend, dtype, "*i32", **dots, **rows, REPLAY=replay > 0)
-        build(prompt.column_scores, dtype, "*i32", **dots, **columns, POWER=2 if replay else 1,
-              REPLAY=replay, SKIPS=paged and not replay)
-    build(pack.select_survivors, dtype, "*i32", N=block, TILE=1024, BY_PAGE=paged, BY_AGE=not paged,
-          num_warps=8)
-    build(pack.pack_survivors, dtype, "*i32", **shape, TILE=32, ALIGNED=16)
+    build(prefill.attend, dtype, "*i32", **dots, **by_query)
+    build(prefill.column_scores, dtype, "*i32", **dots, **by_key, POWER=1, SKIPS=paged)
+    build(second_pass.log_sum_exp, dtype, "*i32", **dots, **by_query)
+    build(second_pass.weighted_scores, dtype, "*i32", **dots, **by_key, POWER=2)
+    build(pack.select_survivors, dtype, "*i32", N=block, TILE=SELECT_TILE, BY_PAGE=paged,
+          BY_AGE=not paged, num_warps=8)
+    build(pack.pack_survivors, dtype, "*i32", **shape, TILE=STORE_TILE, ALIGNED=16)
 print("compiled")
 """
 

@@ -133,7 +133,7 @@ _CODES = {c_void_p: "P", c_int64: "q", c_int32: "i", c_float: "f"}
 
 
 def packer(layout: type[ctypes.Structure]) -> struct.Struct:
-    """What packs a struct's fields, in order: in a third of the time of a ``Structure``."""
+    """What packs a struct's fields, in order, in less than half the time of a ``Structure``."""
     codes = "".join(_CODES[field[1]] for field in layout._fields_)
     padding = ctypes.sizeof(layout) - struct.calcsize(f"@{codes}")
     return struct.Struct(f"@{codes}{padding}x")

@@ -1,16 +1,16 @@
-"""One new token for each of B requests, in two launches after the store: attend, then score.
+"""One new token for each of B requests, in two launches after the store.
 
 ::
 
-    logits[g, j] = scale * q_g . k_j                    attend_split, over shares of the slots
-    P[g, j] = exp(logits[g, j] - lse_g); out = P V      reduce_and_score: shares joined
-    score[j] += sum_g P[g, j] ** power; victim = argmin reduce_and_score, in the same pass
+    logits[g, j] = scale * q_g . k_j                    attend_split, over splits of the slots
+    P[g, j] = exp(logits[g, j] - lse_g); out = P V      merge_and_score: the splits merged
+    score[j] += sum_g P[g, j] ** power; victim = argmin merge_and_score, in the same pass
 
-Raw logits pass through a scratch with one float32 for each query head and slot of the pool, so no
-place in it belongs to two requests, and a share's end needs no bookkeeping. Twins of
-``reference.attend_and_score`` and ``select_victims`` (arXiv 2306.14048, Algorithm 1).
+Raw logits pass through a scratch buffer, one float32 for each query head and slot of the pool, so
+no place in it belongs to two requests, and a split's end needs no bookkeeping. Twins of
+``reference.attend_and_score`` and ``select_victim`` (arXiv 2306.14048, Algorithm 1).
 
-Every request is one row of programs; those of padding (``attended`` = 0) write zeros and leave.
+Every request is one row of programs; those of padding (``attended_len`` = 0) write zeros and leave.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Rows of DecodeBatch.orders that the kernels read: see vllm_h2o.kernels.batch.DECODE_FIELDS.
-TOKEN = tl.constexpr(0)
-ATTENDED = tl.constexpr(1)
-OVERWRITES = tl.constexpr(2)
-SELECTS = tl.constexpr(3)
-POSITION = tl.constexpr(4)
-RECENT_FROM = tl.constexpr(5)
-NUM_SINKS = tl.constexpr(6)
-NEXT_OFFSET = tl.constexpr(8)
-NUM_FREE_SLOTS = tl.constexpr(9)
-SCORES = tl.constexpr(10)
+from vllm_h2o.kernels.batch import DECODE_FIELDS
+from vllm_h2o.kernels.triton.tiles import load_slots, locate
+
+TOKEN = tl.constexpr(DECODE_FIELDS.index("token"))
+ATTENDED_LEN = tl.constexpr(DECODE_FIELDS.index("attended_len"))
+OVERWRITES = tl.constexpr(DECODE_FIELDS.index("overwrites"))
+SELECTS = tl.constexpr(DECODE_FIELDS.index("selects"))
+LOGICAL_START = tl.constexpr(DECODE_FIELDS.index("logical_start"))
+RECENT_START = tl.constexpr(DECODE_FIELDS.index("recent_start"))
+NUM_SINKS = tl.constexpr(DECODE_FIELDS.index("num_sinks"))
+NEXT_OFFSET = tl.constexpr(DECODE_FIELDS.index("next_offset"))
+NUM_FREE_SLOTS = tl.constexpr(DECODE_FIELDS.index("num_free_slots"))
+SCORES = tl.constexpr(DECODE_FIELDS.index("scores"))
 
 
 @triton.jit
-def new_slot(orders, field_stride, victims_ptr, owner, h, num_kv_heads):
-    """The slot that a head's new token takes. ``orders`` points at the request's."""
-    attended = tl.load(orders + ATTENDED * field_stride).to(tl.int32)
-    overwrites = tl.load(orders + OVERWRITES * field_stride) != 0
-    victim = tl.load(victims_ptr + owner.to(tl.int64) * num_kv_heads + h)
-    refilled = victim + tl.load(orders + NEXT_OFFSET * field_stride).to(tl.int32)
-    return tl.where(overwrites, refilled, attended - 1)
+def new_slot(fields, field_stride, victims_ptr, first_block, h, num_kv_heads):
+    """The slot that a head's new token takes. ``fields`` points at the request's."""
+    attended_len = tl.load(fields + ATTENDED_LEN * field_stride).to(tl.int32)
+    overwrites = tl.load(fields + OVERWRITES * field_stride) != 0
+    victim = tl.load(victims_ptr + first_block.to(tl.int64) * num_kv_heads + h)
+    next_offset = tl.load(fields + NEXT_OFFSET * field_stride).to(tl.int32)
+    return tl.where(overwrites, victim + next_offset, attended_len - 1)
 
 
 @triton.jit
@@ -50,8 +52,8 @@ def store_token(
     value_pages,  # [R, N, D]
     score_pages,  # [R, N], float32
     position_pages,  # [R, N], int32
-    table_ptr,  # [B, P], int32
-    fields_ptr,  # [orders, B], int64
+    block_table_ptr,  # [B, P], int32
+    fields_ptr,  # [len(DECODE_FIELDS), B], int64
     victims_ptr,  # [num_blocks, H], int32
     key_stride,
     value_stride,
@@ -66,33 +68,33 @@ def store_token(
     D_PAD: tl.constexpr,
     HAS_INITIAL_SCORE: tl.constexpr,
 ):
-    """Write K, V, position and first score of (request, head) into the new token's slot."""
+    """Write K, V, position and initial score of (request, head) into the new token's slot."""
     b, h = tl.program_id(0), tl.program_id(1)
-    orders = fields_ptr + b * request_stride
-    if tl.load(orders + ATTENDED * field_stride) == 0:
+    fields = fields_ptr + b * request_stride
+    if tl.load(fields + ATTENDED_LEN * field_stride) == 0:
         return
-    table = table_ptr + b.to(tl.int64) * table_stride
-    slot = new_slot(orders, field_stride, victims_ptr, tl.load(table), h, num_kv_heads)
-    row = tl.load(table + slot // N).to(tl.int64) * num_kv_heads + h
-    at = slot % N
-    token = tl.load(orders + TOKEN * field_stride)
+    block_table = block_table_ptr + b.to(tl.int64) * table_stride
+    slot = new_slot(fields, field_stride, victims_ptr, tl.load(block_table), h, num_kv_heads)
+    row = tl.load(block_table + slot // N).to(tl.int64) * num_kv_heads + h
+    offset = slot % N
+    token = tl.load(fields + TOKEN * field_stride)
     dim = tl.arange(0, D_PAD)
-    key = tl.load(key_ptr + token * key_stride + h * D + dim, mask=dim < D)
-    value = tl.load(value_ptr + token * value_stride + h * D + dim, mask=dim < D)
-    tl.store(key_pages + row * page_stride + at * D + dim, key, mask=dim < D)
-    tl.store(value_pages + row * page_stride + at * D + dim, value, mask=dim < D)
-    position = tl.load(orders + POSITION * field_stride).to(tl.int32)
-    tl.store(position_pages + row * word_stride + at, position)
+    key = tl.load(key_ptr + token * key_stride + h * D + dim, mask=dim < D)  # [D_PAD]
+    value = tl.load(value_ptr + token * value_stride + h * D + dim, mask=dim < D)  # [D_PAD]
+    tl.store(key_pages + row * page_stride + offset * D + dim, key, mask=dim < D)
+    tl.store(value_pages + row * page_stride + offset * D + dim, value, mask=dim < D)
+    position = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
+    tl.store(position_pages + row * word_stride + offset, position)
     score = 0.0
     if HAS_INITIAL_SCORE:
         score = tl.load(initial_score_ptr + token * num_kv_heads + h)
-    tl.store(score_pages + row * word_stride + at, score)
+    tl.store(score_pages + row * word_stride + offset, score)
 
 
 @triton.jit
-def split_size(attended, num_kv_splits, TILE: tl.constexpr):
-    """Slots of each share: whole tiles, the same number for all but the last."""
-    return tl.cdiv(tl.cdiv(attended, TILE), num_kv_splits) * TILE
+def split_size(attended_len, num_kv_splits, TILE: tl.constexpr):
+    """Slots of each split: whole tiles, the same number for all but the last."""
+    return tl.cdiv(tl.cdiv(attended_len, TILE), num_kv_splits) * TILE
 
 
 @triton.jit(do_not_specialize=["num_kv_splits"])
@@ -100,12 +102,12 @@ def attend_split(
     query_ptr,  # [T, Hq, D]
     key_pages,
     value_pages,
-    table_ptr,
+    block_table_ptr,
     fields_ptr,
     victims_ptr,
     logits_ptr,  # [num_blocks, H, G, N], float32: written
-    part_ptr,  # [B, H, shares, G, D], float32: written, each share's own mean of V
-    peak_ptr,  # [B, H, shares, G, 2], float32: written, largest logit and sum of exp below it
+    partial_out_ptr,  # [B, H, splits, G, D], float32: written, each split's own mean of V
+    partial_max_sum_ptr,  # [B, H, splits, G, 2], float32: written, largest logit and sum of exp
     scale,
     query_stride,
     page_stride,
@@ -124,110 +126,110 @@ def attend_split(
     KEEPS_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to one share of (request, KV head); G_PAD = 1 multiplies without matrix units."""
+    """Attend to one split of (request, KV head); G_PAD = 1 multiplies without matrix units."""
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    orders = fields_ptr + b * request_stride
-    attended = tl.load(orders + ATTENDED * field_stride).to(tl.int32)
-    share = split_size(attended, num_kv_splits, TILE)
-    begin = s * share
-    if begin >= attended:
+    fields = fields_ptr + b * request_stride
+    attended_len = tl.load(fields + ATTENDED_LEN * field_stride).to(tl.int32)
+    size = split_size(attended_len, num_kv_splits, TILE)
+    begin = s * size
+    if begin >= attended_len:
         return
-    table = table_ptr + b.to(tl.int64) * table_stride
-    token = tl.load(orders + TOKEN * field_stride)
+    block_table = block_table_ptr + b.to(tl.int64) * table_stride
+    token = tl.load(fields + TOKEN * field_stride)
     group, dim = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
-    asked = query_ptr + token * query_stride + (h * G + group[:, None]) * D + dim[None, :]
-    query = tl.load(asked, mask=(group < G)[:, None] & (dim < D)[None, :], other=0.0)
-    slot_new = new_slot(orders, field_stride, victims_ptr, tl.load(table), h, num_kv_heads)
-    hole = tl.load(orders + NUM_FREE_SLOTS * field_stride).to(tl.int32)
-    peak = tl.full([G_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([G_PAD], tl.float32)
-    # One query alone is summed up slot by slot of a tile, and over these in the end.
+    group_mask = (group < G)[:, None] & (dim < D)[None, :]
+    query_ptrs = query_ptr + token * query_stride + (h * G + group[:, None]) * D + dim[None, :]
+    query = tl.load(query_ptrs, mask=group_mask, other=0.0)  # [G_PAD, D_PAD]
+    slot_new = new_slot(fields, field_stride, victims_ptr, tl.load(block_table), h, num_kv_heads)
+    num_free_slots = tl.load(fields + NUM_FREE_SLOTS * field_stride).to(tl.int32)
+    row_max = tl.full([G_PAD], float("-inf"), tl.float32)
+    row_sum = tl.zeros([G_PAD], tl.float32)
+    # A single query keeps a sum for each slot of a tile; they are added up at the end.
     out = tl.zeros([TILE if G_PAD == 1 else G_PAD, D_PAD], tl.float32)
-    for first in range(begin, tl.minimum(begin + share, attended), TILE):
-        slot = first + tl.arange(0, TILE)
-        live = slot < attended
-        block = tl.load(table + slot // N, mask=live, other=0).to(tl.int64)
-        row, at = block * num_kv_heads + h, slot % N
-        here = row[:, None] * page_stride + (at * D)[:, None] + dim[None, :]
+    for start in range(begin, tl.minimum(begin + size, attended_len), TILE):
+        slot = start + tl.arange(0, TILE)
+        resident = slot < attended_len
+        row, offset = locate(block_table, slot, resident, h, num_kv_heads, N)
+        live = resident
         if HAS_FREE_SLOTS:
-            live = live & ((slot <= slot_new) | (slot > slot_new + hole))
-        mask = live[:, None] & (dim < D)[None, :]
+            live = live & ((slot <= slot_new) | (slot > slot_new + num_free_slots))
         # Both at once: V is on its way while K is multiplied.
-        key = tl.load(key_pages + here, mask=mask, other=0.0)
-        value = tl.load(value_pages + here, mask=mask, other=0.0)
+        key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE, D_PAD]
+        value = load_slots(value_pages, row, offset, live, dim, page_stride, D)  # [TILE, D_PAD]
         if G_PAD == 1:
-            logits = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[None, :]
+            logits = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[None, :]  # [1, TILE]
         else:
-            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+            logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [G_PAD, TILE]
         logits = tl.where(live[None, :], logits * scale, float("-inf"))
         if KEEPS_LOGITS:
-            raw = logits_ptr + (row * G * N + at)[None, :] + group[:, None] * N
-            tl.store(raw, logits, mask=(group < G)[:, None] & (slot < attended)[None, :])
-        higher = tl.maximum(peak, tl.max(logits, axis=1))
-        # A share may begin with nothing but the num_free_slots: exp(-inf - -inf) would be NaN.
-        ground = tl.where(higher == float("-inf"), 0.0, higher)
-        fade = tl.exp(peak - ground)
-        probs = tl.exp(logits - ground[:, None])
-        total = total * fade + tl.sum(probs, axis=1)
+            logits_ptrs = logits_ptr + (row * G * N + offset)[None, :] + group[:, None] * N
+            tl.store(logits_ptrs, logits, mask=(group < G)[:, None] & resident[None, :])
+        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+        # A split may begin with nothing but free slots: exp(-inf - -inf) would be NaN.
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp(row_max - finite_max)
+        probs = tl.exp(logits - finite_max[:, None])  # [G_PAD, TILE]
+        row_sum = row_sum * rescale + tl.sum(probs, axis=1)
         if G_PAD == 1:
-            seen = tl.trans(probs) * value.to(tl.float32)
+            more = tl.trans(probs) * value.to(tl.float32)  # [TILE, D_PAD]
         else:
-            seen = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)
-        out = out * fade[:, None] + seen
-        peak = higher
+            more = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)  # [G_PAD, D_PAD]
+        out = out * rescale[:, None] + more
+        row_max = new_max
     if G_PAD == 1:
         out = tl.sum(out, axis=0)[None, :]
-    part = ((b * num_kv_heads + h).to(tl.int64) * num_kv_splits + s) * G + group
-    mean = out / tl.where(total == 0.0, 1.0, total)[:, None]
-    kept = (group < G)[:, None] & (dim < D)[None, :]
-    tl.store(part_ptr + part[:, None] * D + dim[None, :], mean, mask=kept)
-    tl.store(peak_ptr + part * 2, peak, mask=group < G)
-    tl.store(peak_ptr + part * 2 + 1, total, mask=group < G)
+    partial = ((b * num_kv_heads + h).to(tl.int64) * num_kv_splits + s) * G + group
+    mean = out / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], mean, mask=group_mask)
+    tl.store(partial_max_sum_ptr + partial * 2, row_max, mask=group < G)
+    tl.store(partial_max_sum_ptr + partial * 2 + 1, row_sum, mask=group < G)
 
 
 @triton.jit
 def merge_splits(
-    part_ptr,
-    peak_ptr,
-    part,  # [G_PAD]: index of the first share of each query head
-    num_live,
+    partial_out_ptr,
+    partial_max_sum_ptr,
+    partial,  # [G_PAD]: index of the first split of each query head
+    num_splits,  # of this request: those with slots
     MAX_KV_SPLITS: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
     group,
     dim,
 ):
-    """The shares' means of V, weighted; and each query head's log-sum-exp of all logits."""
-    share = tl.arange(0, MAX_KV_SPLITS)
-    live = (share < num_live)[:, None] & (group < G)[None, :]
-    peaks = peak_ptr + (part[None, :] + share[:, None] * G) * 2
-    highest = tl.max(tl.load(peaks, mask=live, other=float("-inf")), axis=0)
-    # Rows of the group's padding have no share: exp(-inf - -inf) would be NaN.
-    peak = tl.where(group < G, highest, 0.0)
-    total = tl.zeros(group.shape, tl.float32)
+    """The splits' means of V, weighted; and each query head's log-sum-exp of all logits."""
+    split = tl.arange(0, MAX_KV_SPLITS)
+    live = (split < num_splits)[:, None] & (group < G)[None, :]  # [MAX_KV_SPLITS, G_PAD]
+    max_ptrs = partial_max_sum_ptr + (partial[None, :] + split[:, None] * G) * 2
+    highest = tl.max(tl.load(max_ptrs, mask=live, other=float("-inf")), axis=0)  # [G_PAD]
+    # Rows of the group's padding have no split: exp(-inf - -inf) would be NaN.
+    row_max = tl.where(group < G, highest, 0.0)
+    row_sum = tl.zeros(group.shape, tl.float32)
     out = tl.zeros([group.shape[0], dim.shape[0]], tl.float32)
-    kept = (group < G)[:, None] & (dim < D)[None, :]
-    for s in range(num_live):
-        at = part + s * G
-        high = tl.load(peak_ptr + at * 2, mask=group < G, other=0.0)
-        weight = tl.exp(high - peak) * tl.load(peak_ptr + at * 2 + 1, mask=group < G, other=1.0)
-        mean = tl.load(part_ptr + at[:, None] * D + dim[None, :], mask=kept, other=0.0)
+    group_mask = (group < G)[:, None] & (dim < D)[None, :]
+    for s in range(num_splits):
+        index = partial + s * G
+        split_max = tl.load(partial_max_sum_ptr + index * 2, mask=group < G, other=0.0)
+        split_sum = tl.load(partial_max_sum_ptr + index * 2 + 1, mask=group < G, other=1.0)
+        weight = tl.exp(split_max - row_max) * split_sum
+        mean_ptrs = partial_out_ptr + index[:, None] * D + dim[None, :]
+        mean = tl.load(mean_ptrs, mask=group_mask, other=0.0)  # [G_PAD, D_PAD]
         out += weight[:, None] * mean
-        total += weight
-    return out / total[:, None], peak + tl.log(total)
+        row_sum += weight
+    return out / row_sum[:, None], row_max + tl.log(row_sum)
 
 
 @triton.jit(do_not_specialize=["num_kv_splits", "skip_recent"])
-def reduce_and_score(
+def merge_and_score(
     out_ptr,  # [T, Hq, D]: written
     score_pages,  # written
     position_pages,
-    table_ptr,
+    block_table_ptr,
     fields_ptr,
     victims_ptr,  # written where a request selects
     logits_ptr,
-    part_ptr,
-    peak_ptr,
+    partial_out_ptr,
+    partial_max_sum_ptr,
     out_stride,
     word_stride,
     table_stride,
@@ -249,77 +251,78 @@ def reduce_and_score(
     BY_PAGE: tl.constexpr,
     BY_AGE: tl.constexpr,
 ):
-    """Join the shares of (request, KV head), add to scores, and find the next victim."""
+    """Merge the splits of (request, KV head), add to scores, and find the next victim."""
     b, h = tl.program_id(0), tl.program_id(1)
-    orders = fields_ptr + b * request_stride
-    attended = tl.load(orders + ATTENDED * field_stride).to(tl.int32)
-    token = tl.load(orders + TOKEN * field_stride)
+    fields = fields_ptr + b * request_stride
+    attended_len = tl.load(fields + ATTENDED_LEN * field_stride).to(tl.int32)
+    token = tl.load(fields + TOKEN * field_stride)
     group, dim = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
-    answer = out_ptr + token * out_stride + (h * G + group[:, None]) * D + dim[None, :]
-    kept = (group < G)[:, None] & (dim < D)[None, :]
-    if attended == 0:
-        tl.store(answer, tl.zeros([G_PAD, D_PAD], out_ptr.dtype.element_ty), mask=kept)
+    out_ptrs = out_ptr + token * out_stride + (h * G + group[:, None]) * D + dim[None, :]
+    group_mask = (group < G)[:, None] & (dim < D)[None, :]
+    if attended_len == 0:
+        tl.store(out_ptrs, tl.zeros([G_PAD, D_PAD], out_ptr.dtype.element_ty), mask=group_mask)
         return
-    share = split_size(attended, num_kv_splits, TILE)
-    part = (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * G + group
-    num_live = tl.cdiv(attended, share)
-    out, lse = merge_splits(part_ptr, peak_ptr, part, num_live, MAX_KV_SPLITS, D, G, group, dim)
-    tl.store(answer, out.to(out_ptr.dtype.element_ty), mask=kept)
-    selects = tl.load(orders + SELECTS * field_stride) != 0
-    scores = tl.load(orders + SCORES * field_stride) != 0
+    num_splits = tl.cdiv(attended_len, split_size(attended_len, num_kv_splits, TILE))
+    partial = (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * G + group
+    out, lse = merge_splits(
+        partial_out_ptr, partial_max_sum_ptr, partial, num_splits, MAX_KV_SPLITS, D, G, group, dim
+    )
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=group_mask)
+    selects = tl.load(fields + SELECTS * field_stride) != 0
+    scores = tl.load(fields + SCORES * field_stride) != 0
     # A query that scores nothing is one that no token is old enough for.
-    youngest = tl.where(scores, skip_recent, 1 << 30)
+    min_age = tl.where(scores, skip_recent, 1 << 30)
     if (POWER > 0) | selects:
-        table = table_ptr + b.to(tl.int64) * table_stride
-        now = tl.load(orders + POSITION * field_stride).to(tl.int32)
-        recent_from = tl.load(orders + RECENT_FROM * field_stride).to(tl.int32)
-        num_sinks = tl.load(orders + NUM_SINKS * field_stride)
+        block_table = block_table_ptr + b.to(tl.int64) * table_stride
+        query_position = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
+        recent_start = tl.load(fields + RECENT_START * field_stride).to(tl.int32)
+        num_sinks = tl.load(fields + NUM_SINKS * field_stride)
         offset = tl.arange(0, N_PAD)
         # Running minima, each in its own lane: lowest score, of equals the newest, and its slot.
         lanes: tl.constexpr = PAGES if BY_PAGE else PAGES * N_PAD
-        low = tl.full([lanes], float("inf"), tl.float32)
+        lowest = tl.full([lanes], float("inf"), tl.float32)
         newest = tl.full([lanes], -1, tl.int32)
-        where = tl.zeros([lanes], tl.int32)
-        for first in range(0, tl.cdiv(attended, N), PAGES):
-            page = first + tl.arange(0, PAGES)
-            slot = page[:, None] * N + offset[None, :]
-            live = (slot < attended) & (offset < N)[None, :]
-            block = tl.load(table + page, mask=page * N < attended, other=0).to(tl.int64)
+        lowest_slot = tl.zeros([lanes], tl.int32)
+        for start in range(0, tl.cdiv(attended_len, N), PAGES):
+            page = start + tl.arange(0, PAGES)
+            slot = page[:, None] * N + offset[None, :]  # [PAGES, N_PAD]
+            live = (slot < attended_len) & (offset < N)[None, :]
+            block = tl.load(block_table + page, mask=page * N < attended_len, other=0).to(tl.int64)
             row = block * num_kv_heads + h
             words = row[:, None] * word_stride + offset[None, :]
-            position = tl.load(position_pages + words, mask=live, other=-1)
-            score = tl.load(score_pages + words, mask=live, other=0.0)
+            position = tl.load(position_pages + words, mask=live, other=-1)  # [PAGES, N_PAD]
+            score = tl.load(score_pages + words, mask=live, other=0.0)  # [PAGES, N_PAD]
             if POWER > 0:
-                given = tl.zeros([PAGES, N_PAD], tl.float32)
+                contributions = tl.zeros([PAGES, N_PAD], tl.float32)
                 for g in tl.static_range(G):
-                    raw = logits_ptr + ((row * G + g) * N)[:, None] + offset[None, :]
-                    logit = tl.load(raw, mask=live, other=float("-inf"))
-                    prob = tl.exp(logit - tl.sum(tl.where(group == g, lse, 0.0)))
-                    given += prob if POWER == 1 else prob * prob
-                counts = live & (now - position >= youngest)
-                score += tl.where(counts, given, 0.0)
-                tl.store(score_pages + words, score, mask=counts)
+                    logits_ptrs = logits_ptr + ((row * G + g) * N)[:, None] + offset[None, :]
+                    logits = tl.load(logits_ptrs, mask=live, other=float("-inf"))
+                    probs = tl.exp(logits - tl.sum(tl.where(group == g, lse, 0.0)))
+                    contributions += probs if POWER == 1 else probs * probs
+                adds = live & (query_position - position >= min_age)
+                score += tl.where(adds, contributions, 0.0)
+                tl.store(score_pages + words, score, mask=adds)
             if BY_AGE:
-                score = score / tl.maximum(now + 1 - position, 1)
-            candidate = live & (position < recent_from) & (position >= num_sinks)
+                score = score / tl.maximum(query_position + 1 - position, 1)
+            candidate = live & (position < recent_start) & (position >= num_sinks)
             if BY_PAGE:
                 whole = tl.sum((candidate | (offset >= N)[None, :]).to(tl.int32), axis=1) == N_PAD
                 ranked = tl.where(whole, tl.sum(score, axis=1), float("inf"))
                 # Of a page, the first slot's position.
-                at = tl.sum(tl.where((offset == 0)[None, :], position, 0), axis=1)
-                start = page * N
+                ranked_position = tl.sum(tl.where((offset == 0)[None, :], position, 0), axis=1)
+                ranked_slot = page * N
             else:
                 whole = tl.reshape(candidate, [lanes])
                 ranked = tl.where(whole, tl.reshape(score, [lanes]), float("inf"))
-                at = tl.reshape(position, [lanes])
-                start = tl.reshape(slot, [lanes])
-            better = whole & ((ranked < low) | ((ranked == low) & (at > newest)))
-            low = tl.where(better, ranked, low)
-            newest = tl.where(better, at, newest)
-            where = tl.where(better, start, where)
+                ranked_position = tl.reshape(position, [lanes])
+                ranked_slot = tl.reshape(slot, [lanes])
+            better = whole & ((ranked < lowest) | ((ranked == lowest) & (ranked_position > newest)))
+            lowest = tl.where(better, ranked, lowest)
+            newest = tl.where(better, ranked_position, newest)
+            lowest_slot = tl.where(better, ranked_slot, lowest_slot)
         if selects:
-            lowest = tl.min(low, axis=0)
-            found = tl.max(tl.where(low == lowest, newest, -1), axis=0)
-            victim = tl.max(tl.where((low == lowest) & (newest == found), where, 0), axis=0)
-            owner = tl.load(table).to(tl.int64)
-            tl.store(victims_ptr + owner * num_kv_heads + h, victim)
+            equal = lowest == tl.min(lowest, axis=0)
+            equal = equal & (newest == tl.max(tl.where(equal, newest, -1), axis=0))
+            victim = tl.max(tl.where(equal, lowest_slot, 0), axis=0)
+            first_block = tl.load(block_table).to(tl.int64)
+            tl.store(victims_ptr + first_block * num_kv_heads + h, victim)

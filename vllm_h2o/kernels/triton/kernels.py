@@ -1,63 +1,32 @@
-"""The four names on a GPU: buffers that outlive a step, and the launches."""
+"""The four stages on a GPU: buffers that outlive a step, and the launches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from vllm_h2o.kernels.batch import (
-    SECOND_PASS_WEIGHT,
-    DecodeBatch,
-    PromptChunk,
-    Scoring,
-    StepTensors,
-)
+from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.triton import decode, pack
-from vllm_h2o.kernels.triton import prefill as prompt
-
-TILE = 64
-"""Slots that a decode program holds at once."""
-STAGES = {2: 3, 4: 1}
-"""Loads in flight of a prompt's kernels, by bytes of an element."""
-MAX_KV_SPLITS = 32
-"""Programs that one (request, KV head) is divided among at most."""
+from vllm_h2o.kernels.triton import decode, pack, prefill, second_pass
+from vllm_h2o.kernels.triton.chunks import DeviceChunks
+from vllm_h2o.kernels.triton.sizes import (
+    MAX_KV_SPLITS,
+    PAGE_LANES,
+    SELECT_TILE,
+    STORE_TILE,
+    TILE,
+    padded_group,
+    precision,
+    prompt_tiles,
+    tile_of,
+)
 
 PromptAttention = Callable[[LayerCache, Sequence[PromptChunk], StepTensors], torch.Tensor]
 """(cache, chunks, tensors) -> lse [Hq, T] float32; writes ``tensors.out``."""
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Chunks of prompts on the device.
-
-    Args:
-        source: what they were made of.
-        table: [R, P], int32.
-        fields: [len(prompt.CHUNK_FIELDS) or len(pack.PACK_FIELDS), R], int32.
-
-    """
-
-    source: Sequence[PromptChunk]
-    table: torch.Tensor
-    fields: torch.Tensor
-
-    @classmethod
-    def of(
-        cls, source: Sequence[PromptChunk], rows: list[list[int]], device: torch.device
-    ) -> Chunks:
-        """Send the fields, given as rows of integers. No synchronisation."""
-        host = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
-        table = torch.stack([chunk.block_table for chunk in source])
-        return cls(source, table, host.to(device, non_blocking=True))
-
-    def __len__(self) -> int:
-        return len(self.source)
 
 
 class TritonKernels:
@@ -85,22 +54,21 @@ class TritonKernels:
         prompt_attention: PromptAttention | None = None,
     ) -> None:
         self.device, self.max_requests = device, max_requests
-        self.num_kv_heads, self.head_size = num_kv_heads, head_size
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.group = num_heads // num_kv_heads
-        self.padded = triton.next_power_of_2(head_size)
+        self.padded_head = triton.next_power_of_2(head_size)
         self.prompt_attention = prompt_attention or self._attend
-        self._chunks: Chunks | None = None
+        self._chunks: DeviceChunks | None = None
         # Enough programs to fill the device four times, however few the requests.
-        units, self._capability = 4, 90
+        self._num_programs, self._capability = 4, 90
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
             self._capability = 10 * major + minor
-            units *= torch.cuda.get_device_properties(device).multi_processor_count
-        self._programs = units
-        # (requests x heads x shares) is below this for every batch: see _num_kv_splits.
-        most = units + max_requests * num_kv_heads
-        self._part = torch.empty(most * self.group, head_size, device=device)
-        self._peak = torch.empty(most * self.group, 2, device=device)
+            self._num_programs *= torch.cuda.get_device_properties(device).multi_processor_count
+        # (requests x KV heads x splits) is below this for every batch: see _num_kv_splits.
+        max_splits = self._num_programs + max_requests * num_kv_heads
+        self._partial_out = torch.empty(max_splits * self.group, head_size, device=device)
+        self._partial_max_sum = torch.empty(max_splits * self.group, 2, device=device)
         self._logits = torch.empty(0, device=device)
 
     def decode(
@@ -113,39 +81,41 @@ class TritonKernels:
     ) -> None:
         """One new token of each request. Synchronises nothing; allocates for a new pool alone."""
         query, key, value, out = tensors.query, tensors.key, tensors.value, tensors.out
-        initial, scale = tensors.initial_score, tensors.scale
-        self._check(cache, out, query, key, value)
-        num_requests, width = batch.block_table.shape
+        initial, num_kv_heads = tensors.initial_score, self.num_kv_heads
+        self._check(cache, tensors)
+        num_requests, max_pages = batch.block_table.shape
         if num_requests > self.max_requests:
             raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
-        scratch = cache.num_blocks * cache.num_kv_heads * self.group * cache.block_size
-        if self._logits.numel() != scratch:
-            self._logits = torch.empty(scratch, device=self.device)
+        num_logits = cache.num_blocks * self.num_heads * cache.block_size
+        if self._logits.numel() != num_logits:
+            self._logits = torch.empty(num_logits, device=self.device)
             self._compile(cache, initial is not None, scoring)
-        shape = {"N": cache.block_size, "D": self.head_size, "D_PAD": self.padded}
-        strides = (batch.block_table.stride(0), *batch.fields.stride(), self.num_kv_heads)
-        shares = self._num_kv_splits(num_requests, width * cache.block_size)
-        rows, heads = batch.block_table, batch.fields
-        decode.store_token[(num_requests, self.num_kv_heads)](
+        shape = self._shape(cache)
+        request_args = (batch.block_table, batch.fields, victims)
+        strides = (batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads)
+        page_stride, word_stride = cache.key.stride(0), cache.score.stride(0)
+        decode.store_token[(num_requests, num_kv_heads)](
             key, value, key if initial is None else initial,
-            cache.key, cache.value, cache.score, cache.position, rows, heads, victims,
-            key.stride(0), value.stride(0), cache.key.stride(0), cache.score.stride(0), *strides,
+            cache.key, cache.value, cache.score, cache.position, *request_args,
+            key.stride(0), value.stride(0), page_stride, word_stride, *strides,
             **shape, HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
-        group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": self._tile(cache)}
-        decode.attend_split[(num_requests, self.num_kv_heads, shares)](
-            query, cache.key, cache.value, rows, heads, victims,
-            self._logits, self._part, self._peak,
-            scale, query.stride(0), cache.key.stride(0), *strides, shares,
+        num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size)
+        tile = tile_of(self.padded_head, cache.key.element_size())
+        group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": tile}
+        decode.attend_split[(num_requests, num_kv_heads, num_kv_splits)](
+            query, cache.key, cache.value, *request_args,
+            self._logits, self._partial_out, self._partial_max_sum,
+            tensors.scale, query.stride(0), page_stride, *strides, num_kv_splits,
             **shape, **group, HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
             PRECISION=precision(cache.key.dtype),
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
-        decode.reduce_and_score[(num_requests, self.num_kv_heads)](
-            out, cache.score, cache.position, rows, heads, victims,
-            self._logits, self._part, self._peak,
-            out.stride(0), cache.score.stride(0), *strides, shares, scoring.skip_recent,
-            **shape, **group, N_PAD=padded_block, PAGES=max(1, 512 // padded_block),
+        decode.merge_and_score[(num_requests, num_kv_heads)](
+            out, cache.score, cache.position, *request_args,
+            self._logits, self._partial_out, self._partial_max_sum,
+            out.stride(0), word_stride, *strides, num_kv_splits, scoring.skip_recent,
+            **shape, **group, N_PAD=padded_block, PAGES=max(1, PAGE_LANES // padded_block),
             MAX_KV_SPLITS=MAX_KV_SPLITS,
             POWER=scoring.power, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
         )  # fmt: skip
@@ -158,23 +128,29 @@ class TritonKernels:
         scoring: Scoring,
     ) -> None:
         """Chunks of prompts, all in one launch of each kernel."""
-        query, key, value, out = tensors.query, tensors.key, tensors.value, tensors.out
-        initial, scale = tensors.initial_score, tensors.scale
-        self._check(cache, out, query, key, value)
+        query, key, value = tensors.query, tensors.key, tensors.value
+        initial = tensors.initial_score
+        self._check(cache, tensors)
         sent = self._sent(chunks)
         longest = max(chunk.num_tokens for chunk in chunks)
-        shape = {"N": cache.block_size, "D": self.head_size, "D_PAD": self.padded}
         sizes = (len(sent), self.num_kv_heads)
-        prompt.store_chunk[(*sizes, triton.cdiv(longest, 32))](
+        prefill.store_chunk[(*sizes, triton.cdiv(longest, STORE_TILE))](
             key, value, key if initial is None else initial,
-            cache.key, cache.value, cache.score, cache.position, sent.table, sent.fields,
+            cache.key, cache.value, cache.score, cache.position, sent.block_table, sent.fields,
             key.stride(0), value.stride(0), cache.key.stride(0), cache.score.stride(0),
-            sent.table.stride(0), *sizes, **shape, TILE=32, HAS_INITIAL_SCORE=initial is not None,
+            sent.block_table.stride(0), *sizes,
+            **self._shape(cache), TILE=STORE_TILE, HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
         lse = self.prompt_attention(cache, chunks, tensors)
         if not scoring.power:
             return
-        self._score(cache, chunks, query, lse, scale, scoring, 0.0)
+        _, by_key = self._prompt_options(cache)
+        prefill.column_scores[self._key_grid(sent, by_key)](
+            query, cache.key, cache.score, cache.position, sent.block_table, sent.fields, lse,
+            tensors.scale, query.stride(0), lse.stride(0), cache.key.stride(0),
+            cache.score.stride(0), sent.block_table.stride(0), *sizes, scoring.skip_recent,
+            **by_key, POWER=scoring.power, SKIPS=scoring.skip_recent > 0,
+        )  # fmt: skip
 
     def score_second_pass(
         self,
@@ -184,205 +160,146 @@ class TritonKernels:
         scale: float,
         scoring: Scoring,
     ) -> None:
-        """All chunks in one launch of each kernel. Probabilities are not kept, but made twice."""
-        self._check(cache, rotated_query, rotated_query)
-        lse = self._lse(cache, chunks, rotated_query, scale, None)
-        self._score(cache, chunks, rotated_query, lse, scale, scoring, SECOND_PASS_WEIGHT)
+        """All chunks in one launch of each kernel."""
+        self._check_heads(cache, rotated_query)
+        sent = self._sent(chunks)
+        sizes = (len(sent), self.num_kv_heads)
+        by_query, by_key = self._prompt_options(cache)
+        lse = torch.empty(self.num_heads, rotated_query.shape[0], device=self.device)
+        second_pass.log_sum_exp[self._query_grid(sent, by_query)](
+            rotated_query, cache.key, sent.block_table, sent.fields, lse,
+            scale, rotated_query.stride(0), lse.stride(0), cache.key.stride(0),
+            sent.block_table.stride(0), *sizes, **by_query,
+        )  # fmt: skip
+        second_pass.weighted_scores[self._key_grid(sent, by_key)](
+            rotated_query, cache.key, cache.score, cache.position, sent.block_table, sent.fields,
+            lse, scale, rotated_query.stride(0), lse.stride(0), cache.key.stride(0),
+            cache.score.stride(0), sent.block_table.stride(0), *sizes,
+            **by_key, POWER=scoring.power,
+        )  # fmt: skip
 
     def pack_survivors(
         self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring
     ) -> None:
         """Two launches for every layer, request and KV head."""
         cache = caches[0]
-        rows = [[getattr(chunk, name) for chunk in chunks] for name in pack.PACK_FIELDS]
-        sent = Chunks.of(chunks, rows, self.device)
+        sent = DeviceChunks.of(chunks, pack.PACK_FIELDS, self.device)
         views = ("key", "value", "score", "position")
         # An even number, so that every row begins where 16 bytes do, however many the layers.
         addresses = [
-            [getattr(p, view).data_ptr() for p in caches] + [0] * (len(caches) % 2)
+            [getattr(layer, view).data_ptr() for layer in caches] + [0] * (len(caches) % 2)
             for view in views
         ]
         host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
         keys, values, scores, positions = host.to(self.device, non_blocking=True)
-        most = max(chunk.num_survivors for chunk in chunks)
+        max_survivors = max(chunk.num_survivors for chunk in chunks)
         grid = (self.num_kv_heads, len(sent), len(caches))
-        survivors = torch.empty(*grid, most, dtype=torch.int32, device=self.device)
-        table = (sent.table, sent.fields, survivors)
-        sizes = (sent.table.stride(0), len(sent), self.num_kv_heads, most)
+        survivors = torch.empty(*grid, max_survivors, dtype=torch.int32, device=self.device)
+        chunk_args = (sent.block_table, sent.fields, survivors)
+        sizes = (sent.block_table.stride(0), len(sent), self.num_kv_heads, max_survivors)
         pack.select_survivors[grid](
-            scores, positions, *table, cache.score.stride(0), *sizes,
-            N=cache.block_size, TILE=1024, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
+            scores, positions, *chunk_args, cache.score.stride(0), *sizes,
+            N=cache.block_size, TILE=SELECT_TILE, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
             num_warps=8,
         )  # fmt: skip
         pack.pack_survivors[grid](
-            keys, values, scores, positions, *table, cache.key,
+            keys, values, scores, positions, *chunk_args, cache.key,
             cache.key.stride(0), cache.score.stride(0), *sizes,
-            N=cache.block_size, D=self.head_size, D_PAD=self.padded, TILE=32,
+            **self._shape(cache), TILE=STORE_TILE,
             ALIGNED=math.gcd(16, *addresses[0], *addresses[1]),
         )  # fmt: skip
 
     def _attend(
-        self,
-        cache: LayerCache,
-        chunks: Sequence[PromptChunk],
-        tensors: StepTensors,
+        self, cache: LayerCache, chunks: Sequence[PromptChunk], tensors: StepTensors
     ) -> torch.Tensor:
         """Our own flash attention; reads keys and values from the pages."""
-        return self._lse(cache, chunks, tensors.query, tensors.scale, tensors.out)
-
-    def _lse(
-        self,
-        cache: LayerCache,
-        chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        scale: float,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """[Hq, T], of each query over the slots it sees; ``out`` None: all, as in a replay."""
-        sent = self._sent(chunks)
-        num_heads = self.num_kv_heads * self.group
-        lse = torch.empty(num_heads, query.shape[0], device=self.device)
-        answer = query if out is None else out
-        longest = max(chunk.num_tokens for chunk in chunks)
-        tiles, _ = self._prompt_tiles(cache)
-        prompt.attend[(triton.cdiv(longest, tiles["TILE_Q"]), num_heads, len(sent))](
-            query, cache.key, cache.value, sent.table, sent.fields, answer, lse,
-            scale, query.stride(0), answer.stride(0), lse.stride(0), cache.key.stride(0),
-            sent.table.stride(0), len(sent), self.num_kv_heads,
-            **self._shape(cache), **tiles, REPLAY=out is None,
+        sent, query, out = self._sent(chunks), tensors.query, tensors.out
+        by_query, _ = self._prompt_options(cache)
+        lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
+        prefill.attend[self._query_grid(sent, by_query)](
+            query, cache.key, cache.value, sent.block_table, sent.fields, out, lse,
+            tensors.scale, query.stride(0), out.stride(0), lse.stride(0), cache.key.stride(0),
+            sent.block_table.stride(0), len(sent), self.num_kv_heads, **by_query,
         )  # fmt: skip
         return lse
 
-    def _score(
-        self,
-        cache: LayerCache,
-        chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        lse: torch.Tensor,
-        scale: float,
-        scoring: Scoring,
-        replay: float,
-    ) -> None:
-        """Add what queries give to scores; ``replay``: its weight, 0 where there is none."""
-        sent = self._sent(chunks)
-        _, tiles = self._prompt_tiles(cache)
-        slots = max(chunk.attended_len for chunk in chunks)
-        prompt.column_scores[(triton.cdiv(slots, tiles["TILE_K"]), self.num_kv_heads, len(sent))](
-            query, cache.key, cache.score, cache.position, sent.table, sent.fields, lse,
-            scale, query.stride(0), lse.stride(0), cache.key.stride(0), cache.score.stride(0),
-            sent.table.stride(0), len(sent), self.num_kv_heads, scoring.skip_recent,
-            **self._shape(cache), **tiles, POWER=scoring.power, REPLAY=replay,
-            SKIPS=scoring.skip_recent > 0 and not replay,
-        )  # fmt: skip
+    def _shape(self, cache: LayerCache) -> dict[str, int]:
+        """Constants of every kernel that touches K and V."""
+        return {"N": cache.block_size, "D": self.head_size, "D_PAD": self.padded_head}
 
-    def _shape(self, cache: LayerCache) -> dict[str, Any]:
-        """Constants of the kernels that multiply a prompt's queries and keys."""
-        return {
-            "N": cache.block_size,
-            "D": self.head_size,
-            "D_PAD": self.padded,
-            "G": self.group,
-            "PRECISION": precision(cache.key.dtype),
-        }
+    def _prompt_options(self, cache: LayerCache) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of the kernels that walk the keys of some queries, and the queries of some keys."""
+        constants = self._shape(cache) | {"G": self.group}
+        exact = {"PRECISION": precision(cache.key.dtype)}
+        size = cache.key.element_size()
+        by_query, by_key = prompt_tiles(self.padded_head, size, self._capability)
+        return constants | exact | by_query, constants | exact | by_key
 
-    def _prompt_tiles(self, cache: LayerCache) -> tuple[dict[str, int], dict[str, int]]:
-        return prompt_tiles(self.padded, cache.key.element_size(), self._capability)
+    def _query_grid(self, sent: DeviceChunks, options: dict[str, Any]) -> tuple[int, int, int]:
+        """(tiles of queries, query heads, chunks)."""
+        longest = max(chunk.num_tokens for chunk in sent.source)
+        return triton.cdiv(longest, options["TILE_Q"]), self.num_heads, len(sent)
 
-    def _sent(self, chunks: Sequence[PromptChunk]) -> Chunks:
+    def _key_grid(self, sent: DeviceChunks, options: dict[str, Any]) -> tuple[int, int, int]:
+        """(tiles of slots, KV heads, chunks)."""
+        longest = max(chunk.attended_len for chunk in sent.source)
+        return triton.cdiv(longest, options["TILE_K"]), self.num_kv_heads, len(sent)
+
+    def _sent(self, chunks: Sequence[PromptChunk]) -> DeviceChunks:
         """The step's chunks on the device, sent once for all layers."""
         if self._chunks is None or self._chunks.source is not chunks:
-            rows = [
-                [chunk.tokens.start for chunk in chunks],
-                [chunk.num_tokens for chunk in chunks],
-                [chunk.resident_start for chunk in chunks],
-                [chunk.logical_start for chunk in chunks],
-                [chunk.first_scoring_query for chunk in chunks],
-            ]
-            self._chunks = Chunks.of(chunks, rows, self.device)
+            self._chunks = DeviceChunks.of(chunks, prefill.CHUNK_FIELDS, self.device)
         return self._chunks
 
     def _num_kv_splits(self, num_requests: int, num_slots: int) -> int:
         """Known from shapes alone, since a captured graph keeps it."""
-        wanted = triton.cdiv(self._programs, num_requests * self.num_kv_heads)
+        wanted = triton.cdiv(self._num_programs, num_requests * self.num_kv_heads)
         return max(1, min(wanted, MAX_KV_SPLITS, triton.cdiv(num_slots, TILE)))
-
-    def _tile(self, cache: LayerCache) -> int:
-        return tile_of(self.padded, cache.key.element_size())
 
     def _compile(self, cache: LayerCache, has_initial_score: bool, scoring: Scoring) -> None:
         """Run the prompt's kernels once on two pages of their own, before a request waits."""
         if self.device.type != "cuda":
             return
         content = 2 * self.head_size + 8 // cache.key.element_size()
-        shape = (2, self.num_kv_heads, cache.block_size, content)
-        own_cache = torch.zeros(shape, dtype=cache.key.dtype, device=self.device)
-        own = LayerCache.of(own_cache, self.head_size)
-        key = torch.zeros(2, self.num_kv_heads, self.head_size, dtype=own_cache.dtype).to(own_cache)
+        layout = (2, self.num_kv_heads, cache.block_size, content)
+        kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=self.device)
+        own = LayerCache.of(kv_cache, self.head_size)
+        key = torch.zeros(2, self.num_kv_heads, self.head_size, dtype=cache.key.dtype).to(kv_cache)
         query = key.repeat(1, self.group, 1)
-        initial = key[:, :, 0].float() if has_initial_score else None
-        table = torch.arange(2, dtype=torch.int32, device=self.device)
         chunks = [
             PromptChunk(
                 tokens=slice(0, 2),
-                block_table=table,
+                block_table=torch.arange(2, dtype=torch.int32, device=self.device),
                 resident_start=0,
                 logical_start=0,
                 num_survivors=1,
                 recent_start=1,
             )
         ]
+        initial = key[:, :, 0].float() if has_initial_score else None
         tensors = StepTensors(query, key, key, torch.empty_like(query), initial, 1.0)
         self.prefill(own, chunks, tensors, scoring)
         if scoring.second_pass:
             self.score_second_pass(own, chunks, query, 1.0, scoring)
         self.pack_survivors([own], chunks, scoring)
 
-    def _check(self, cache: LayerCache, out: torch.Tensor, *tensors: torch.Tensor) -> None:
-        dtype, heads = cache.key.dtype, (self.num_kv_heads, self.num_kv_heads * self.group)
-        for tensor in (out, *tensors):
-            good = (
-                (tensor.dtype == dtype or tensor is out)
-                and tensor.shape[1] in heads
-                and tensor.shape[2] == self.head_size
-                and tensor.stride()[1:] == (self.head_size, 1)
+    def _check(self, cache: LayerCache, tensors: StepTensors) -> None:
+        for tensor in (tensors.query, tensors.key, tensors.value):
+            self._check_heads(cache, tensor)
+        self._check_heads(cache, tensors.out, any_dtype=True)
+
+    def _check_heads(
+        self, cache: LayerCache, tensor: torch.Tensor, any_dtype: bool = False
+    ) -> None:
+        fits = (
+            (any_dtype or tensor.dtype == cache.key.dtype)
+            and tensor.shape[1] in (self.num_heads, self.num_kv_heads)
+            and tensor.shape[2] == self.head_size
+            and tensor.stride()[1:] == (self.head_size, 1)
+        )
+        if not fits:
+            raise ValueError(
+                f"a tensor of {tensor.dtype}, shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()} where pages hold {cache.key.dtype} and heads of "
+                f"{self.head_size}"
             )
-            if not good:
-                raise ValueError(
-                    f"a tensor of {tensor.dtype}, shape {tuple(tensor.shape)} and strides "
-                    f"{tensor.stride()} where pages hold {dtype} and heads of {self.head_size}"
-                )
-
-
-def padded_group(group: int) -> int:
-    """Rows of a matrix product: none where there is one query head, else at least 16."""
-    return 1 if group == 1 else max(16, triton.next_power_of_2(group))
-
-
-def tile_of(padded_head: int, element_size: int) -> int:
-    """Slots and queries of a tile, so that the widest heads fit the shared memory of any device."""
-    return max(16, min(TILE, TILE * 256 // (padded_head * element_size)))
-
-
-def prompt_tiles(
-    padded_head: int, element_size: int, capability: int
-) -> tuple[dict[str, int], dict[str, int]]:
-    """How ``attend`` and ``column_scores`` are launched: what compiles without spilled registers.
-
-    Args:
-        padded_head: D_PAD.
-        element_size: bytes.
-        capability: of the device, 90 for 9.0.
-
-    """
-    tile, stages = tile_of(padded_head, element_size), STAGES[element_size]
-    if capability < 80:
-        tile = min(tile, 32)
-        small = {"TILE_Q": tile, "TILE_K": tile, "num_warps": 8, "num_stages": stages}
-        return small, small
-    plain = {"TILE_Q": tile, "TILE_K": tile, "num_warps": 4, "num_stages": stages}
-    return plain, plain | ({"TILE_K": 2 * tile, "num_warps": 8} if element_size == 2 else {})
-
-
-def precision(dtype: torch.dtype) -> str:
-    """Of matrix products: float32 is not rounded to fewer bits."""
-    return "ieee" if dtype == torch.float32 else "tf32"

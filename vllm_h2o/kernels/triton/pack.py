@@ -1,9 +1,9 @@
 """At a prompt's end: which tokens survive, and their move to the first slots; every layer at once.
 
 ``select_survivors`` finds, for each (layer, request, KV head), the score of the last survivor, bit
-by bit from the top of its order-preserving form, then writes the survivors' slots in order;
-``pack_survivors`` moves them. None moves to a later slot, so tiles in order are safe in place: what
-a tile writes, no later tile reads. Twin of ``reference.pack_survivors``.
+by bit from the top of a sort key, an integer that orders as scores do; then it writes the slots of
+the survivors in order. ``pack_survivors`` moves them. None moves to a later slot, so tiles in order
+are safe in place: what a tile writes, no later tile reads. Twin of ``reference.pack_survivors``.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_h2o.kernels.triton.tiles import kv_offsets, locate
+
 PACK_FIELDS = ("attended_len", "num_survivors", "recent_start", "num_sinks", "logical_end")
-"""Rows of the packing chunks' orders, [len(PACK_FIELDS), R] int32."""
-END = tl.constexpr(0)
-KEEP = tl.constexpr(1)
-RECENT_FROM = tl.constexpr(2)
-NUM_SINKS = tl.constexpr(3)
-POSITION_END = tl.constexpr(4)
+"""Attributes of PromptChunk: rows of ``fields_ptr``, [len(PACK_FIELDS), R] int32."""
+ATTENDED_LEN = tl.constexpr(PACK_FIELDS.index("attended_len"))
+NUM_SURVIVORS = tl.constexpr(PACK_FIELDS.index("num_survivors"))
+RECENT_START = tl.constexpr(PACK_FIELDS.index("recent_start"))
+NUM_SINKS = tl.constexpr(PACK_FIELDS.index("num_sinks"))
+LOGICAL_END = tl.constexpr(PACK_FIELDS.index("logical_end"))
 
 
 @triton.jit
 def ranked_tile(
     scores,
     positions,
-    table,
-    first,
-    end,
-    recent_from,
+    block_table,
+    start,
+    attended_len,
+    recent_start,
     num_sinks,
-    position_end,
+    logical_end,
     word_stride,
     num_kv_heads,
     h,
@@ -38,37 +40,37 @@ def ranked_tile(
     BY_PAGE: tl.constexpr,
     BY_AGE: tl.constexpr,
 ):
-    """Of TILE slots: which are resident, which survive anyway, and an int64 that orders scores."""
-    slot = first + tl.arange(0, TILE)
-    live = slot < end
-    block = tl.load(table + slot // N, mask=live, other=0).to(tl.int64)
-    words = (block * num_kv_heads + h) * word_stride + slot % N
+    """Of TILE slots: which compete by score, which survive anyway, and the sort key, int64."""
+    slot = start + tl.arange(0, TILE)
+    live = slot < attended_len
+    row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
+    words = row * word_stride + offset
     score = tl.load(scores + words, mask=live, other=0.0)
     position = tl.load(positions + words, mask=live, other=0)
     if BY_AGE:
-        score = score / tl.maximum(position_end - position, 1)
+        score = score / tl.maximum(logical_end - position, 1)
     if BY_PAGE:
         sums = tl.sum(tl.reshape(score, [TILE // N, N]), axis=1)
         score = tl.reshape(tl.broadcast_to(sums[:, None], [TILE // N, N]), [TILE])
-    safe = live & ((position >= recent_from) | (position < num_sinks))
+    safe = live & ((position >= recent_start) | (position < num_sinks))
     bits = score.to(tl.int32, bitcast=True)
-    # Two's complement turned so that it orders as the floats do, then made positive.
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
-    return live, safe, order
+    # Negative floats order the wrong way round as integers: flipped, then all made positive.
+    sort_key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
+    return live & (safe == 0), safe, sort_key
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "most"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "max_survivors"])
 def select_survivors(
     score_bases,  # [L], int64: address of each layer's scores
     position_bases,  # [L], int64
-    table_ptr,  # [R, P], int32
+    block_table_ptr,  # [R, P], int32
     fields_ptr,
-    survivors_ptr,  # [L, R, H, most], int32: written
+    survivors_ptr,  # [L, R, H, max_survivors], int32: written
     word_stride,
     table_stride,
     num_chunks,
     num_kv_heads,
-    most,
+    max_survivors,
     N: tl.constexpr,
     TILE: tl.constexpr,
     BY_PAGE: tl.constexpr,
@@ -78,65 +80,71 @@ def select_survivors(
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     scores = tl.load(score_bases + layer).to(tl.pointer_type(tl.float32))
     positions = tl.load(position_bases + layer).to(tl.pointer_type(tl.int32))
-    end = tl.load(fields_ptr + END * num_chunks + r)
-    keep = tl.load(fields_ptr + KEEP * num_chunks + r)
-    recent_from = tl.load(fields_ptr + RECENT_FROM * num_chunks + r)
-    num_sinks = tl.load(fields_ptr + NUM_SINKS * num_chunks + r)
-    position_end = tl.load(fields_ptr + POSITION_END * num_chunks + r)
-    table = table_ptr + r.to(tl.int64) * table_stride
+    fields = fields_ptr + r
+    attended_len = tl.load(fields + ATTENDED_LEN * num_chunks)
+    num_survivors = tl.load(fields + NUM_SURVIVORS * num_chunks)
+    recent_start = tl.load(fields + RECENT_START * num_chunks)
+    num_sinks = tl.load(fields + NUM_SINKS * num_chunks)
+    logical_end = tl.load(fields + LOGICAL_END * num_chunks)
+    block_table = block_table_ptr + r.to(tl.int64) * table_stride
     num_safe = 0
-    for first in range(0, end, TILE):
-        live, safe, order = ranked_tile(
-            scores, positions, table, first, end, recent_from, num_sinks, position_end,
-            word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
+    for start in range(0, attended_len, TILE):
+        candidate, safe, sort_key = ranked_tile(
+            scores, positions, block_table, start, attended_len, recent_start, num_sinks,
+            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
         )  # fmt: skip
         num_safe += tl.sum(safe.to(tl.int32), axis=0)
-    wanted = keep - num_safe
+    wanted = num_survivors - num_safe
     # The largest threshold that at least `wanted` candidates reach.
     threshold = tl.full([], 0, tl.int64)
     for i in range(32):
         trial = threshold + (tl.full([], 2147483648, tl.int64) >> i)
         reached = 0
-        for first in range(0, end, TILE):
-            live, safe, order = ranked_tile(
-                scores, positions, table, first, end, recent_from, num_sinks, position_end,
-                word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
+        for start in range(0, attended_len, TILE):
+            candidate, safe, sort_key = ranked_tile(
+                scores, positions, block_table, start, attended_len, recent_start, num_sinks,
+                logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
             )  # fmt: skip
-            reached += tl.sum((live & (safe == 0) & (order >= trial)).to(tl.int32), axis=0)
+            reached += tl.sum((candidate & (sort_key >= trial)).to(tl.int32), axis=0)
         threshold = tl.where(reached >= wanted, trial, threshold)
-    above = 0
-    for first in range(0, end, TILE):
-        live, safe, order = ranked_tile(
-            scores, positions, table, first, end, recent_from, num_sinks, position_end,
-            word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
+    num_above = 0
+    for start in range(0, attended_len, TILE):
+        candidate, safe, sort_key = ranked_tile(
+            scores, positions, block_table, start, attended_len, recent_start, num_sinks,
+            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
         )  # fmt: skip
-        above += tl.sum((live & (safe == 0) & (order > threshold)).to(tl.int32), axis=0)
+        num_above += tl.sum((candidate & (sort_key > threshold)).to(tl.int32), axis=0)
     # Of those at the threshold, the older ones: slots of a prompt are in order of position.
-    equals = wanted - above
-    written = 0
-    survivors = survivors_ptr + ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * most
-    for first in range(0, end, TILE):
-        live, safe, order = ranked_tile(
-            scores, positions, table, first, end, recent_from, num_sinks, position_end,
-            word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
+    ties_left = wanted - num_above
+    num_written = 0
+    survivors = survivors_ptr + (
+        ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * max_survivors
+    )
+    for start in range(0, attended_len, TILE):
+        candidate, safe, sort_key = ranked_tile(
+            scores, positions, block_table, start, attended_len, recent_start, num_sinks,
+            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
         )  # fmt: skip
-        level = (live & (safe == 0) & (order == threshold)).to(tl.int32)
-        rank = tl.cumsum(level, axis=0)
-        stays = safe | (live & (order > threshold)) | ((level == 1) & (rank <= equals))
-        equals -= tl.sum(level, axis=0)
-        count = stays.to(tl.int32)
-        at = written + tl.cumsum(count, axis=0) - 1
-        tl.store(survivors + at, first + tl.arange(0, TILE), mask=stays & (at < keep))
-        written += tl.sum(count, axis=0)
+        tied = (candidate & (sort_key == threshold)).to(tl.int32)
+        tie_rank = tl.cumsum(tied, axis=0)
+        survives = safe | (candidate & (sort_key > threshold)) | (
+            (tied == 1) & (tie_rank <= ties_left)
+        )  # fmt: skip
+        ties_left -= tl.sum(tied, axis=0)
+        count = survives.to(tl.int32)
+        index = num_written + tl.cumsum(count, axis=0) - 1
+        slot = start + tl.arange(0, TILE)
+        tl.store(survivors + index, slot, mask=survives & (index < num_survivors))
+        num_written += tl.sum(count, axis=0)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "most"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "max_survivors"])
 def pack_survivors(
     key_bases,  # [L], int64
     value_bases,
     score_bases,
     position_bases,
-    table_ptr,
+    block_table_ptr,
     fields_ptr,
     survivors_ptr,
     key_type,  # any tensor of the cache's dtype
@@ -145,41 +153,43 @@ def pack_survivors(
     table_stride,
     num_chunks,
     num_kv_heads,
-    most,
+    max_survivors,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Move the survivors of (layer, chunk, KV head) into slots [0, keep)."""
+    """Move the survivors of (layer, chunk, KV head) into slots [0, num_survivors)."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    keep = tl.load(fields_ptr + KEEP * num_chunks + r)
-    table = table_ptr + r.to(tl.int64) * table_stride
+    num_survivors = tl.load(fields_ptr + r + NUM_SURVIVORS * num_chunks)
+    block_table = block_table_ptr + r.to(tl.int64) * table_stride
     # What the compiler knows of an argument, and not of an address that is read: whole vectors.
     keys = tl.multiple_of(tl.load(key_bases + layer).to(key_type.dtype), ALIGNED)
     values = tl.multiple_of(tl.load(value_bases + layer).to(key_type.dtype), ALIGNED)
     scores = tl.load(score_bases + layer).to(tl.pointer_type(tl.float32))
     positions = tl.load(position_bases + layer).to(tl.pointer_type(tl.int32))
-    survivors = survivors_ptr + ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * most
+    survivors = survivors_ptr + (
+        ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * max_survivors
+    )
     dim = tl.arange(0, D_PAD)
-    for first in range(0, keep, TILE):
-        to = first + tl.arange(0, TILE)
-        live = to < keep
-        source = tl.load(survivors + to, mask=live, other=0)
-        old = tl.load(table + source // N, mask=live, other=0).to(tl.int64) * num_kv_heads + h
-        new = tl.load(table + to // N, mask=live, other=0).to(tl.int64) * num_kv_heads + h
+    for start in range(0, num_survivors, TILE):
+        new_slot = start + tl.arange(0, TILE)
+        live = new_slot < num_survivors
+        old_slot = tl.load(survivors + new_slot, mask=live, other=0)
+        old_row, old_offset = locate(block_table, old_slot, live, h, num_kv_heads, N)
+        new_row, new_offset = locate(block_table, new_slot, live, h, num_kv_heads, N)
+        old_kv = kv_offsets(old_row, old_offset, dim, page_stride, D)
+        new_kv = kv_offsets(new_row, new_offset, dim, page_stride, D)
+        old_word, new_word = old_row * word_stride + old_offset, new_row * word_stride + new_offset
         mask = live[:, None] & (dim < D)[None, :]
-        here = (old * page_stride + source % N * D)[:, None] + dim[None, :]
-        there = (new * page_stride + to % N * D)[:, None] + dim[None, :]
-        word_here, word_there = old * word_stride + source % N, new * word_stride + to % N
-        key = tl.load(keys + here, mask=mask)
-        value = tl.load(values + here, mask=mask)
-        score = tl.load(scores + word_here, mask=live)
-        position = tl.load(positions + word_here, mask=live)
+        key = tl.load(keys + old_kv, mask=mask)  # [TILE, D_PAD]
+        value = tl.load(values + old_kv, mask=mask)  # [TILE, D_PAD]
+        score = tl.load(scores + old_word, mask=live)
+        position = tl.load(positions + old_word, mask=live)
         # Other threads of this program may still read what is written next.
         tl.debug_barrier()
-        tl.store(keys + there, key, mask=mask)
-        tl.store(values + there, value, mask=mask)
-        tl.store(scores + word_there, score, mask=live)
-        tl.store(positions + word_there, position, mask=live)
+        tl.store(keys + new_kv, key, mask=mask)
+        tl.store(values + new_kv, value, mask=mask)
+        tl.store(scores + new_word, score, mask=live)
+        tl.store(positions + new_word, position, mask=live)

@@ -1,0 +1,49 @@
+"""What is sent of the chunks is what the kernels' constants name."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_h2o.kernels.batch import PromptChunk
+from vllm_h2o.kernels.triton import pack, prefill
+from vllm_h2o.kernels.triton.chunks import DeviceChunks
+
+CPU = torch.device("cpu")
+CHUNK = PromptChunk(
+    tokens=slice(3, 8),
+    block_table=torch.arange(4, dtype=torch.int32),
+    resident_start=20,
+    logical_start=30,
+    num_survivors=9,
+    recent_start=31,
+    num_sinks=2,
+    first_scoring_query=4,
+)
+
+
+def test_fields_of_a_chunk() -> None:
+    """Rows are attributes, columns chunks."""
+    sent = DeviceChunks.of([CHUNK, CHUNK], prefill.CHUNK_FIELDS, CPU)
+    assert len(sent) == 2 and sent.block_table.shape == (2, 4)
+    assert sent.fields.dtype == torch.int32
+    first_token, num_tokens, resident_start, logical_start, first_scoring_query = (
+        sent.fields[number.value].tolist()
+        for number in (
+            prefill.FIRST_TOKEN,
+            prefill.NUM_TOKENS,
+            prefill.RESIDENT_START,
+            prefill.LOGICAL_START,
+            prefill.FIRST_SCORING_QUERY,
+        )
+    )
+    assert (first_token, num_tokens) == ([3, 3], [5, 5])
+    assert (resident_start, logical_start) == ([20, 20], [30, 30])
+    assert first_scoring_query == [4, 4]
+
+
+def test_fields_of_a_packing_chunk() -> None:
+    """The end of a chunk is computed by the chunk itself."""
+    sent = DeviceChunks.of([CHUNK], pack.PACK_FIELDS, CPU)
+    assert sent.fields[pack.ATTENDED_LEN.value].tolist() == [25]
+    assert sent.fields[pack.LOGICAL_END.value].tolist() == [35]
+    assert sent.fields[pack.NUM_SURVIVORS.value].tolist() == [9]

@@ -1,0 +1,69 @@
+"""Parts of several kernels: slots of the pages, heads of the step's tokens, softmax, scores.
+
+They are compiled into the kernels that call them. ``dim`` is ``arange(0, D_PAD)`` everywhere.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def locate(block_table, slot, live, h, num_kv_heads, N: tl.constexpr):
+    """(cache row, int64; offset in its page) of each slot of a KV head of one request."""
+    block = tl.load(block_table + slot // N, mask=live, other=0).to(tl.int64)
+    return block * num_kv_heads + h, slot % N
+
+
+@triton.jit
+def kv_offsets(row, offset, dim, page_stride, D: tl.constexpr):
+    """[TILE, D_PAD]: elements at which K, or V, of each slot lies."""
+    return (row * page_stride + offset * D)[:, None] + dim[None, :]
+
+
+@triton.jit
+def load_slots(pages, row, offset, live, dim, page_stride, D: tl.constexpr):
+    """[TILE, D_PAD]: K, or V, of each slot; zeros where a slot is not ``live``."""
+    mask = live[:, None] & (dim < D)[None, :]
+    return tl.load(pages + kv_offsets(row, offset, dim, page_stride, D), mask=mask, other=0.0)
+
+
+@triton.jit
+def load_head(tokens_ptr, token, live, head, dim, token_stride, D: tl.constexpr):
+    """[TILE, D_PAD]: one head of some rows of the step's tensors; zeros where not ``live``."""
+    mask = live[:, None] & (dim < D)[None, :]
+    ptrs = tokens_ptr + (token * token_stride)[:, None] + head * D + dim[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def update_softmax(row_max, row_sum, logits):
+    """(row_max, row_sum, rescale, probs) after one more tile of logits, [TILE_Q, TILE_K].
+
+    ``rescale`` is the factor of what was summed up before. No maximum may be -inf.
+    """
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+    rescale = tl.exp(row_max - new_max)
+    probs = tl.exp(logits - new_max[:, None])
+    return new_max, row_sum * rescale + tl.sum(probs, axis=1), rescale, probs
+
+
+@triton.jit
+def contributions(
+    key,  # [TILE_K, D_PAD]
+    query,  # [TILE_Q, D_PAD]
+    lse,  # [TILE_Q]
+    adds,  # [TILE_K, TILE_Q]
+    scale,
+    POWER: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[TILE_K]: what queries add to each key: sums of probabilities, or of their squares."""
+    exponent = scale * LOG2_E
+    logits = tl.dot(key, tl.trans(query), input_precision=PRECISION) * exponent  # [TILE_K, TILE_Q]
+    # The logit of a slot that a query does not see may be anything: exp2 never gets it.
+    probs = tl.exp2(tl.where(adds, logits - (lse * LOG2_E)[None, :], float("-inf")))
+    return tl.sum(probs if POWER == 1 else probs * probs, axis=1)
