@@ -45,9 +45,10 @@ bench-quality: $(STAMP) $(LIBRARIES)  ## what a budget costs: tables, CSVs and c
 	@$(BIN)/python -m benchmarks.quality.chart $(RESULTS)/quality.csv $(RESULTS)/quality_search.csv \
 	    $(RESULTS)/quality_presses.csv $(RESULTS)/quality.svg
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff, mypy and clang-format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror $(wildcard $(KERNELS)/*.cpp $(KERNELS)/*.h)
 	@$(BIN)/mypy
 
 clean:  ## remove caches and build output; .venv and the converted model stay

@@ -23,7 +23,8 @@ from vllm_h2o.kernels.batch import (
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.native import kernels as native
+from vllm_h2o.kernels.native import loader
+from vllm_h2o.kernels.native.kernels import NativeKernels
 
 Call = Callable[[], object]
 BLOCK_SIZE, DTYPE = 32, torch.bfloat16
@@ -85,7 +86,7 @@ def filled_cache(shape: Shape, num_blocks: int) -> LayerCache:
     return cache
 
 
-def our_decode(kernels: native.NativeKernels, shape: Shape, batch: int, length: int) -> Call:
+def our_decode(kernels: NativeKernels, shape: Shape, batch: int, length: int) -> Call:
     """One new token for each of a batch of full requests."""
     block_table = block_tables(batch, length)
     cache = filled_cache(shape, block_table.numel() + 1)
@@ -103,7 +104,7 @@ def our_decode(kernels: native.NativeKernels, shape: Shape, batch: int, length: 
 
 
 def our_prompt(
-    kernels: native.NativeKernels, shape: Shape, length: int, second_pass: bool = False
+    kernels: NativeKernels, shape: Shape, length: int, second_pass: bool = False
 ) -> Call:
     """A whole prompt, whose queries may score a second time."""
     block_table = block_tables(1, length)
@@ -233,7 +234,7 @@ def memcpy_rate(budget: float) -> float:
 
 
 def decode_row(
-    kernels: native.NativeKernels, budget: float, shape: Shape, batch: int, length: int
+    kernels: NativeKernels, budget: float, shape: Shape, batch: int, length: int
 ) -> dict[str, Any]:
     """One step of a batch, its caches out of reach of the second-level cache."""
     moved = shape.kv_bytes(batch * length)
@@ -251,7 +252,7 @@ def decode_row(
 
 
 def prompt_row(
-    kernels: native.NativeKernels, budget: float, shape: Shape, length: int, second_pass: bool
+    kernels: NativeKernels, budget: float, shape: Shape, length: int, second_pass: bool
 ) -> dict[str, Any]:
     """A whole prompt, attended to and scored; by a second pass too, or not."""
     ours = [our_prompt(kernels, shape, length, second_pass)]
@@ -264,7 +265,7 @@ def prompt_row(
 
 
 def rows(
-    kernels: native.NativeKernels, budget: float, quick: bool, only: Sequence[str]
+    kernels: NativeKernels, budget: float, quick: bool, only: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """A row for each shape, kernel and length."""
     for shape in SHAPES[: 1 if quick else None]:
@@ -281,7 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     parser.add_argument("--threads", type=int, default=1, help="threads of both sides")
-    parser.add_argument("--variant", choices=native.available(), help="instead of the best")
+    parser.add_argument("--variant", choices=loader.available(), help="instead of the best")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each row")
     parser.add_argument("--quick", action="store_true", help="the first row of each kind alone")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
@@ -289,7 +290,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
-    kernels = native.load(args.variant)
+    kernels = loader.load(args.variant)
     machine = {
         "machine": machine_name(),
         "vllm": version("vllm"),

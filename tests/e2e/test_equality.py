@@ -19,7 +19,7 @@ from tests.e2e.harness import (
     smollm2,
     tiny_llama,
 )
-from vllm_h2o.kernels.native import kernels as native
+from vllm_h2o.kernels.native import loader
 from vllm_h2o.policy import POLICIES
 
 
@@ -79,7 +79,7 @@ def test_compiled_equals_eager(tmp_path: Path) -> None:
     assert assert_same_tokens(eager, compiled) <= 1
 
 
-@pytest.mark.skipif(not native.available(), reason="no native library has been built")
+@pytest.mark.skipif(not loader.available(), reason="no native library has been built")
 @pytest.mark.parametrize("policy", ["h2o", "h2o_replay"])
 def test_torch_kernels_equal_native_ones(policy: str, tmp_path: Path) -> None:
     """Past the budget, whichever of the CPU's kernels are asked for by name."""

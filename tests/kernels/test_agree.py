@@ -13,18 +13,18 @@ from tests.kernels.caches import SHAPE, copied, filled, number, on_triton, same
 from tests.kernels.harness import Shape
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.native import kernels as native
+from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 
 
 def native_variant(variant: str) -> Callable[[Shape], Kernels]:
     """One of the builds for this processor."""
-    return lambda shape: native.load(variant)
+    return lambda shape: loader.load(variant)
 
 
 KERNELS: dict[str, Callable[[Shape], Kernels]] = {
     "triton": on_triton,
-    **{variant: native_variant(variant) for variant in native.available()},
+    **{variant: native_variant(variant) for variant in loader.available()},
 }
 SCORINGS = [
     Scoring(),

@@ -12,13 +12,14 @@ from vllm.config import ParallelConfig, VllmConfig
 from tests.kernels.harness import Shape, builder, vllm_config
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.native import kernels as native
+from vllm_h2o.kernels.native import loader
+from vllm_h2o.kernels.native.kernels import NativeKernels
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.paths import WORKER
 from vllm_h2o.worker.selector import select_kernels
 
-BUILT = pytest.mark.skipif(not native.available(), reason="no native library has been built")
+BUILT = pytest.mark.skipif(not loader.available(), reason="no native library has been built")
 SHAPE, ODD = Shape(), Shape(head_size=24)
 
 
@@ -36,8 +37,8 @@ def choose(
 def test_cpu(asked: str) -> None:
     """The C++ kernels compute on a CPU, in the best build that it runs."""
     kernels = choose(asked)
-    assert isinstance(kernels, native.NativeKernels)
-    assert kernels.variant == native.available()[0]
+    assert isinstance(kernels, NativeKernels)
+    assert kernels.variant == loader.available()[0]
 
 
 def test_cpu_by_torch() -> None:
@@ -50,7 +51,7 @@ def test_cpu_by_torch() -> None:
 
 def test_cpu_without_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where no library was built, torch computes, unless the C++ ones were asked for by name."""
-    monkeypatch.setattr(native, "FOLDER", tmp_path)
+    monkeypatch.setattr(loader, "FOLDER", tmp_path)
     assert isinstance(choose(), TorchKernels)
     with pytest.raises(UnsupportedError, match="no C.. compiler"):
         choose("native")
@@ -66,16 +67,6 @@ def test_a_cache_of_another_dtype() -> None:
     for device, asked in (("cpu", by_name), ("cuda", auto)):
         with pytest.raises(UnsupportedError, match="--kv-cache-dtype auto"):
             select_kernels(config, spec, torch.device(device), asked)
-
-
-@BUILT
-def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that was built before its structs changed is not called."""
-    native._open.cache_clear()
-    monkeypatch.setattr(native, "LAYOUT", -1)
-    with pytest.raises(native.NativeUnavailableError, match="make native"):
-        native.load(native.available()[0])
-    native._open.cache_clear()
 
 
 def test_cuda_has_its_own() -> None:

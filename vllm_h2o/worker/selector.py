@@ -58,22 +58,23 @@ def _check_for_gpu(spec: AttentionSpec, config: KVPolicyConfig, dtype: torch.dty
 
 
 def _cpu(spec: AttentionSpec, asked: str, same_dtype: bool) -> Kernels:
-    from vllm_h2o.kernels.native import kernels as native
+    from vllm_h2o.kernels.native import loader
+    from vllm_h2o.kernels.native.layout import HEAD_MULTIPLE
     from vllm_h2o.kernels.torch.kernels import TorchKernels
 
-    fits = spec.head_size % native.HEAD_MULTIPLE == 0 and same_dtype
+    fits = spec.head_size % HEAD_MULTIPLE == 0 and same_dtype
     if asked == "torch" or (asked == "auto" and not fits):
         return TorchKernels()
     if not fits:
         raise UnsupportedError(
             "kernels='native'",
             f"heads of {spec.head_size} and a cache of {spec.dtype}",
-            f"heads must be multiples of {native.HEAD_MULTIPLE}, and the model's dtype the cache's",
+            f"heads must be multiples of {HEAD_MULTIPLE}, and the model's dtype the cache's",
             "leave kernels out, and --kv-cache-dtype auto",
         )
     try:
-        kernels = native.load()
-    except native.NativeUnavailableError as error:
+        kernels = loader.load()
+    except loader.NativeUnavailableError as error:
         if asked == "native":
             raise UnsupportedError(error.asked, error.found, error.why, error.remedy) from error
         logger.warning_once("h2o: the torch kernels compute, several times slower: %s", error)

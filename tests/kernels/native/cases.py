@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 
 
@@ -29,7 +29,7 @@ class Pool:
     Args:
         shape: sizes.
         lengths: slots of each request that hold tokens.
-        extra: pages of each table beyond those that the slots need; another's.
+        extra: pages of each table after those that the slots need; another's.
 
     """
 
@@ -41,11 +41,11 @@ class Pool:
         needs = [max(-(-length // self.shape.block_size), 1) for length in self.lengths]
         order = (torch.randperm(sum(needs)) + 1).split(needs)
         width = max(needs) + self.extra
-        self.table = torch.stack(
+        self.block_table = torch.stack(
             [torch.cat([own, order[i - 1].repeat(width)])[:width] for i, own in enumerate(order)]
         ).to(torch.int32)
-        self.cache = empty_cache(self.shape, sum(needs) + 1)
-        self.page = LayerCache.of(self.cache, self.shape.head_size)
+        self.kv_cache = empty_cache(self.shape, sum(needs) + 1)
+        self.cache = LayerCache.of(self.kv_cache, self.shape.head_size)
         for request, length in enumerate(self.lengths):
             for head in range(self.shape.num_kv_heads):
                 self.fill(request, head, length)
@@ -54,37 +54,44 @@ class Pool:
         """Random K, V and scores for a strip's slots; positions are those of a prompt."""
         at = self.at(request, head, length)
         size = (length, self.shape.head_size)
-        self.page.key[at] = torch.randn(size).to(self.shape.dtype)
-        self.page.value[at] = torch.randn(size).to(self.shape.dtype)
-        self.page.score[at] = torch.rand(length)
-        self.page.position[at] = torch.arange(length, dtype=torch.int32)
+        self.cache.key[at] = torch.randn(size).to(self.shape.dtype)
+        self.cache.value[at] = torch.randn(size).to(self.shape.dtype)
+        self.cache.score[at] = torch.rand(length)
+        self.cache.position[at] = torch.arange(length, dtype=torch.int32)
 
     def at(self, request: int, head: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows, offsets) of the first slots."""
         slot = torch.arange(length)
-        block = self.table[request][slot // self.shape.block_size].long()
+        block = self.block_table[request][slot // self.shape.block_size].long()
         return block * self.shape.num_kv_heads + head, slot % self.shape.block_size
 
-    def tokens(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v as views of one tensor, as a model has them."""
+    def before(self) -> LayerCache:
+        """A copy of the pages as they are."""
+        return LayerCache.of(self.kv_cache.clone(), self.shape.head_size)
+
+    def tensors(self, number: int, initial_score: torch.Tensor | None = None) -> StepTensors:
+        """A step of so many tokens: q, k and v are views of one tensor; outputs are NaN."""
         heads = self.shape.num_kv_heads
         whole = torch.randn(number, heads * (self.shape.group + 2), self.shape.head_size)
         query, key, value = whole.to(self.shape.dtype).split(
             [heads * self.shape.group, heads, heads], 1
         )
-        return query * 2, key, value
+        out = torch.full(query.shape, torch.nan, dtype=self.shape.dtype)
+        return StepTensors(query * 2, key, value, out, initial_score, self.shape.scale)
 
 
-def decode_batch(table: torch.Tensor, **orders: list[int]) -> DecodeBatch:
-    """A batch of such orders; others are zeros."""
-    rows = [orders.get(name, [0] * table.shape[0]) for name in DECODE_FIELDS]
-    return DecodeBatch(table, torch.tensor(rows))
+def decode_batch(block_table: torch.Tensor, **fields: list[int]) -> DecodeBatch:
+    """A batch of such fields; others are zeros."""
+    rows = [fields.get(name, [0] * block_table.shape[0]) for name in DECODE_FIELDS]
+    return DecodeBatch(block_table, torch.tensor(rows))
 
 
-def prompt_chunk(table: torch.Tensor, tokens: slice, start: int, **rest: int) -> PromptChunk:
-    """A chunk that keeps all."""
-    limits = {"position": start, "keep": 0, "recent_from": 0, "num_sinks": 0, "seed": 0, **rest}
-    return PromptChunk(tokens, table, start, **limits)
+def prompt_chunk(
+    block_table: torch.Tensor, tokens: slice, resident_start: int, **rest: int
+) -> PromptChunk:
+    """A chunk of which all tokens survive, at positions that are its slots, unless told."""
+    where = {"resident_start": resident_start, "logical_start": resident_start}
+    return PromptChunk(tokens=tokens, block_table=block_table, **(where | rest))
 
 
 @dataclass(frozen=True)
@@ -99,28 +106,28 @@ class Strip64:
     @classmethod
     def of(cls, pool: Pool, request: int, head: int, length: int) -> Strip64:
         """A copy."""
-        at, page = pool.at(request, head, length), pool.page
-        views = (page.key, page.value, page.score)
-        return cls(*(view[at].double() for view in views), page.position[at].long())
+        at, cache = pool.at(request, head, length), pool.cache
+        views = (cache.key, cache.value, cache.score)
+        return cls(*(view[at].double() for view in views), cache.position[at].long())
 
 
 def attend64(
     strip: Strip64,
     query: torch.Tensor,
     seen: torch.Tensor,
-    asked: torch.Tensor,
+    query_position: torch.Tensor,
     scale: float,
     scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and what each token receives.
+    """Outputs and what each query adds to each token's score.
 
     Args:
         strip: L slots.
         query: [T, G, D].
         seen: [T, L], bool: which slots each query attends to.
-        asked: [T]: positions of the queries.
+        query_position: [T].
         scale: of the logits.
-        scoring: what is received.
+        scoring: what is added.
 
     Returns:
         [T, G, D] and [T, L].
@@ -129,6 +136,6 @@ def attend64(
     logits = torch.einsum("tgd,ld->tgl", query.double(), strip.key.nan_to_num()) * scale
     probs = torch.softmax(logits.masked_fill(~seen[:, None], -torch.inf), dim=-1)
     out = torch.einsum("tgl,ld->tgd", probs, strip.value.nan_to_num())
-    given = probs.pow(scoring.power).sum(1) if scoring.power else torch.zeros(seen.shape).double()
-    old = asked[:, None] - strip.position >= scoring.skip_recent
-    return out, given * (seen & old)
+    added = probs.pow(scoring.power).sum(1) if scoring.power else torch.zeros(seen.shape).double()
+    old = query_position[:, None] - strip.position >= scoring.skip_recent
+    return out, added * (seen & old)

@@ -11,13 +11,14 @@ import torch
 from tests.kernels.harness import Shape
 from tests.kernels.native.cases import Pool, Strip64, attend64, decode_batch, prompt_chunk, threads
 from tests.kernels.truth import bits
-from vllm_h2o.kernels.batch import Scoring
+from vllm_h2o.kernels.batch import SECOND_PASS_WEIGHT, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.native import kernels as native
+from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-VARIANTS = native.available()
+VARIANTS = loader.available()
 TOLERANCE = {FP32: 1e-5, FP16: 1e-3, BF16: 1e-2}
 """Of outputs, relative to the largest value; scores are held to the first whatever the dtype."""
 SHAPES = {
@@ -62,93 +63,104 @@ def unchanged(before: LayerCache, after: LayerCache, writable: torch.Tensor) -> 
         assert not (changed & ~writable).any(), name
 
 
-def decode_orders(shape: Shape, scoring: Scoring) -> dict[str, list[int]]:
+def decode_fields(shape: Shape, scoring: Scoring) -> dict[str, list[int]]:
     """Requests of many lengths, some of which overwrite, some select, one is padding."""
     size = shape.block_size
     lengths = [1, size, 0, 5 * size + 3, 700, 333]
     if scoring.by_page:
         lengths = [1, 3 * size, 0, 9 * size, 8 * size + 2, 0]
-    refills = scoring.by_page and size > 1
+    has_free_slots = scoring.by_page and size > 1
     return {
         "token": [7, 2, 0, 1, 5, 4],
         "attended_len": lengths,
         "overwrites": [0, 0, 0, 1, 1, 0],
-        "next_offset": [0, 0, 0, 1 if refills else 0, 0, 0],
-        "num_free_slots": [0, 0, 0, size - 2 if refills else 0, 0, 0],
-        "selects": [0, 1, 0, 0 if refills else 1, 1, 1],
-        "position": [n + 5 for n in lengths],
-        "recent_from": [0, size, 0, 4 * size, max(lengths[4] - 9, 0), 300],
+        "next_offset": [0, 0, 0, 1 if has_free_slots else 0, 0, 0],
+        "num_free_slots": [0, 0, 0, size - 2 if has_free_slots else 0, 0, 0],
+        "selects": [0, 1, 0, 0 if has_free_slots else 1, 1, 1],
+        "logical_start": [n + 5 for n in lengths],
+        "recent_start": [0, size, 0, 4 * size, max(lengths[4] - 9, 0), 300],
         "num_sinks": [0, 0, 0, 0, 4, 1],
         "scores": [1, 1, 0, 1, 1, 0],
     }
 
 
-def check_decode(kernels: native.NativeKernels, shape: Shape, scoring: Scoring) -> None:
+def check_decode(kernels: Kernels, shape: Shape, scoring: Scoring) -> None:
     """One step of such requests: outputs, scores, victims, stored tokens, and nothing else."""
-    size, orders = shape.block_size, decode_orders(shape, scoring)
-    lengths, num = orders["attended_len"], len(orders["attended_len"])
+    size, fields = shape.block_size, decode_fields(shape, scoring)
+    lengths, num = fields["attended_len"], len(fields["attended_len"])
     pool = Pool(shape, lengths)
-    batch = decode_batch(pool.table, **orders)
-    query, key, value = pool.tokens(9)
-    victims = torch.full((pool.page.num_blocks, shape.num_kv_heads), -7, dtype=torch.int32)
+    batch = decode_batch(pool.block_table, **fields)
+    tensors = pool.tensors(9, torch.rand(9, shape.num_kv_heads))
+    victims = torch.full((pool.cache.num_blocks, shape.num_kv_heads), -7, dtype=torch.int32)
     for b in (3, 4):
         for h in range(shape.num_kv_heads):
-            whole = random.randrange(lengths[b] // size) * size
-            slot = whole if scoring.by_page else random.randrange(lengths[b])
+            page_start = random.randrange(lengths[b] // size) * size
+            slot = page_start if scoring.by_page else random.randrange(lengths[b])
             victims[batch.first_block_ids[b], h] = slot
     taken = victims.clone()
-    first = torch.rand(9, shape.num_kv_heads)
-    out = torch.full(query.shape, torch.nan, dtype=shape.dtype)
-    before = LayerCache.of(pool.cache.clone(), shape.head_size)
-    step = (query, key, value, first)
-    kernels.decode(pool.page, batch, victims, *step, shape.head_size**-0.5, scoring, out)
-    writable = torch.zeros_like(pool.page.score, dtype=torch.bool)
-    assert (out[0] == 0).all() and out[[3, 6, 8]].isnan().all()
-    now, pool.page = pool.page, before
+    before = pool.before()
+    kernels.decode(pool.cache, batch, victims, tensors, scoring)
+    writable = torch.zeros_like(pool.cache.score, dtype=torch.bool)
+    assert (tensors.out[0] == 0).all() and tensors.out[[3, 6, 8]].isnan().all()
+    now, pool.cache = pool.cache, before
     for b, length in enumerate(lengths):
         for h in range(shape.num_kv_heads if length else 0):
             at = pool.at(b, h, length)
             writable[at] = True
-            order = {name: values[b] for name, values in orders.items()}
-            slot = int(taken[batch.first_block_ids[b], h]) + order["next_offset"]
-            slot = slot if order["overwrites"] else length - 1
+            request = {name: values[b] for name, values in fields.items()}
+            slot = int(taken[batch.first_block_ids[b], h]) + request["next_offset"]
+            slot = slot if request["overwrites"] else length - 1
             strip = Strip64.of(pool, b, h, length)
-            token = order["token"]
-            strip.key[slot], strip.value[slot] = key[token, h].double(), value[token, h].double()
-            strip.score[slot], strip.position[slot] = first[token, h], order["position"]
-            seen = torch.ones(1, length, dtype=torch.bool)
-            seen[:, slot + 1 : slot + 1 + order["num_free_slots"]] = False
+            outputs, score = decode64(strip, tensors, shape, h, slot, request, scoring)
             heads = slice(h * shape.group, (h + 1) * shape.group)
-            asked = torch.tensor([order["position"]])
-            scale = shape.head_size**-0.5
-            outputs, given = attend64(strip, query[token, None, heads], seen, asked, scale, scoring)
-            close(out[token, heads], outputs[0], TOLERANCE[shape.dtype])
-            score = strip.score + given[0] * order["scores"]
+            close(tensors.out[request["token"], heads], outputs, TOLERANCE[shape.dtype])
             close(now.score[at], score, 1e-5)
             assert torch.equal(now.key[at].double(), strip.key)
             assert torch.equal(now.position[at].long(), strip.position)
-            if order["selects"]:
-                check_victim(
-                    int(victims[batch.first_block_ids[b], h]), strip, score, order, size, scoring
-                )
+            if request["selects"]:
+                victim = int(victims[batch.first_block_ids[b], h])
+                check_victim(victim, strip, score, request, size, scoring)
     unchanged(before, now, writable)
     selected = [
-        int(batch.first_block_ids[b]) for b in range(num) if orders["selects"][b] and lengths[b]
+        int(batch.first_block_ids[b]) for b in range(num) if fields["selects"][b] and lengths[b]
     ]
     others = [block for block in range(len(victims)) if block not in selected]
     assert torch.equal(victims[others], taken[others])
+
+
+def decode64(
+    strip: Strip64,
+    tensors: StepTensors,
+    shape: Shape,
+    head: int,
+    slot: int,
+    request: dict[str, int],
+    scoring: Scoring,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store a new token in a strip; its outputs [G, D] and the strip's scores [L]."""
+    token, position = request["token"], request["logical_start"]
+    assert tensors.initial_score is not None
+    strip.key[slot] = tensors.key[token, head].double()
+    strip.value[slot] = tensors.value[token, head].double()
+    strip.score[slot], strip.position[slot] = tensors.initial_score[token, head], position
+    seen = torch.ones(1, len(strip.score), dtype=torch.bool)
+    seen[:, slot + 1 : slot + 1 + request["num_free_slots"]] = False
+    heads = slice(head * shape.group, (head + 1) * shape.group)
+    query, at = tensors.query[token, None, heads], torch.tensor([position])
+    outputs, added = attend64(strip, query, seen, at, shape.scale, scoring)
+    return outputs[0], strip.score + added[0] * request["scores"]
 
 
 def check_victim(
     slot: int,
     strip: Strip64,
     score: torch.Tensor,
-    order: dict[str, int],
+    request: dict[str, int],
     block_size: int,
     scoring: Scoring,
 ) -> None:
     """The lowest of the candidates, unless float32 cannot tell it from the lowest."""
-    able = (strip.position >= order["num_sinks"]) & (strip.position < order["recent_from"])
+    able = (strip.position >= request["num_sinks"]) & (strip.position < request["recent_start"])
     if scoring.by_page:
         whole = len(able) // block_size * block_size
         able = able[:whole].view(-1, block_size).all(1)
@@ -167,7 +179,7 @@ def test_decode(name: str, num_threads: int, variant: str) -> None:
     torch.manual_seed(num_threads)
     random.seed(num_threads)
     with threads(num_threads):
-        check_decode(native.load(variant), SHAPES[name], Scoring())
+        check_decode(loader.load(variant), SHAPES[name], Scoring())
 
 
 @every_variant
@@ -175,94 +187,92 @@ def test_decode(name: str, num_threads: int, variant: str) -> None:
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("name", ["groups of 1", "pages of 5", "pages of 128", "pages of 1"])
 def test_decode_scoring(name: str, scoring: str, num_threads: int, variant: str) -> None:
-    """The same for each form of scoring; a hole behind a page's first tokens is not attended to."""
+    """The same for each form of scoring; free slots of a page are not attended to."""
     torch.manual_seed(1)
     random.seed(1)
     with threads(num_threads):
-        check_decode(native.load(variant), SHAPES[name], SCORINGS[scoring])
+        check_decode(loader.load(variant), SHAPES[name], SCORINGS[scoring])
 
 
 @every_variant
 @pytest.mark.parametrize("num_threads", [2, 3, 7])
 @pytest.mark.parametrize("lengths", [[4000], [3000, 64, 2000], [40] * 9])
 def test_cuts_do_not_matter(lengths: list[int], num_threads: int, variant: str) -> None:
-    """A strip that threads share has the outputs, scores and victims of one that one thread has."""
+    """A strip in several splits has the outputs, scores and victims of one in one split."""
     shape = Shape(3, 3, 64, 16, BF16)
     results = []
     for number in (1, num_threads):
         torch.manual_seed(0)
         pool = Pool(shape, lengths)
         batch = decode_batch(
-            pool.table,
+            pool.block_table,
             token=list(range(len(lengths))),
             attended_len=lengths,
             selects=[1] * len(lengths),
-            position=lengths,
-            recent_from=[n // 2 for n in lengths],
+            logical_start=lengths,
+            recent_start=[n // 2 for n in lengths],
             scores=[1] * len(lengths),
         )
-        victims = torch.zeros(pool.page.num_blocks, 3, dtype=torch.int32)
-        query, key, value = pool.tokens(len(lengths))
-        out = torch.zeros(query.shape)
+        victims = torch.zeros(pool.cache.num_blocks, 3, dtype=torch.int32)
+        tensors = pool.tensors(len(lengths))
+        tensors = replace(tensors, out=torch.zeros(tensors.query.shape))
         with threads(number):
-            kernels = native.load(variant)
-            step = (query, key, value, None)
-            kernels.decode(pool.page, batch, victims, *step, 0.3, Scoring(), out)
-        scores = pool.page.score.nan_to_num(0)
-        results.append((out, scores, victims))
+            loader.load(variant).decode(pool.cache, batch, victims, tensors, Scoring())
+        results.append((tensors.out, pool.cache.score.nan_to_num(0), victims))
     close(results[1][0], results[0][0].double(), 1e-5)
     close(results[1][1], results[0][1].double(), 1e-6)
     assert torch.equal(results[0][2], results[1][2])
 
 
-def check_prefill(kernels: native.NativeKernels, shape: Shape, scoring: Scoring) -> None:
-    """Chunks of three prompts: a whole one, one behind others, and a single token."""
+def prompt_pool(shape: Shape) -> tuple[Pool, list[PromptChunk]]:
+    """Chunks of three prompts: a whole one, one after others, and a single token."""
     starts, counts = [0, 75, 30], [133, 50, 1]
-    pool = Pool(shape, starts)
-    needs = [-(-(s + c) // shape.block_size) for s, c in zip(starts, counts, strict=True)]
-    wider = Pool(shape, [s + c for s, c in zip(starts, counts, strict=True)])
-    wider.page.key.fill_(torch.nan), wider.page.value.fill_(torch.nan)
-    wider.page.score.fill_(torch.nan)
-    for b, start in enumerate(starts):
-        for h in range(shape.num_kv_heads):
-            wider.fill(b, h, start)
-            # What has been packed has gaps between its positions, other ones in each head.
-            gaps = (torch.rand(start) * 3).long() + 1
-            wider.page.position[wider.at(b, h, start)] = gaps.cumsum(0).int()
-    pool, total = wider, sum(counts)
-    query, key, value = pool.tokens(total + 4)
-    first = torch.rand(total + 4, shape.num_kv_heads)
+    pool = Pool(shape, [s + c for s, c in zip(starts, counts, strict=True)])
+    for view in (pool.cache.key, pool.cache.value, pool.cache.score):
+        view.fill_(torch.nan)
     chunks, token = [], 2
     for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        tokens = slice(token, token + count)
-        rest = {"position": 3 * start, "scores_from": 20 if b == 1 else 0}
-        chunks.append(prompt_chunk(pool.table[b], tokens, start, **rest))
-        token += count
-    assert needs
-    out = torch.full(query.shape, torch.nan, dtype=shape.dtype)
-    before = LayerCache.of(pool.cache.clone(), shape.head_size)
-    scale = shape.head_size**-0.5
-    kernels.prefill(pool.page, chunks, query, key, value, first, scale, scoring, out)
-    assert out[:2].isnan().all() and out[2 + total :].isnan().all()
-    writable = torch.zeros_like(pool.page.score, dtype=torch.bool)
-    for b, chunk in enumerate(chunks):
         for h in range(shape.num_kv_heads):
-            at = pool.at(b, h, chunk.end)
+            pool.fill(b, h, start)
+            # What has been packed has gaps between its positions, other ones in each head.
+            gaps = (torch.rand(start) * 3).long() + 1
+            pool.cache.position[pool.at(b, h, start)] = gaps.cumsum(0).int()
+        tokens = slice(token, token + count)
+        rest = {"logical_start": 3 * start, "first_scoring_query": 20 if b == 1 else 0}
+        chunks.append(prompt_chunk(pool.block_table[b], tokens, start, **rest))
+        token += count
+    return pool, chunks
+
+
+def check_prefill(kernels: Kernels, shape: Shape, scoring: Scoring) -> None:
+    """Such chunks: outputs, scores, stored tokens, and nothing else."""
+    pool, chunks = prompt_pool(shape)
+    end = chunks[-1].tokens.stop
+    tensors = pool.tensors(end + 2, torch.rand(end + 2, shape.num_kv_heads))
+    assert tensors.initial_score is not None
+    before = pool.before()
+    kernels.prefill(pool.cache, chunks, tensors, scoring)
+    assert tensors.out[:2].isnan().all() and tensors.out[end:].isnan().all()
+    writable = torch.zeros_like(pool.cache.score, dtype=torch.bool)
+    for b, chunk in enumerate(chunks):
+        start, tokens, index = chunk.resident_start, chunk.tokens, torch.arange(chunk.num_tokens)
+        for h in range(shape.num_kv_heads):
+            at = pool.at(b, h, chunk.attended_len)
             writable[at] = True
-            strip = Strip64.of(pool, b, h, chunk.end)
-            tokens = chunk.tokens
-            strip.score[: chunk.start] = before.score[pool.at(b, h, chunk.start)].double()
-            strip.score[chunk.start :] = first[tokens, h].double()
-            assert torch.equal(strip.key[chunk.start :], key[tokens, h].double())
-            assert torch.equal(strip.value[chunk.start :], value[tokens, h].double())
-            asked = chunk.position + torch.arange(chunk.num_tokens)
-            assert torch.equal(strip.position[chunk.start :], asked)
-            seen = torch.arange(chunk.end) <= chunk.start + torch.arange(chunk.num_tokens)[:, None]
+            strip = Strip64.of(pool, b, h, chunk.attended_len)
+            strip.score[:start] = before.score[pool.at(b, h, start)].double()
+            strip.score[start:] = tensors.initial_score[tokens, h].double()
+            assert torch.equal(strip.key[start:], tensors.key[tokens, h].double())
+            assert torch.equal(strip.value[start:], tensors.value[tokens, h].double())
+            assert torch.equal(strip.position[start:], chunk.logical_start + index)
+            seen = torch.arange(chunk.attended_len) <= start + index[:, None]
             heads = slice(h * shape.group, (h + 1) * shape.group)
-            outputs, given = attend64(strip, query[tokens, heads], seen, asked, scale, scoring)
-            close(out[tokens, heads], outputs, TOLERANCE[shape.dtype])
-            close(pool.page.score[at], strip.score + given[chunk.scores_from :].sum(0), 1e-5)
-    unchanged(before, pool.page, writable)
+            query, position = tensors.query[tokens, heads], chunk.logical_start + index
+            outputs, added = attend64(strip, query, seen, position, tensors.scale, scoring)
+            close(tensors.out[tokens, heads], outputs, TOLERANCE[shape.dtype])
+            score = strip.score + added[chunk.first_scoring_query :].sum(0)
+            close(pool.cache.score[at], score, 1e-5)
+    unchanged(before, pool.cache, writable)
 
 
 @every_variant
@@ -272,7 +282,7 @@ def test_prefill(name: str, num_threads: int, variant: str) -> None:
     """Outputs, scores and stored tokens; nothing else is written."""
     torch.manual_seed(num_threads)
     with threads(num_threads):
-        check_prefill(native.load(variant), SHAPES[name], Scoring())
+        check_prefill(loader.load(variant), SHAPES[name], Scoring())
 
 
 @every_variant
@@ -281,7 +291,40 @@ def test_prefill(name: str, num_threads: int, variant: str) -> None:
 def test_prefill_scoring(name: str, scoring: str, variant: str) -> None:
     """The same for each form of scoring."""
     torch.manual_seed(1)
-    check_prefill(native.load(variant), SHAPES[name], SCORINGS[scoring])
+    check_prefill(loader.load(variant), SHAPES[name], SCORINGS[scoring])
+
+
+@every_variant
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("name", SHAPES)
+def test_second_pass(name: str, num_threads: int, variant: str) -> None:
+    """Scores of all tokens of a chunk's request, as a mean; nothing else is written."""
+    torch.manual_seed(num_threads)
+    shape, scoring = SHAPES[name], Scoring(power=2, skip_recent=3, by_age=True, second_pass=True)
+    pool, chunks = prompt_pool(shape)
+    tensors = pool.tensors(chunks[-1].tokens.stop)
+    kernels, query = loader.load(variant), tensors.query
+    kernels.prefill(pool.cache, chunks, tensors, Scoring(power=0))
+    before, writable = pool.before(), torch.zeros_like(pool.cache.score, dtype=torch.bool)
+    with threads(num_threads):
+        kernels.score_second_pass(pool.cache, chunks, query, tensors.scale, scoring)
+    now, pool.cache = pool.cache, before
+    for b, chunk in enumerate(chunks):
+        first = chunk.first_scoring_query
+        everything = torch.ones(chunk.num_tokens - first, chunk.attended_len, dtype=torch.bool)
+        later = torch.full((len(everything),), chunk.logical_end + 3)
+        for h in range(shape.num_kv_heads):
+            at = pool.at(b, h, chunk.attended_len)
+            strip = Strip64.of(pool, b, h, chunk.attended_len)
+            heads = slice(h * shape.group, (h + 1) * shape.group)
+            asked = query[chunk.tokens, heads][first:]
+            _, added = attend64(strip, asked, everything, later, tensors.scale, scoring)
+            age = (chunk.logical_end - strip.position) / chunk.logical_end
+            close(now.score[at], strip.score + SECOND_PASS_WEIGHT * age * added.sum(0), 1e-5)
+            writable[at] = True
+    for name in ("key", "value", "position"):
+        assert torch.equal(bits(getattr(before, name)), bits(getattr(now, name)))
+    unchanged(before, now, writable)
 
 
 @every_variant
@@ -289,22 +332,24 @@ def test_prefill_scoring(name: str, scoring: str, variant: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_packing(name: str, by_page: bool, variant: str) -> None:
     """Survivors, ties among few different scores, and what is not written, are torch's exactly."""
-    shape, rng = replace(SHAPES[name], dtype=SHAPES[name].dtype), random.Random(name)
+    shape, rng = SHAPES[name], random.Random(name)
     lengths = [60, 7, 200]
-    pages = [Pool(shape, lengths) for _ in range(3)]
+    pools = [Pool(shape, lengths) for _ in range(3)]
     chunks = []
     for b, length in enumerate(lengths):
         recent, sinks = rng.choice([(5, 0), (0, 4), (3, 3), (0, 0)])
-        keep = rng.randrange(recent + sinks + 1, length - 1) if length > 7 else 6
-        limits = {"keep": keep, "recent_from": length - min(recent, 3), "num_sinks": min(sinks, 2)}
+        limits = {
+            "num_survivors": rng.randrange(recent + sinks + 1, length - 1) if length > 7 else 6,
+            "recent_start": length - min(recent, 3),
+            "num_sinks": min(sinks, 2),
+        }
         # Tables are the same for all layers.
-        chunks.append(prompt_chunk(pages[0].table[b], slice(0, 1), length - 1, **limits))
-    for pool in pages:
-        pool.page.score.copy_(torch.randint(0, 3, pool.page.score.shape) / 2.0)
-    twins = [LayerCache.of(pool.cache.clone(), shape.head_size) for pool in pages]
-    scoring = Scoring(by_page=by_page)
+        chunks.append(prompt_chunk(pools[0].block_table[b], slice(0, 1), length - 1, **limits))
+    for pool in pools:
+        pool.cache.score.copy_(torch.randint(0, 3, pool.cache.score.shape) / 2.0)
+    twins, scoring = [pool.before() for pool in pools], Scoring(by_page=by_page)
     with threads(2):
-        native.load(variant).pack_survivors([pool.page for pool in pages], chunks, scoring)
+        loader.load(variant).pack_survivors([pool.cache for pool in pools], chunks, scoring)
     TorchKernels().pack_survivors(twins, chunks, scoring)
-    for pool, twin in zip(pages, twins, strict=True):
-        unchanged(twin, pool.page, torch.zeros_like(twin.score, dtype=torch.bool))
+    for pool, twin in zip(pools, twins, strict=True):
+        unchanged(twin, pool.cache, torch.zeros_like(twin.score, dtype=torch.bool))

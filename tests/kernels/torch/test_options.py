@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.kernels.harness import Layer, Life, Shape
 from tests.kernels.lives import make_lives, pool_size, rows
 from tests.kernels.truth import Ranking, live
-from vllm_h2o.kernels.native.kernels import load
+from vllm_h2o.kernels.native.loader import load
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.policy import Budget
 

@@ -3,23 +3,23 @@
 
 #include <algorithm>
 
-#include "page.h"
+#include "cache.h"
 #include "slots.h"
 
 namespace h2o {
 
 // out[g, d...] += sum over slots p[g, slot] V[slot, d...], for H queries and W vectors of d; lines
-// of `next` are prefetched.
+// of `next` are prefetched. `rows` and `next`: [count] addresses of V, each [D].
 template <int H, int W, class T>
 inline void add_values(const T* const* rows, const T* const* next, int count, const float* p,
                        int64_t stride, float* out, int head_size, int d) {
-  Floats sums[H][W] = {};
+  Floats sums[H][W] = {};  // [H, W * kLanes] of out
   for (int i = 0; i < count; ++i) {
     const T* row = rows[i] + d;
     for (int byte = 0; byte < W * kLanes * static_cast<int>(sizeof(T)); byte += 64) {
       __builtin_prefetch(reinterpret_cast<const char*>(next[i] + d) + byte);
     }
-    Floats v[W];
+    Floats v[W];  // [W * kLanes] of V
     if constexpr (W == 1) {
       v[0] = load(row);
     } else {
@@ -28,13 +28,13 @@ inline void add_values(const T* const* rows, const T* const* next, int count, co
     }
 #pragma GCC unroll 4
     for (int g = 0; g < H; ++g) {
-      const Floats weight = all(p[g * stride + i]);
+      const Floats weight = all(p[g * stride + i]);  // of p [G, stride]
 #pragma GCC unroll 4
       for (int w = 0; w < W; ++w) sums[g][w] += weight * v[w];
     }
   }
   for (int g = 0; g < H; ++g) {
-    float* to = out + g * head_size + d;
+    float* to = out + g * head_size + d;  // of out [G, D]
     if constexpr (W == 1) {
       put(to, load(to) + sums[g][0]);
     } else {
@@ -89,22 +89,23 @@ struct Lowest {
   }
 };
 
-// What of a token's position makes it a candidate.
+// Tokens at positions [begin, end): neither sinks nor recent ones.
 struct Candidates {
-  int32_t from;  // sinks are below
-  int32_t to;    // recent ones from here on
+  int32_t begin;
+  int32_t end;
 
-  bool has(int32_t position) const { return position >= from && position < to; }
+  bool has(int32_t position) const { return position >= begin && position < end; }
 };
 
-// The lowest of a run of slots [first, first + count), by lanes: scores and positions of one page.
+// Offers the candidates in slots [slot, slot + count), which lie in one page: score and position
+// are [count]. Lanes are compared together first.
 inline void offer_run(Lowest& lowest, Candidates candidates, const float* score,
-                      const int32_t* position, int count, int64_t first) {
+                      const int32_t* position, int count, int64_t slot) {
   int i = 0;
-  const Ints from = Ints{} + candidates.from, to = Ints{} + candidates.to;
+  const Ints begin = Ints{} + candidates.begin, end = Ints{} + candidates.end;
   for (; i + kLanes <= count; i += kLanes) {
     const Ints p = load(position + i);
-    const Ints able = (p >= from) & (p < to) & (load(score + i) <= all(lowest.score));
+    const Ints able = (p >= begin) & (p < end) & (load(score + i) <= all(lowest.score));
     Ints any = able;
     bool found = false;
 #if defined(__AVX512F__)
@@ -114,37 +115,38 @@ inline void offer_run(Lowest& lowest, Candidates candidates, const float* score,
 #endif
     if (!found) continue;
     for (int j = i; j < i + kLanes; ++j) {
-      if (candidates.has(position[j])) lowest.offer(score[j], position[j], first + j);
+      if (candidates.has(position[j])) lowest.offer(score[j], position[j], slot + j);
     }
   }
   for (; i < count; ++i) {
-    if (candidates.has(position[i])) lowest.offer(score[i], position[i], first + i);
+    if (candidates.has(position[i])) lowest.offer(score[i], position[i], slot + i);
   }
 }
 
-// Tokens ranked by the mean: the score divided by the queries since the token was stored.
+// The same with tokens ranked by the mean: the score divided by the number of queries since the
+// token was stored. `logical_end`: one past the newest position.
 inline void offer_aged(Lowest& lowest, Candidates candidates, const float* score,
-                       const int32_t* position, int count, int64_t first, int64_t end) {
+                       const int32_t* position, int count, int64_t slot, int64_t logical_end) {
   constexpr int kPiece = 64;
   float mean[kPiece];
-  for (int from = 0; from < count; from += kPiece) {
-    const int size = std::min(kPiece, count - from);
+  for (int start = 0; start < count; start += kPiece) {
+    const int size = std::min(kPiece, count - start);
     for (int i = 0; i < size; ++i) {
-      mean[i] = score[from + i] / static_cast<float>(end - position[from + i]);
+      mean[i] = score[start + i] / static_cast<float>(logical_end - position[start + i]);
     }
-    offer_run(lowest, candidates, mean, position + from, size, first + from);
+    offer_run(lowest, candidates, mean, position + start, size, slot + start);
   }
 }
 
-// A whole page, ranked by the sum of its tokens' scores; its first slot stands for it.
+// A whole page whose first slot is `slot`, ranked by the sum of its tokens' scores.
 inline void offer_page(Lowest& lowest, Candidates candidates, const float* score,
-                       const int32_t* position, int block_size, int64_t first) {
+                       const int32_t* position, int block_size, int64_t slot) {
   float sum = 0.0f;
   for (int i = 0; i < block_size; ++i) {
     if (!candidates.has(position[i])) return;
     sum += score[i];
   }
-  lowest.offer(sum, position[0], first);
+  lowest.offer(sum, position[0], slot);
 }
 
 }  // namespace h2o

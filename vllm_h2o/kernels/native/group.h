@@ -19,7 +19,7 @@ struct Group {
   int size;
   int head_size;
   float* query;  // [G, D], or in pairs [G, round_up(D, 32)] bfloat16
-  float* keys;   // [kLanes, D]: K of one group of slots, widened once for all queries
+  float* keys;   // [kLanes, D]: K of some slots, widened once for all queries
 
   struct Tiles {
     explicit Tiles(int) {}
@@ -29,37 +29,39 @@ struct Group {
     return (size + kLanes) * round_up(head_size, 32);
   }
 
-  void set(float* memory, int size_, int head_size_, const char* from) {
+  // `source`: [G, D].
+  void set(float* memory, int size_, int head_size_, const T* source) {
     size = size_;
     head_size = head_size_;
     query = memory;
     keys = memory + size * round_up(head_size, 32);
-    const T* source = reinterpret_cast<const T*>(from);
     for (int g = 0; g < size; ++g, source += head_size) {
       if constexpr (kPairs) {
         uint16_t* to = pairs(g);
         std::memset(to, 0, round_up(head_size, 32) * 2);
         std::memcpy(to, source, head_size * 2);
       } else {
-        for (int d = 0; d < head_size; d += kLanes) put(query + g * head_size + d, load(source + d));
+        float* to = query + g * head_size;
+        for (int d = 0; d < head_size; d += kLanes) put(to + d, load(source + d));
       }
     }
   }
 
   void spread(int, float*, int64_t) const {}
 
+  // [round_up(D, 32)] bfloat16
   uint16_t* pairs(int g) const {
     return reinterpret_cast<uint16_t*>(query) + g * round_up(head_size, 32);
   }
 
-  // q K^T for kSlots slots of a tile and each query: `to` is [G, stride]. `together`: all are
-  // attended to.
-  void dot(const T* const* rows, int first, [[maybe_unused]] bool together, float* to,
+  // Logits [G, kSlots] of [G, stride] = q [G, D] K^T [D, kSlots], for slots of a tile from `start`
+  // on. `rows`: [kTile] addresses of K, each [D]. `together`: all are attended to.
+  void dot(const T* const* rows, int start, [[maybe_unused]] bool together, float* to,
            int64_t stride) const {
-    rows += first;
+    rows += start;
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
     if constexpr (kPairs) {
-      // Between slots of different pages there is more than one K.
+      // K of slots in different pages is not contiguous.
       together = together && rows[kLanes - 1] - rows[0] == (kLanes - 1) * head_size;
       for (int g = 0; g < size; ++g) {
         Floats dots;
@@ -75,22 +77,23 @@ struct Group {
       return;
     }
 #endif
-    const float* wide[kLanes];
+    const float* wide[kLanes];  // addresses of K, each [D]
+    const int depth = head_size;
     for (int i = 0; i < kLanes; ++i) {
       if constexpr (std::is_same<T, float>::value) {
         wide[i] = rows[i];
       } else {
-        wide[i] = keys + i * head_size;
-        for (int d = 0; d < head_size; d += kLanes) {
-          put(keys + i * head_size + d, load(rows[i] + d));
-        }
+        float* copy = keys + i * depth;
+        for (int d = 0; d < depth; d += kLanes) put(copy + d, load(rows[i] + d));
+        wide[i] = copy;
       }
     }
     for (int g = 0; g < size; ++g) put(to + g * stride, dot_wide(wide, query + g * head_size));
   }
 
+  // [kLanes]: K of kLanes slots times q [D].
   Floats dot_wide(const float* const* rows, const float* q) const {
-    Floats sums[kLanes] = {};
+    Floats sums[kLanes] = {};  // [slots, partial sums over D]
     for (int d = 0; d < head_size; d += kLanes) {
       const Floats x = load(q + d);
 #pragma GCC unroll 16
@@ -100,7 +103,7 @@ struct Group {
   }
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-  // Of slots side by side.
+  // Of contiguous slots: rows is [kLanes, D].
   template <int D>
   static Floats dot_pairs(const T* rows, const uint16_t* q) {
     Floats sums[kLanes] = {};
@@ -116,6 +119,7 @@ struct Group {
     return sums_of(sums);
   }
 
+  // Of slots anywhere: rows is [kLanes] addresses of [D].
   Floats dot_pairs(const T* const* rows, const uint16_t* q) const {
     __m512 sums[kLanes] = {};
     int d = 0;
@@ -152,10 +156,10 @@ struct Group<Bf16> {
 
   int size;
   int head_size;
-  int columns;   // heads that are multiplied together
-  Bf16* query;   // [subsets, D / 2, columns, 2]
-  Bf16* keys;    // [kSlots, D]: of slots that do not lie side by side
-  float* dots;   // [subsets, kTile, columns]
+  int columns;  // heads that are multiplied together
+  Bf16* query;  // [subsets, D / 2, columns, 2]
+  Bf16* keys;   // [kSlots, D]: of slots that are not contiguous
+  float* dots;  // [subsets, kTile, columns]
 
   static int subsets(int size) { return (size + kRows - 1) / kRows; }
   static int columns_of(int size) { return (size + subsets(size) - 1) / subsets(size); }
@@ -164,14 +168,14 @@ struct Group<Bf16> {
     return (columns + kSlots) * head_size / 2 + kTile * columns + 64;
   }
 
-  void set(float* memory, int size_, int head_size_, const char* from) {
+  // `source`: [G, D].
+  void set(float* memory, int size_, int head_size_, const Bf16* source) {
     size = size_;
     head_size = head_size_;
     columns = columns_of(size);
     dots = memory;
     query = reinterpret_cast<Bf16*>(dots + kTile * columns * subsets(size) + 64);
     keys = query + subsets(size) * columns * head_size;
-    const Bf16* source = reinterpret_cast<const Bf16*>(from);
     for (int g = 0; g < subsets(size) * columns; ++g) {
       Bf16* to = query + g / columns * columns * head_size + g % columns * 2;
       for (int d = 0; d < head_size; d += 2, to += 2 * columns) {
@@ -181,8 +185,8 @@ struct Group<Bf16> {
     }
   }
 
-  // The tile registers' shapes, while one of these lives: 0 and 1 are products; 2, 3 and 4 are K
-  // twice and queries, of 32 dimensions; 5, 6 and 7 the same of 16.
+  // Sets the tile registers' shapes while it lives. 0 and 1 are products, [16, columns]; 2 and 3
+  // are K, [16, 32], and 4 is queries, [16, columns, 2]; 5, 6 and 7 are the same for D = 16.
   struct Tiles {
     explicit Tiles(int size) {
       const auto bytes = static_cast<uint16_t>(4 * columns_of(size));
@@ -200,48 +204,48 @@ struct Group<Bf16> {
     Tiles& operator=(const Tiles&) = delete;
   };
 
-  // q K^T for kSlots slots of a tile, kept until spread(). Two products are under way at once: one
-  // waits for itself, dimension after dimension.
-  void dot(const Bf16* const* rows, int i, bool together, float*, int64_t) const {
-    const Bf16* first = side_by_side(rows + i, together, keys);
-    const Bf16* second = side_by_side(rows + i + kRows, together, keys + kRows * head_size);
+  // K [kSlots, D] q^T [D, columns] for slots of a tile from `start` on, kept until spread(). Two
+  // products are computed at once, for each alone would wait for its own last sum.
+  void dot(const Bf16* const* rows, int start, bool together, float*, int64_t) const {
+    const Bf16* low = contiguous(rows + start, together, keys);  // [kRows, D]
+    const Bf16* high = contiguous(rows + start + kRows, together, keys + kRows * head_size);
     for (int s = 0; s < subsets(size); ++s) {
-      const Bf16* q = query + s * columns * head_size;
+      const Bf16* q = query + s * columns * head_size;  // [D / 2, columns, 2]
       _tile_zero(0);
       _tile_zero(1);
       int d = 0;
       for (; d + 32 <= head_size; d += 32, q += 32 * columns) {
         _tile_loadd(4, q, columns * 4);
-        _tile_loadd(2, first + d, head_size * 2);
+        _tile_loadd(2, low + d, head_size * 2);
         _tile_dpbf16ps(0, 2, 4);
-        _tile_loadd(3, second + d, head_size * 2);
+        _tile_loadd(3, high + d, head_size * 2);
         _tile_dpbf16ps(1, 3, 4);
       }
       if (d < head_size) {
         _tile_loadd(7, q, columns * 4);
-        _tile_loadd(5, first + d, head_size * 2);
+        _tile_loadd(5, low + d, head_size * 2);
         _tile_dpbf16ps(0, 5, 7);
-        _tile_loadd(6, second + d, head_size * 2);
+        _tile_loadd(6, high + d, head_size * 2);
         _tile_dpbf16ps(1, 6, 7);
       }
-      float* to = dots + (s * kTile + i) * columns;
+      float* to = dots + (s * kTile + start) * columns;  // [kSlots, columns]
       _tile_stored(0, to, columns * 4);
       _tile_stored(1, to + kRows * columns, columns * 4);
     }
   }
 
-  // K of kRows slots; of different pages, or where some are not attended to, a copy.
-  const Bf16* side_by_side(const Bf16* const* rows, bool together, Bf16* copy) const {
+  // K of kRows slots, [kRows, D]; where pages differ, or some are not attended to, a copy.
+  const Bf16* contiguous(const Bf16* const* rows, bool together, Bf16* copy) const {
     if (together && rows[kRows - 1] - rows[0] == (kRows - 1) * head_size) return rows[0];
     for (int j = 0; j < kRows; ++j) std::memcpy(copy + j * head_size, rows[j], head_size * 2);
     return copy;
   }
 
-  // Brings the products of `count` slots from [slots, columns] to [G, stride].
+  // Transposes the products of `count` slots from [slots, columns] to [G, count] of [G, stride].
   void spread(int count, float* to, int64_t stride) const {
-    const __m512i steps = _mm512_mullo_epi32(
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-        _mm512_set1_epi32(columns));
+    const __m512i steps =
+        _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                           _mm512_set1_epi32(columns));
     for (int g = 0; g < size; ++g) {
       const float* from = dots + g / columns * kTile * columns;
       const __m512i index = _mm512_add_epi32(steps, _mm512_set1_epi32(g % columns));
@@ -251,7 +255,7 @@ struct Group<Bf16> {
     }
   }
 
-  // Numbers at 16 places among 64, of which those behind the products are not used.
+  // Numbers at 16 places among 64. Indices are those of products; what follows them is not used.
   static Floats pick(const float* from, __m512i index) {
     const __m512 low = _mm512_permutex2var_ps(load(from), index, load(from + 16));
     const __m512 high = _mm512_permutex2var_ps(load(from + 32), index, load(from + 48));

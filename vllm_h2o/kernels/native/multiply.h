@@ -1,10 +1,10 @@
 // Products of small matrices, C = A B, for the tiles of a prompt: float32, bfloat16, or AMX.
 //
-// A is [rows, depth] as it lies; C is [rows, columns] float32; rows are a multiple of kRows, columns
-// of kColumns. What B looks like is up to the way of multiplying:
+// A is [rows, depth], C is [rows, columns] float32; rows are a multiple of kRows, columns of
+// kColumns. There are three ways of multiplying:
 //
-//   Wide    B [depth, columns] float32
-//   Pairs   B [depth / 2, columns, 2] bfloat16, A bfloat16, depth a multiple of kDepth
+//   Wide         A, B [depth, columns] float32
+//   Pairs, Amx   A, B [depth / 2, columns, 2] bfloat16, depth a multiple of kDepth
 #pragma once
 
 #include "simd.h"
@@ -15,18 +15,18 @@ constexpr int kRows = 16;
 constexpr int kColumns = 16;
 constexpr int kDepth = 32;
 
-template <class A>
+template <class Element>
 struct Product {
   int64_t depth;
-  const A* a;
+  const Element* a;  // [rows, depth] of [rows, a_stride]
   int64_t a_stride;
-  const A* b;
-  int64_t b_stride;  // columns of a row of B
-  float* c;
+  const Element* b;  // [depth, columns] of [depth, b_stride], or in pairs [depth / 2, b_stride, 2]
+  int64_t b_stride;
+  float* c;  // [rows, columns] of [rows, c_stride]
   int64_t c_stride;
 };
 
-// Calls f(row, column, size of the block) for blocks of at most M rows and N columns of C.
+// Calls f(row, column) for blocks of M rows and N columns of C.
 template <int M, int N, class F>
 inline void for_each_block(int64_t rows, int64_t columns, F f) {
   for (int64_t column = 0; column < columns; column += N) {
@@ -38,14 +38,16 @@ struct Wide {
   using Element = float;
   static constexpr bool kPaired = false;
 
-  // M rows by N vectors are held in registers.
+  // M rows and N vectors of C are held in registers. Inlined into a larger function, the loop would
+  // have fewer of them.
   template <int M, int N>
-  static void block(const Product<float>& x, int64_t row, int64_t column) {
-    const float* a = x.a + row * x.a_stride;
-    const float* b = x.b + column;
-    Floats sums[M][N] = {};
+  __attribute__((noinline)) static void block(const Product<float>& x, int64_t row,
+                                              int64_t column) {
+    const float* a = x.a + row * x.a_stride;  // [M, depth]
+    const float* b = x.b + column;            // [depth, N * kLanes]
+    Floats sums[M][N] = {};                   // [M, N * kLanes]
     for (int64_t k = 0; k < x.depth; ++k, b += x.b_stride) {
-      Floats right[N];
+      Floats right[N];  // row k of B
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) right[n] = load(b + n * kLanes);
 #pragma GCC unroll 8
@@ -55,7 +57,9 @@ struct Wide {
         for (int n = 0; n < N; ++n) sums[m][n] += left * right[n];
       }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         put(x.c + (row + m) * x.c_stride + column + n * kLanes, sums[m][n]);
       }
@@ -65,9 +69,8 @@ struct Wide {
   static void multiply(int64_t rows, int64_t columns, const Product<float>& x) {
     constexpr int kM = kLanes == 16 ? 8 : 4;
     const int64_t pairs = columns / (2 * kLanes) * (2 * kLanes);
-    for_each_block<kM, 2 * kLanes>(rows, pairs, [&](int64_t row, int64_t column) {
-      block<kM, 2>(x, row, column);
-    });
+    for_each_block<kM, 2 * kLanes>(
+        rows, pairs, [&](int64_t row, int64_t column) { block<kM, 2>(x, row, column); });
     for (int64_t column = pairs; column < columns; column += kLanes) {
       for (int64_t row = 0; row < rows; row += kM) block<kM, 1>(x, row, column);
     }
@@ -82,12 +85,12 @@ struct Pairs {
   static constexpr bool kPaired = true;
 
   template <int M, int N>
-  static void block(const Product<Bf16>& x, int64_t row, int64_t column) {
-    const Bf16* a = x.a + row * x.a_stride;
-    const Bf16* b = x.b + column * 2;
-    __m512 sums[M][N] = {};
+  __attribute__((noinline)) static void block(const Product<Bf16>& x, int64_t row, int64_t column) {
+    const Bf16* a = x.a + row * x.a_stride;  // [M, depth]
+    const Bf16* b = x.b + column * 2;        // [depth / 2, N * kLanes, 2]
+    __m512 sums[M][N] = {};                  // [M, N * kLanes]
     for (int64_t k = 0; k < x.depth; k += 2, b += 2 * x.b_stride) {
-      __m512bh right[N];
+      __m512bh right[N];  // rows k and k + 1 of B, in pairs
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) right[n] = bit_cast<__m512bh>(_mm512_loadu_si512(b + n * 32));
 #pragma GCC unroll 8
@@ -99,7 +102,9 @@ struct Pairs {
         for (int n = 0; n < N; ++n) sums[m][n] = _mm512_dpbf16_ps(sums[m][n], left, right[n]);
       }
     }
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
         put(x.c + (row + m) * x.c_stride + column + n * kLanes, sums[m][n]);
       }
@@ -108,9 +113,8 @@ struct Pairs {
 
   static void multiply(int64_t rows, int64_t columns, const Product<Bf16>& x) {
     const int64_t pairs = columns / 32 * 32;
-    for_each_block<8, 32>(rows, pairs, [&](int64_t row, int64_t column) {
-      block<8, 2>(x, row, column);
-    });
+    for_each_block<8, 32>(rows, pairs,
+                          [&](int64_t row, int64_t column) { block<8, 2>(x, row, column); });
     if (pairs == columns) return;
     for (int64_t row = 0; row < rows; row += 8) block<8, 1>(x, row, pairs);
   }
@@ -124,7 +128,7 @@ struct Amx {
   using Element = Bf16;
   static constexpr bool kPaired = true;
 
-  // The tile registers' shapes, set while one of these lives: all of 16 rows of 64 bytes.
+  // Sets the tile registers' shapes while it lives: all have 16 rows of 64 bytes.
   struct Tiles {
     Tiles() {
       alignas(64) struct {
@@ -139,11 +143,12 @@ struct Amx {
     Tiles& operator=(const Tiles&) = delete;
   };
 
-  // Tiles 0 to 3 are C, two by two; 4 and 5 are rows of A, 6 and 7 columns of B.
+  // Tiles 0 to 3 are C, two by two, each [16, 16]; 4 and 5 are rows of A, each [16, 32]; 6 and 7
+  // are columns of B, each [16, 16, 2].
   template <int M, int N>
   static void block(const Product<Bf16>& x, int64_t row, int64_t column) {
-    const Bf16* a = x.a + row * x.a_stride;
-    const Bf16* b = x.b + column * 2;
+    const Bf16* a = x.a + row * x.a_stride;  // [16 * M, depth]
+    const Bf16* b = x.b + column * 2;        // [depth / 2, 16 * N, 2]
     const int64_t a_bytes = x.a_stride * 2, b_bytes = x.b_stride * 4, c_bytes = x.c_stride * 4;
     _tile_zero(0);
     if (N > 1) _tile_zero(1);

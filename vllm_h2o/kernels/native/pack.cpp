@@ -2,21 +2,8 @@
 
 #include <algorithm>
 
-#include "page.h"
+#include "cache.h"
 #include "team.h"
-
-extern "C" {
-
-// A request of which `keep` of `end` tokens survive; fields as in batch.py.
-struct H2oPacked {
-  const int32_t* table;
-  int64_t end;
-  int64_t keep;
-  int64_t recent_from;
-  int64_t num_sinks;
-  int64_t position_end;
-};
-}
 
 namespace h2o {
 namespace {
@@ -31,41 +18,44 @@ inline uint64_t rank(bool safe, float score, int64_t slot) {
 
 // Writes the survivors' slots, in order; `ranks` has room for all.
 template <class T>
-void choose(const Strip<T>& strip, const H2oPacked& request, const H2oScoring& scoring,
-            uint64_t* ranks, int64_t* survivors) {
-  for (int64_t from = 0; from < request.end; from += strip.block_size) {
-    const int64_t page = from / strip.block_size;
-    const int64_t count = std::min<int64_t>(strip.block_size, request.end - from);
-    const float* scores = strip.scores(page);
-    const int32_t* positions = strip.positions(page);
+void select_survivors(const Strip<T>& strip, const H2oPacked& request, const H2oScoring& scoring,
+                      uint64_t* ranks, int64_t* survivors) {
+  const int64_t length = request.attended_len;
+  for (int64_t start = 0; start < length; start += strip.block_size) {
+    const int64_t page = start / strip.block_size;
+    const int64_t count = std::min<int64_t>(strip.block_size, length - start);
+    const float* scores = strip.scores(page);          // [count]
+    const int32_t* positions = strip.positions(page);  // [count]
     auto ranked = [&](int64_t i) {
       if (!scoring.by_age) return scores[i];
-      return scores[i] / static_cast<float>(request.position_end - positions[i]);
+      return scores[i] / static_cast<float>(request.logical_end - positions[i]);
     };
     float sum = 0.0f;
     for (int64_t i = 0; scoring.by_page && i < count; ++i) sum += ranked(i);
     for (int64_t i = 0; i < count; ++i) {
-      const bool safe = positions[i] >= request.recent_from || positions[i] < request.num_sinks;
-      // The sum makes one zero of both, which compare as equal.
-      ranks[from + i] = rank(safe, (scoring.by_page ? sum : ranked(i)) + 0.0f, from + i);
+      const bool safe = positions[i] >= request.recent_start || positions[i] < request.num_sinks;
+      // Adding zero makes one zero of both, which compare as equal.
+      ranks[start + i] = rank(safe, (scoring.by_page ? sum : ranked(i)) + 0.0f, start + i);
     }
   }
-  std::nth_element(ranks, ranks + request.keep - 1, ranks + request.end);
-  for (int64_t i = 0; i < request.keep; ++i) {
+  std::nth_element(ranks, ranks + request.num_survivors - 1, ranks + length);
+  for (int64_t i = 0; i < request.num_survivors; ++i) {
     survivors[i] = static_cast<int64_t>(ranks[i] & 0x7fffffffu);
   }
-  std::sort(survivors, survivors + request.keep);
+  std::sort(survivors, survivors + request.num_survivors);
 }
 
 template <class T>
-void pack(const H2oCache& page, const H2oPacked& request, int head, const H2oScoring& scoring) {
-  if (request.keep <= 0 || request.keep >= request.end) return;
+void pack(const H2oCache& cache, const H2oPacked& request, int head, const H2oScoring& scoring) {
+  const int64_t num_survivors = request.num_survivors;
+  if (num_survivors <= 0 || num_survivors >= request.attended_len) return;
   static thread_local Scratch ranks_memory, survivors_memory;
-  const Strip<T> strip(page, request.table, head);
-  int64_t* survivors = survivors_memory.get<int64_t>(request.keep);
-  choose(strip, request, scoring, ranks_memory.get<uint64_t>(request.end), survivors);
-  // Slots of a prompt are in order of position, so no survivor moves back over a later one.
-  for (int64_t to = 0; to < request.keep; ++to) {
+  const Strip<T> strip(cache, request.block_table, head);
+  uint64_t* ranks = ranks_memory.get<uint64_t>(request.attended_len);
+  int64_t* survivors = survivors_memory.get<int64_t>(num_survivors);
+  select_survivors(strip, request, scoring, ranks, survivors);
+  // Slots of a prompt are in order of position, so no survivor overwrites a later one.
+  for (int64_t to = 0; to < num_survivors; ++to) {
     const int64_t from = survivors[to], n = strip.block_size;
     if (from == to) continue;
     strip.store(to, strip.key(from), strip.value(from), strip.scores(from / n)[from % n],
@@ -76,19 +66,20 @@ void pack(const H2oCache& page, const H2oPacked& request, int head, const H2oSco
 }  // namespace
 }  // namespace h2o
 
-extern "C" void h2o_pack_survivors(const H2oCache* pages, int num_pages, const H2oPacked* requests,
-                                   int num_requests, const H2oScoring* scoring) {
+extern "C" void h2o_pack_survivors(const H2oCache* caches, int num_caches,
+                                   const H2oPacked* requests, int num_requests,
+                                   const H2oScoring* scoring) {
   using namespace h2o;
-  const int num_heads = num_pages ? pages[0].num_kv_heads : 0;
-  const int64_t num_strips = static_cast<int64_t>(num_pages) * num_requests * num_heads;
+  const int num_heads = num_caches ? caches[0].num_kv_heads : 0;
+  const int64_t num_strips = static_cast<int64_t>(num_caches) * num_requests * num_heads;
   auto body = [&](Team team) {
     for (int64_t i = team.thread; i < num_strips; i += team.size) {
-      const H2oCache& page = pages[i / num_heads / num_requests];
+      const H2oCache& cache = caches[i / num_heads / num_requests];
       const H2oPacked& request = requests[i / num_heads % num_requests];
       const int head = static_cast<int>(i % num_heads);
-      if (page.type == kFloat) pack<float>(page, request, head, *scoring);
-      if (page.type == kBf16) pack<Bf16>(page, request, head, *scoring);
-      if (page.type == kHalf) pack<Half>(page, request, head, *scoring);
+      if (cache.type == kFloat) pack<float>(cache, request, head, *scoring);
+      if (cache.type == kBf16) pack<Bf16>(cache, request, head, *scoring);
+      if (cache.type == kHalf) pack<Half>(cache, request, head, *scoring);
     }
   };
   parallel(static_cast<int>(std::min<int64_t>(max_threads(), num_strips)), body);

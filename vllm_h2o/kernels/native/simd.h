@@ -1,7 +1,7 @@
 // Vectors of floats in the widest registers that the compiler was told of.
 //
 // Written with the vector extensions of GCC and Clang, so one source serves SSE2, AVX2, AVX-512 and
-// NEON; intrinsics stand only where those extensions have no word for the instruction.
+// NEON; intrinsics are used only where those extensions cannot name the instruction.
 #pragma once
 
 #include <cstdint>
@@ -127,9 +127,9 @@ inline void add_two(float* to, Floats a, Floats b) {
   if constexpr (std::is_same<T, Bf16>::value) {
     Floats low, high;
 #if defined(__AVX512F__)
-    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    low = _mm512_permutex2var_ps(a, first, b);
-    high = _mm512_permutex2var_ps(a, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b);
+    const __m512i index = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    low = _mm512_permutex2var_ps(a, index, b);
+    high = _mm512_permutex2var_ps(a, _mm512_add_epi32(index, _mm512_set1_epi32(8)), b);
 #else
     for (int i = 0; i < kLanes / 2; ++i) {
       low[2 * i] = a[i];
@@ -208,7 +208,7 @@ inline float largest_of(Floats x) {
 // e^x for x <= 0, to 1.5 units in the last place; exactly 0 below -87, for -infinity too.
 //
 // e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer,
-// which then stands in the lowest bits and is shifted into the exponent.
+// which is then in the lowest bits and is shifted into the exponent.
 inline Floats exp_of(Floats x) {
   const Floats shift = all(12582912.0f);
   const Floats clamped = larger(x, all(-87.0f));
@@ -242,13 +242,13 @@ inline Floats sums_of(const Floats (&x)[kLanes]) {
     const __m512 a = x[4 * i], b = x[4 * i + 1], c = x[4 * i + 2], d = x[4 * i + 3];
     const __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
     const __m512d cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
-    four[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)) +
-              _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+    four[i] =
+        _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)) + _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
   }
-  const __m512 low = _mm512_shuffle_f32x4(four[0], four[1], 0x88) +
-                     _mm512_shuffle_f32x4(four[0], four[1], 0xdd);
-  const __m512 high = _mm512_shuffle_f32x4(four[2], four[3], 0x88) +
-                      _mm512_shuffle_f32x4(four[2], four[3], 0xdd);
+  const __m512 low =
+      _mm512_shuffle_f32x4(four[0], four[1], 0x88) + _mm512_shuffle_f32x4(four[0], four[1], 0xdd);
+  const __m512 high =
+      _mm512_shuffle_f32x4(four[2], four[3], 0x88) + _mm512_shuffle_f32x4(four[2], four[3], 0xdd);
   return _mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xdd);
 #elif defined(__AVX2__)
   __m256 two[2];
@@ -257,7 +257,8 @@ inline Floats sums_of(const Floats (&x)[kLanes]) {
     two[i] = _mm256_hadd_ps(_mm256_hadd_ps(x[4 * i], x[4 * i + 1]),
                             _mm256_hadd_ps(x[4 * i + 2], x[4 * i + 3]));
   }
-  return _mm256_permute2f128_ps(two[0], two[1], 0x20) + _mm256_permute2f128_ps(two[0], two[1], 0x31);
+  return _mm256_permute2f128_ps(two[0], two[1], 0x20) +
+         _mm256_permute2f128_ps(two[0], two[1], 0x31);
 #else
   Floats sums;
   for (int i = 0; i < kLanes; ++i) sums[i] = sum_of(x[i]);

@@ -7,8 +7,8 @@
 
 namespace h2o {
 
-Runtime& runtime() {
-  static Runtime functions = {};
+H2oRuntime& runtime() {
+  static H2oRuntime functions = {};
   return functions;
 }
 
@@ -16,12 +16,9 @@ Runtime& runtime() {
 
 extern "C" {
 
-// Which structs this was built with: LAYOUT in native.py.
-int h2o_layout() { return 3; }
+void h2o_use_runtime(const H2oRuntime* functions) { h2o::runtime() = *functions; }
 
-void h2o_use_runtime(const h2o::Runtime* functions) { h2o::runtime() = *functions; }
-
-// Asks the system for what the kernels need of it; 0 when that is refused.
+// Asks the system for the state that AMX needs; 0 when that is refused.
 int h2o_prepare() {
 #if defined(__AMX_BF16__) && defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;

@@ -1,29 +1,20 @@
-// The threads that the kernels run on: those of the OpenMP runtime that the process has already.
+// The threads that the kernels run on: those of the OpenMP runtime that the process already has.
 //
-// Linking a runtime of our own would give the process a second set of threads, bound to nothing;
-// whoever loads this library hands over the functions of the one that torch uses.
+// A runtime of our own would be a second set of threads that nothing binds to processors. So
+// whoever loads this library hands over the functions of the runtime that torch uses.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
+#include "layout.h"
+
 namespace h2o {
 
-using Body = void (*)(void*);
+H2oRuntime& runtime();
 
-// What compilers call for `#pragma omp parallel` and `#pragma omp barrier`. All null: one thread.
-struct Runtime {
-  void (*parallel)(Body body, void* data, unsigned num_threads, unsigned flags);
-  void (*barrier)();
-  int (*max_threads)();
-  int (*thread)();
-  int (*num_threads)();
-};
-
-Runtime& runtime();
-
-// One thread of a team, inside the body.
+// One thread of a team, as the body that it runs sees it.
 struct Team {
   int thread;
   int size;
@@ -42,7 +33,7 @@ void parallel(int num_threads, F& body) {
     body(Team{0, 1});
     return;
   }
-  const Body call = [](void* data) {
+  const auto call = [](void* data) {
     (*static_cast<F*>(data))(Team{runtime().thread(), runtime().num_threads()});
   };
   runtime().parallel(call, &body, static_cast<unsigned>(num_threads), 0);

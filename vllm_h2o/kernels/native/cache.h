@@ -1,0 +1,87 @@
+// The page layout (see cache.py), and what kernels read and write of a step's tensors.
+//
+//   row = (block, KV head):  K [N, D] | V [N, D] | score [N] float32 | position [N] int32
+#pragma once
+
+#include "layout.h"
+#include "simd.h"
+
+namespace h2o {
+
+static_assert(kHeadMultiple % kLanes == 0, "a head is made of whole vectors");
+
+// What one KV head holds of one request: slot s is in the request's page s / N.
+template <class T>
+struct Strip {
+  char* base;  // of this head's row of block 0
+  int64_t block_bytes;
+  const int32_t* block_table;
+  int32_t block_size;
+  int32_t head_size;
+
+  Strip(const H2oCache& cache, const int32_t* blocks, int head)
+      : base(cache.base + head * cache.row_bytes),
+        block_bytes(cache.row_bytes * cache.num_kv_heads),
+        block_table(blocks),
+        block_size(cache.block_size),
+        head_size(cache.head_size) {}
+
+  char* row(int64_t page) const { return base + block_table[page] * block_bytes; }
+  // Bytes from a row's K to its V.
+  int64_t value_offset() const {
+    return static_cast<int64_t>(block_size) * head_size * static_cast<int64_t>(sizeof(T));
+  }
+  // [N]
+  float* scores(int64_t page) const {
+    return reinterpret_cast<float*>(row(page) + 2 * value_offset());
+  }
+  // [N]
+  int32_t* positions(int64_t page) const {
+    return reinterpret_cast<int32_t*>(row(page) + 2 * value_offset()) + block_size;
+  }
+  // [D]
+  T* key(int64_t slot) const {
+    return reinterpret_cast<T*>(row(slot / block_size)) + slot % block_size * head_size;
+  }
+  // [D]
+  T* value(int64_t slot) const { return key(slot) + static_cast<int64_t>(block_size) * head_size; }
+
+  void store(int64_t slot, const T* new_key, const T* new_value, float score,
+             int64_t position) const {
+    std::memcpy(key(slot), new_key, head_size * sizeof(T));
+    std::memcpy(value(slot), new_value, head_size * sizeof(T));
+    scores(slot / block_size)[slot % block_size] = score;
+    positions(slot / block_size)[slot % block_size] = static_cast<int32_t>(position);
+  }
+};
+
+// One head of one token of a query, key or value, [D].
+template <class T>
+inline const T* head_of(const char* tensor, int64_t token_stride, int64_t token, int64_t head,
+                        int64_t head_size) {
+  return reinterpret_cast<const T*>(tensor) + token * token_stride + head * head_size;
+}
+
+// The score that a token is stored with.
+inline float initial_score(const H2oTensors& tensors, int64_t token, int head, int num_kv_heads) {
+  return tensors.initial_score ? tensors.initial_score[token * num_kv_heads + head] : 0.0f;
+}
+
+inline int64_t out_bytes(const H2oTensors& tensors) { return tensors.out_type == kFloat ? 4 : 2; }
+
+// Writes one head of one token's output, x [D] times a factor, in the type of the outputs.
+inline void put_out(const H2oTensors& tensors, int64_t token, int64_t head, const float* x,
+                    int size, float factor) {
+  const int32_t type = tensors.out_type;
+  char* to = tensors.out + (token * tensors.out_stride + head * size) * out_bytes(tensors);
+  for (int d = 0; d < size; d += kLanes) {
+    const Floats scaled = load(x + d) * all(factor);
+    if (type == kFloat) put(reinterpret_cast<float*>(to) + d, scaled);
+    if (type == kBf16) put(reinterpret_cast<Bf16*>(to) + d, scaled);
+    if (type == kHalf) put(reinterpret_cast<Half*>(to) + d, scaled);
+  }
+}
+
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+}  // namespace h2o

@@ -1,0 +1,111 @@
+// The structs that Python hands over and the constants that it knows. layout.py has the same; the
+// loader compares the two with the help of layout.cpp, so a field must be changed in all three.
+#pragma once
+
+#include <cstdint>
+
+// Element types of the cache and of outputs.
+enum H2oType : int32_t { kFloat = 0, kBf16 = 1, kHalf = 2 };
+
+// Head sizes are multiples of the one and at most the other.
+constexpr int kHeadMultiple = 16;
+constexpr int kLargestHead = 1024;
+
+// Rows of H2oBatch::fields, named as batch.py names them.
+enum H2oDecodeField : int32_t {
+  kToken,
+  kAttendedLen,
+  kOverwrites,
+  kSelects,
+  kLogicalStart,
+  kRecentStart,
+  kNumSinks,
+  kSeed,
+  kNextOffset,
+  kNumFreeSlots,
+  kScores,
+  kNumDecodeFields
+};
+
+extern "C" {
+
+// One layer's pages.
+struct H2oCache {
+  char* base;
+  int64_t row_bytes;
+  int32_t num_kv_heads;
+  int32_t block_size;
+  int32_t head_size;
+  int32_t type;
+};
+
+// A step's tensors; strides are in elements, from token to token.
+struct H2oTensors {
+  const char* query;           // [T, Hq, D]
+  const char* key;             // [T, H, D]
+  const char* value;           // [T, H, D]
+  char* out;                   // [T, Hq, D]
+  const float* initial_score;  // [T, H], or null: zero
+  int64_t query_stride;
+  int64_t key_stride;
+  int64_t value_stride;
+  int64_t out_stride;
+  int32_t num_heads;
+  int32_t out_type;
+  float scale;
+};
+
+struct H2oScoring {
+  int32_t power;
+  int32_t skip_recent;
+  int32_t by_page;
+  int32_t by_age;
+};
+
+// B requests with one new token each.
+struct H2oBatch {
+  const int32_t* block_table;  // [B, P]
+  const int64_t* fields;       // [kNumDecodeFields, B]
+  int64_t table_stride;        // from request to request
+  int64_t field_stride;        // from row to row
+  int64_t request_stride;      // within a row
+  int32_t num_requests;
+
+  int64_t field(H2oDecodeField row, int request) const {
+    return fields[row * field_stride + request * request_stride];
+  }
+  const int32_t* blocks(int request) const { return block_table + request * table_stride; }
+};
+
+// T tokens of one prompt.
+struct H2oChunk {
+  const int32_t* block_table;
+  int64_t token_start;  // row of the first token in the step's tensors
+  int64_t num_tokens;
+  int64_t resident_start;
+  int64_t logical_start;
+  int64_t first_scoring_query;
+
+  int64_t attended_len() const { return resident_start + num_tokens; }
+  int64_t logical_end() const { return logical_start + num_tokens; }
+};
+
+// A request of which some tokens survive its prompt.
+struct H2oPacked {
+  const int32_t* block_table;
+  int64_t attended_len;
+  int64_t num_survivors;
+  int64_t recent_start;
+  int64_t num_sinks;
+  int64_t logical_end;
+};
+
+// What compilers call for `#pragma omp parallel` and `#pragma omp barrier`. All null: one thread.
+struct H2oRuntime {
+  void (*parallel)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
+  void (*barrier)();
+  int (*max_threads)();
+  int (*thread)();
+  int (*num_threads)();
+};
+}
