@@ -108,8 +108,13 @@ def side_doors(module: Module) -> Iterator[str]:
 
 
 def patch_doors(module: Module) -> Iterator[str]:
-    """Only the plugin imports patches; patches import what they call, errors and each other."""
+    """Only the plugin imports patches; patches import what they call, errors and each other.
+
+    Nothing but the worker, which vLLM imports by its name, imports the plugin.
+    """
     for name in module.imports():
+        if below(name, "vllm_h2o.plugin") and module.path != "vllm_h2o/worker/worker.py":
+            yield name
         if module.path.startswith("vllm_h2o/patches/"):
             allowed = tuple(f"vllm_h2o.{n}" for n in ("errors", "hooks", "options", "patches"))
             if below(name, "vllm_h2o") and not below(name, *allowed):

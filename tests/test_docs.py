@@ -32,13 +32,14 @@ RETIRED = (
     r"hole|refill\w*|gathers|blank",
     r"MOST_SHARES|num_shares|join_shares",
     r"soften\w*|unite\w*|fade\w*|silent(?! no-op)",
+    r"drawn_by_position|reduce_and_score|shares_prefixes|class Page|attended(?= = )",
     r"asked again|replay\w*|REPLAY|Turn|turned",
     # lengths, pages and plans
     r"NEVER|Claim|claim|Residency|residencies|Tally|tally",
     r"(class |: )Counts|surplus|uncut|most_cached|first_page|pack_page|row_pages",
     r"choose_kernels|kernels\.cpu|kernels/cpu|kernels\.page|kernels\.packing|kernels\.scoring",
     # words that say something else in English
-    r"of chance",
+    r"of chance|beside|behind(?! a load balancer)",
 )
 """What things are no longer called, whole words; a word next to ``_`` is another one."""
 ALLOWED = {("options/parsing.py", "replay")}

@@ -69,6 +69,7 @@ BREACHES = [
     (side_doors, "vllm_h2o/worker/step.py", "from vllm_h2o.scheduler.spec import HeavyHitterSpec"),
     (side_doors, "vllm_h2o/worker/backend.py", "from vllm_h2o.scheduler import ledger"),
     (patch_doors, "vllm_h2o/hooks.py", "from vllm_h2o.patches import ALWAYS"),
+    (patch_doors, "vllm_h2o/hooks.py", "from vllm_h2o.plugin import activate"),
     (patch_doors, "vllm_h2o/patches/a__b.py", "from vllm_h2o import config"),
     (sizes, "vllm_h2o/hooks.py", "\n" * (FILE_LINES + 1)),
     (sizes, "vllm_h2o/patches/a__b.py", "\n" * (PATCH_LINES + 1)),

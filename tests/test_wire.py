@@ -90,7 +90,7 @@ def test_integers_only() -> None:
         ({"in_prompt": True, "resident_start": 90, "num_new": 10}, 0),
         ({"in_prompt": True, "resident_start": 90, "num_new": 10, "num_survivors": 63}, 37),
     ],
-    ids=["growing", "full", "a page", "refilled", "its last slot", "prompt", "packed"],
+    ids=["growing", "full", "a page", "its next slot", "its last slot", "prompt", "packed"],
 )
 def test_evicted(numbers: dict[str, int], evicted: int) -> None:
     """A victim counts when it is overwritten, those of a page together; a prompt's when packed."""

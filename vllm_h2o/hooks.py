@@ -3,7 +3,7 @@
 Order in a process that starts an engine::
 
     flags or arguments --options/flags.py--> additional_config["kv_policy"]
-    create_engine_config: prepare (before) ... vLLM ... check_config (after)
+    create_engine_config: patches verified, prepare (before) ... vLLM ... check_config (after)
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def tokens_of(shape: str, *options: str) -> list[list[int]]:
 
 
 def apart(one: list[list[int]], other: list[list[int]]) -> float:
-    """The fraction of tokens from the first that differs on, mean over requests."""
+    """The fraction of tokens that follow the first difference, mean over requests."""
     fractions = []
     for a, b in zip(one, other, strict=True):
         same = next((i for i in range(len(a)) if a[i] != b[i]), len(a))

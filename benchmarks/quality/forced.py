@@ -71,13 +71,14 @@ def in_process(**arguments: Any) -> Iterator[LLM]:
     """
     with mock.patch.object(gc, "collect", return_value=0):
         llm = LLM(**arguments)
-        try:
-            yield llm
-        finally:
+    try:
+        yield llm
+    finally:
+        with mock.patch.object(gc, "collect", return_value=0):
             llm.llm_engine.engine_core.shutdown()
             del llm
             cleanup_dist_env_and_memory()
-    gc.collect()
+        gc.collect()
 
 
 def forced_engine(

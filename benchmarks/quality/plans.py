@@ -77,5 +77,5 @@ PLANS: Mapping[str, Plan] = {
     "passkey-4k": Plan(partial(tasks.passkey, count=12, length=4096), (0.2,), SCORED),
 }
 """In the engine, by the name on the command line."""
-QUICK = Plan(prose(384, 256, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "local", "random"))
+QUICK = Plan(prose(384, 256, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o_mean", "local", "random"))
 """A minute and a half, orders only."""

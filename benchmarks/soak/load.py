@@ -115,7 +115,7 @@ class Outcome:
     @property
     def num_requests(self) -> int:
         """All that were sent."""
-        return sum(self.stats.values())
+        return sum(self.counts.values())
 
 
 def _tokens(chance: random.Random, length: int) -> list[int]:

@@ -57,7 +57,7 @@ def test_h2o_stays_coherent_and_local_degenerates(texts: dict[str, list[list[int
         for policy in ("h2o", "local")
     }
     print(f"\nperplexity {perplexity}; distinct 4-grams {distinct}; nll {nll}")
-    # Measured: perplexity 3.6 and 11.2, distinct 4-grams 0.82 and 0.58.
+    # Measured: perplexity 3.5 and 12.9, distinct 4-grams 0.83 and 0.63.
     # Texts differ from CPU to CPU, so the margins are a fraction of that.
     assert perplexity["local"] > 1.3 * perplexity["h2o"]
     assert distinct["h2o"] > distinct["local"] + 0.08

@@ -109,7 +109,7 @@ def test_unknown_key() -> None:
 )
 @pytest.mark.parametrize("value", [-1, 1.0, True, "many", 2**63])
 def test_counts(field: str, value: Any) -> None:
-    """LedgerStats are whole numbers."""
+    """Counts are whole numbers."""
     bits = 63 if field == "seed" else 31
     assert refusal(**{field: value}) == (
         f"kv-policy: asked: {field}={value!r}; is: {field} is a whole number of at most {bits} "

@@ -20,7 +20,7 @@ SHARING = (
     (_PREFIXES, ("name", "full")),
 )  # fmt: skip
 """Beside a budget in slots."""
-SHARES = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))
+FRACTIONS = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))
 """Budgets that depend on the request."""
 PAGES_AT_CAPACITY = BUDGET // BLOCK_SIZE
 
@@ -37,7 +37,7 @@ totals: Counter[str] = Counter()
     ops=operations,
     budget=st.sampled_from([BUDGET, 32, 64]),
     options=st.sampled_from(OPTIONS + SHARING),
-    share=st.sampled_from([None, None, *SHARES]),
+    fraction=st.sampled_from([None, None, *FRACTIONS]),
     max_batched=st.sampled_from([8, 20, 64]),
     num_pages=st.integers(16, 26),
     block_size=st.sampled_from([1, 4, 8]),
@@ -50,7 +50,7 @@ def random_schedules(
     ops: list[tuple],
     budget: int,
     options: tuple[tuple[str, object], ...],
-    share: tuple[str, float] | None,
+    fraction: tuple[str, float] | None,
     max_batched: int,
     num_pages: int,
     block_size: int,
@@ -68,8 +68,8 @@ def random_schedules(
         size, num_pages = 1.0, max(num_pages, 20)
     elif ("granularity", "block") in options:
         size, num_pages = max(budget, 40), max(num_pages, 20)
-    elif share is not None:
-        options, size = (*options, ("budget_basis", share[0])), share[1]
+    elif fraction is not None:
+        options, size = (*options, ("budget_basis", fraction[0])), fraction[1]
     # A window of 5 queries in one chunk, whatever the other 7 sequences take.
     max_batched = max(max_batched, 12) if ("observation_window", 5) in options else max_batched
     config = vllm_config(size, max_batched, 8, policy, overlap[1], options)

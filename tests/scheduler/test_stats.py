@@ -37,7 +37,7 @@ class Observed(Simulation):
         kv_cache_manager.new_step_starts = measured
 
     def step(self) -> Any:
-        """One step; what the stats_reporter says then is what there is."""
+        """One step; what is reported then is what there is."""
         output = super().step()
         plans = output.residency_plan.requests
         self.plans |= plans

@@ -154,6 +154,20 @@ def test_decodes_together(make: Callable[[], HeavyHitterMetadataBuilder]) -> Non
     assert batch.fields.dtype == torch.int64
 
 
+def test_what_fits_is_not_scored() -> None:
+    """Its decoding query adds to no score, nor does any query of its prompt; others score."""
+    plans = {
+        "chunk": replace(LAST_CHUNK, num_survivors=0, capacity=64, fits=True),
+        "token": decoding(logical_start=17, resident_start=17, capacity=64, fits=True),
+        "other": decoding(logical_start=17, resident_start=17, capacity=64),
+    }
+    with publish(Step(ResidencyPlan(plans), lambda _: list(plans))):
+        metadata = in_place().build(0, common_metadata([5, 1, 1], TABLE[[2, 3, 4]]))
+    assert metadata.decodes[0].field("scores").tolist() == [0, 1]
+    (chunk,) = metadata.prompts
+    assert (chunk.num_tokens, chunk.first_scoring_query) == (5, 5)
+
+
 def test_one_token_of_a_prompt() -> None:
     """It is a decode that neither overwrites nor selects, so that a graph may hold it."""
     plan = replace(LAST_CHUNK, num_new=1)

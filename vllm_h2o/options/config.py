@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from vllm_h2o.errors import ConfigError, IntegrityError
 from vllm_h2o.options.conflicts import check_together, check_unread
 from vllm_h2o.options.option import option
-from vllm_h2o.options.parsing import carried_options, named_options
+from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import POLICIES, SCORES, Budget, Policy, ScoreKind, split_budget
 from vllm_h2o.policy.budget import minimum_slots
@@ -30,7 +30,7 @@ class KVPolicyConfig:
 
     """
 
-    name: str = option("h2o", f"the policy: {', '.join(POLICIES)}")
+    name: str = option("h2o", f"the policy: {', '.join(POLICIES)}", shown="none")
     budget: int | float | str = option(
         0.2,
         "tokens a sequence may hold: an int is that many; a float in (0, 1] is that fraction of "
@@ -83,7 +83,9 @@ class KVPolicyConfig:
         shown="sum; h2o_mean mean_squares; h2o_replay second_pass",
     )
     score_skip_recent: int = option(
-        0, "a query scores tokens that are at least so many positions older", bits=31
+        0,
+        "a query scores tokens that are at least so many positions older; a second pass scores all",
+        bits=31,
     )
     seed: int = option(0, "of the random policy, for requests that bring no seed", bits=63)
     kernels: str = option(
@@ -264,8 +266,11 @@ class KVPolicyConfig:
     @classmethod
     def of(cls, vllm_config: Any) -> KVPolicyConfig | None:
         """The policy of vLLM's config; None when there is none. Parsed once in a process."""
-        options = carried_options(vllm_config.additional_config)
-        return None if options is None else _carried(json.dumps(options))
+        carried = vllm_config.additional_config
+        try:
+            return _parsed(json.dumps(carried_options(carried)))
+        except TypeError:  # not what this package carries: read as a user's
+            return cls.from_additional_config(carried)
 
     @classmethod
     def required(cls, vllm_config: Any) -> KVPolicyConfig:
@@ -373,12 +378,9 @@ class KVPolicyConfig:
 
 
 @lru_cache
-def _carried(text: str) -> KVPolicyConfig:
-    """A configuration from the JSON of what ``additional_config`` carries."""
-    options = json.loads(text)
-    if isinstance(options, str):
-        return KVPolicyConfig.from_options(options, None)
-    return KVPolicyConfig.from_options(None, options)
+def _parsed(text: str) -> KVPolicyConfig | None:
+    """A configuration from the JSON of what ``additional_config`` carries of it."""
+    return KVPolicyConfig.from_additional_config({ADDITIONAL_CONFIG_KEY: json.loads(text)})
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

@@ -26,14 +26,11 @@ def activate_worker() -> None:
         patch.apply()
 
 
-def activate_front_end(config: KVPolicyConfig | None) -> KVPolicyConfig | None:
+def activate_front_end(config: KVPolicyConfig | None) -> None:
     """Apply what the process needs that configures an engine with a policy, after verifying all.
 
     Args:
         config: the policy; None: nothing is done.
-
-    Returns:
-        ``config``.
 
     Raises:
         PatchError: when a symbol is not the known one. Nothing has been changed then.
@@ -43,4 +40,3 @@ def activate_front_end(config: KVPolicyConfig | None) -> KVPolicyConfig | None:
         verify_all([*WITH_POLICY, *FRONT_END, *RELIED_UPON])
         for patch in FRONT_END:
             patch.apply()
-    return config

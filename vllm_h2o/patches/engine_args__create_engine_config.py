@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_h2o.hooks import check_config, prepare
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.patches._patch import Patch, Symbol
 from vllm_h2o.patches._with_policy import activate_front_end
 
@@ -22,7 +23,8 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """``original`` between preparation and check."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = activate_front_end(prepare(self))
+        activate_front_end(KVPolicyConfig.from_additional_config(self.additional_config))
+        config = prepare(self)
         return check_config(original(self, *args, **kwargs), config)
 
     return create_engine_config

@@ -93,9 +93,9 @@ def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
     figure = Figure(figsize=(7, 1.2 + 0.4 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     names = [row.label for row in rows]
-    bars = axes.barh(names, [row.sequences for row in rows], color="#4477aa")
-    bars.patches[0].set_color("#bbbbbb")
-    axes.bar_label(bars, padding=3)
+    drawn = axes.barh(names, [row.sequences for row in rows], color="#4477aa")
+    drawn.patches[0].set_color("#bbbbbb")
+    axes.bar_label(drawn, padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.spines[["top", "right"]].set_visible(False)

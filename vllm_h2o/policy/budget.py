@@ -45,15 +45,15 @@ class Budget:
         """Tokens that survive a step: ``capacity - 1``."""
         return self.capacity - 1
 
-    def holds(self, prompt_len: int, longest: int) -> bool:
+    def holds(self, prompt_len: int, max_len: int) -> bool:
         """Whether a request is never evicted from, at its prompt's end or after it.
 
         Args:
             prompt_len: tokens of its prompt.
-            longest: those, and the most that follow.
+            max_len: those, and all that may follow.
 
         """
-        return prompt_len <= self.kept and longest <= self.capacity
+        return prompt_len <= self.kept and max_len <= self.capacity
 
 
 def minimum_slots(recent_ratio: float, num_sinks: int) -> int:

@@ -25,9 +25,9 @@ class Score:
 
 SCORES: dict[str, Score] = {
     "sum": Score(1, False, False, "accumulated attention, the paper's"),
-    "sum_squares": Score(2, False, False, "its squares"),
+    "sum_squares": Score(2, False, False, "accumulated squared attention"),
     "mean": Score(1, True, False, "attention per query since the token was stored"),
-    "mean_squares": Score(2, True, False, "its squares"),
+    "mean_squares": Score(2, True, False, "squared attention per query since then"),
     "second_pass": Score(
         2, True, True, "mean_squares, and a prompt's queries score a second time from past its end"
     ),

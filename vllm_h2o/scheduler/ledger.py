@@ -25,7 +25,7 @@ class RequestInfo:
     Args:
         prompt_len: tokens of its prompt. For a resumed request this counts what it had generated,
             too: all of it is computed again.
-        max_len: tokens of its prompt and the most that follow; None where nothing limits it.
+        max_len: tokens of its prompt and all that may follow; None where nothing limits it.
         seed: its own, if it has one.
         budget: its own, if it has one.
 

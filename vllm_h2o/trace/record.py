@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.pages import num_pages
 from vllm_h2o.planner.model import Model, load
 from vllm_h2o.policy import Budget
 
@@ -109,7 +111,7 @@ def run(
     _check_fit(len(prompt), max_tokens, min(longest, loaded.max_len or longest))
     llm = _engine(loaded, model, config, longest, block_size)
     try:
-        every = every or max(1, -(-max_tokens // FRAMES))
+        every = every or max(1, math.ceil(max_tokens / FRAMES))
         layers, token_ids, frames = record(llm, prompt, every, max_tokens, temperature)
     finally:
         llm.llm_engine.engine_core.shutdown(timeout=60)
@@ -169,7 +171,7 @@ def _engine(
     """An engine for one sequence, with no more memory than that needs."""
     from vllm import LLM
 
-    num_blocks = -(-longest // block_size) + 1
+    num_blocks = num_pages(longest, block_size) + 1
     return LLM(
         model=model,
         dtype=loaded.dtype,

@@ -20,7 +20,7 @@ class HeavyHitterBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "bfloat16", "float16"]
-    # Slots follow from state, not from positions: vLLM's slot mapping is not used.
+    # Slots follow from what is resident, not from positions: vLLM's slot mapping is not used.
     forward_includes_kv_cache_update = True
 
     @staticmethod

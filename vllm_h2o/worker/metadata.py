@@ -146,7 +146,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             destination = table_row[plan.pack_block_idx : plan.pack_block_idx + num_blocks]
             if self.scoring.power and plan.num_new > 1:
                 shape = (len(self.layer_index), self.spec.num_kv_heads, plan.attended_len)
-                window_scores = torch.empty(shape, device=self.device)
+                window_scores = torch.empty(shape, dtype=torch.float32, device=self.device)
         return PromptChunk(
             tokens=slice(start, start + plan.num_new),
             block_table=table_row,

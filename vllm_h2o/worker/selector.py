@@ -62,10 +62,10 @@ def _cpu(spec: AttentionSpec, asked: str, same_dtype: bool) -> Kernels:
     from vllm_h2o.kernels.native.layout import HEAD_MULTIPLE
     from vllm_h2o.kernels.torch.kernels import TorchKernels
 
-    fits = spec.head_size % HEAD_MULTIPLE == 0 and same_dtype
-    if asked == "torch" or (asked == "auto" and not fits):
+    is_supported = spec.head_size % HEAD_MULTIPLE == 0 and same_dtype
+    if asked == "torch" or (asked == "auto" and not is_supported):
         return TorchKernels()
-    if not fits:
+    if not is_supported:
         raise UnsupportedError(
             "kernels='native'",
             f"heads of {spec.head_size} and a cache of {spec.dtype}",

@@ -26,17 +26,17 @@ def test_fields_of_a_chunk() -> None:
     sent = DeviceChunks.of([CHUNK, CHUNK], prefill.CHUNK_FIELDS, CPU)
     assert len(sent) == 2 and sent.block_table.shape == (2, 4)
     assert sent.fields.dtype == torch.int32
-    first_token, num_tokens, resident_start, logical_start, first_scoring_query = (
+    token_start, num_tokens, resident_start, logical_start, first_scoring_query = (
         sent.fields[number.value].tolist()
         for number in (
-            prefill.FIRST_TOKEN,
+            prefill.TOKEN_START,
             prefill.NUM_TOKENS,
             prefill.RESIDENT_START,
             prefill.LOGICAL_START,
             prefill.FIRST_SCORING_QUERY,
         )
     )
-    assert (first_token, num_tokens) == ([3, 3], [5, 5])
+    assert (token_start, num_tokens) == ([3, 3], [5, 5])
     assert (resident_start, logical_start) == ([20, 20], [30, 30])
     assert first_scoring_query == [4, 4]
 

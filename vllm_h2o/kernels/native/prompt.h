@@ -50,10 +50,14 @@ struct PromptMemory {
   Scratch offsets, arranged, column_sums, rows;
 };
 
-inline PromptMemory& prompt_memory() {
+// Of this library alone: a process may open several.
+namespace {
+PromptMemory& prompt_memory() {
   static thread_local PromptMemory memory;
   return memory;
 }
+alignas(64) const char kZeros[4 * kLargestHead] = {};
+}  // namespace
 
 // Chunks that are computed together, with T the cache's type and products of Multiplier.
 template <class T, class Multiplier>
@@ -216,7 +220,7 @@ struct Prompt {
   // the chunk's last slot come zeros.
   template <class At>
   void addresses(int chunk, int64_t start, const T** rows, At at) const {
-    alignas(64) static const T zeros[kLargestHead] = {};
+    const T* zeros = reinterpret_cast<const T*>(kZeros);
     const int64_t count = std::min<int64_t>(kKeyBlock, chunks[chunk].attended_len() - start);
     for (int64_t i = 0; i < kKeyBlock; ++i) rows[i] = i < count ? at(start + i) : zeros;
   }

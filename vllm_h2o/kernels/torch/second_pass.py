@@ -38,8 +38,10 @@ def score(
     key = chunk_slots(cache, cache.key, chunk).to(torch.float32)
     position = chunk_slots(cache, cache.position, chunk)
     column_sums = torch.zeros(position.shape, device=device)
-    fits = MAX_PROBABILITIES // (rotated_query.shape[1] * length)
-    for tile in rotated_query[chunk.first_scoring_query :].split(max(1, min(QUERY_TILE, fits))):
+    max_queries = MAX_PROBABILITIES // (rotated_query.shape[1] * length)
+    for tile in rotated_query[chunk.first_scoring_query :].split(
+        max(1, min(QUERY_TILE, max_queries))
+    ):
         last_seen = torch.full((len(tile),), length - 1, device=device)
         probs = probabilities(tile, key, last_seen, scale)  # [H, G, tile, L]
         column_sums += probs.pow(scoring.power).sum(dim=(1, 2))

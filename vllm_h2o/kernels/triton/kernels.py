@@ -291,13 +291,13 @@ class TritonKernels:
     def _check_heads(
         self, cache: LayerCache, tensor: torch.Tensor, any_dtype: bool = False
     ) -> None:
-        fits = (
+        is_valid = (
             (any_dtype or tensor.dtype == cache.key.dtype)
             and tensor.shape[1] in (self.num_heads, self.num_kv_heads)
             and tensor.shape[2] == self.head_size
             and tensor.stride()[1:] == (self.head_size, 1)
         )
-        if not fits:
+        if not is_valid:
             raise ValueError(
                 f"a tensor of {tensor.dtype}, shape {tuple(tensor.shape)} and strides "
                 f"{tensor.stride()} where pages hold {cache.key.dtype} and heads of "

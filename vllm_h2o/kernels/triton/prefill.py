@@ -32,7 +32,7 @@ CHUNK_FIELDS = (
     "first_scoring_query",
 )
 """Attributes of PromptChunk: rows of ``fields_ptr``, [len(CHUNK_FIELDS), R] int32."""
-FIRST_TOKEN = tl.constexpr(CHUNK_FIELDS.index("tokens.start"))
+TOKEN_START = tl.constexpr(CHUNK_FIELDS.index("tokens.start"))
 NUM_TOKENS = tl.constexpr(CHUNK_FIELDS.index("num_tokens"))
 RESIDENT_START = tl.constexpr(CHUNK_FIELDS.index("resident_start"))
 LOGICAL_START = tl.constexpr(CHUNK_FIELDS.index("logical_start"))
@@ -74,7 +74,7 @@ def store_chunk(
     slot = tl.load(fields + RESIDENT_START * num_chunks) + i
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
     row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
-    token = (tl.load(fields + FIRST_TOKEN * num_chunks) + i).to(tl.int64)
+    token = (tl.load(fields + TOKEN_START * num_chunks) + i).to(tl.int64)
     dim = tl.arange(0, D_PAD)
     key = load_head(key_ptr, token, live, h, dim, key_stride, D)  # [TILE, D_PAD]
     value = load_head(value_ptr, token, live, h, dim, value_stride, D)  # [TILE, D_PAD]
@@ -125,7 +125,7 @@ def attend(
     resident_start = tl.load(fields + RESIDENT_START * num_chunks)
     i = t * TILE_Q + tl.arange(0, TILE_Q)
     query_mask = i < num_tokens
-    token = (tl.load(fields + FIRST_TOKEN * num_chunks) + i).to(tl.int64)
+    token = (tl.load(fields + TOKEN_START * num_chunks) + i).to(tl.int64)
     dim = tl.arange(0, D_PAD)
     query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)  # [TILE_Q, D_PAD]
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
@@ -196,7 +196,7 @@ def column_scores(
     key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
     words = row * word_stride + offset
     position = tl.load(position_pages + words, mask=live, other=0)
-    first_token = tl.load(fields + FIRST_TOKEN * num_chunks).to(tl.int64)
+    token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)
     logical_start = tl.load(fields + LOGICAL_START * num_chunks)
     first_scoring_query = tl.load(fields + FIRST_SCORING_QUERY * num_chunks)
     column_sums = tl.zeros([TILE_K], tl.float32)
@@ -208,7 +208,7 @@ def column_scores(
         for start in range(begin, num_tokens, TILE_Q):
             i = start + tl.arange(0, TILE_Q)
             query_mask = (i < num_tokens) & (i >= first_scoring_query)
-            token = first_token + i
+            token = token_start + i
             query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)
             lse = tl.load(lse_ptr + head * lse_stride + token, mask=query_mask, other=0.0)
             adds = query_mask[None, :] & live[:, None]  # [TILE_K, TILE_Q]

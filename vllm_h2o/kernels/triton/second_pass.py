@@ -18,10 +18,10 @@ import triton.language as tl
 from vllm_h2o.kernels.batch import SECOND_PASS_WEIGHT
 from vllm_h2o.kernels.triton.prefill import (
     FIRST_SCORING_QUERY,
-    FIRST_TOKEN,
     LOGICAL_START,
     NUM_TOKENS,
     RESIDENT_START,
+    TOKEN_START,
 )
 from vllm_h2o.kernels.triton.tiles import (
     contributions,
@@ -65,7 +65,7 @@ def log_sum_exp(
         return
     i = t * TILE_Q + tl.arange(0, TILE_Q)
     query_mask = i < num_tokens
-    token = (tl.load(fields + FIRST_TOKEN * num_chunks) + i).to(tl.int64)
+    token = (tl.load(fields + TOKEN_START * num_chunks) + i).to(tl.int64)
     dim = tl.arange(0, D_PAD)
     query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)  # [TILE_Q, D_PAD]
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
@@ -124,7 +124,7 @@ def weighted_scores(
     key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
     words = row * word_stride + offset
     position = tl.load(position_pages + words, mask=live, other=0)
-    first_token = tl.load(fields + FIRST_TOKEN * num_chunks).to(tl.int64)
+    token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)
     first_scoring_query = tl.load(fields + FIRST_SCORING_QUERY * num_chunks)
     column_sums = tl.zeros([TILE_K], tl.float32)
     # A query head is not unrolled: each would have buffers of its own for the loads in flight.
@@ -133,7 +133,7 @@ def weighted_scores(
         for start in range(first_scoring_query // TILE_Q * TILE_Q, num_tokens, TILE_Q):
             i = start + tl.arange(0, TILE_Q)
             query_mask = (i < num_tokens) & (i >= first_scoring_query)
-            token = first_token + i
+            token = token_start + i
             query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)
             lse = tl.load(lse_ptr + head * lse_stride + token, mask=query_mask, other=0.0)
             adds = query_mask[None, :] & live[:, None]  # [TILE_K, TILE_Q]
