@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.harness import Simulation, make_scheduler, vllm_config
@@ -73,6 +73,17 @@ class Observed(Simulation):
         }
 
 
+CROWD: dict[str, Any] = {
+    "ops": [("add", 8, 40, 5, None), ("add", 5, 40, 5, None), ("steps", 24), ("reset",)],
+    "budget": 32,
+    "options": (),
+    "num_pages": 16,
+    "stop_rate": 0.0,
+    "seed": 1,
+}
+"""More requests than pages: preempted again and again, whatever else is drawn."""
+
+
 @settings(
     max_examples=150,
     deadline=None,
@@ -89,6 +100,9 @@ class Observed(Simulation):
     depth=st.sampled_from([1, 2]),
     seed=st.integers(0, 1000),
 )
+@example(**CROWD, max_batched=20, depth=1)
+@example(**CROWD, max_batched=64, depth=1)
+@example(**CROWD, max_batched=64, depth=2)
 def random_schedules(
     ops: list[tuple],
     budget: int,
