@@ -56,7 +56,9 @@ class Case:
 CASES = {
     "token": Case({}),
     "block": Case({"granularity": "block", "recent_ratio": 0.25}, block_size=2),
-    "prefix": Case({"prefill": "window", "observation_window": 3}, 4, 8, 2, num_more=2),
+    "prefix": Case(
+        {"prefill": "window", "observation_window": 3, "window_score": "sum"}, 4, 8, 2, num_more=2
+    ),
 }
 
 

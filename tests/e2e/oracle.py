@@ -146,6 +146,8 @@ class Oracle:
             packs_chunks=self.scheduler.ledger.packs_chunks,
             by_age=scoring.by_age,
             page_size=self.scheduler.ledger.victim_size,
+            by_maximum=scoring.by_maximum,
+            reach=scoring.reach,
             logical_len=plan.logical_start,
         )
 

@@ -45,6 +45,7 @@ def run(llm: LLM, prompts: list[list[int]], budgets: list[Any]) -> tuple[list[li
     ("policy", "options"),
     [
         ("h2o", WINDOW),
+        ("h2o", {**WINDOW, "window_score": "sum"}),
         (
             "h2o",
             {
@@ -60,7 +61,7 @@ def run(llm: LLM, prompts: list[list[int]], budgets: list[Any]) -> tuple[list[li
         ("streaming", {}),
         ("random", {}),
     ],
-    ids=["h2o", "block and squares", "streaming", "random"],
+    ids=["h2o", "h2o, sums", "block and squares", "streaming", "random"],
 )
 def test_a_hit_is_a_cold_run(
     policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,7 +92,8 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
     [
         {"score": "sum_squares", "score_skip_recent": 3},
         {"score": "mean", "num_sink_tokens": 2},
-        {"score": "sum_squares", "prefill": "window", "observation_window": 20},
+        {"prefill": "window", "observation_window": 20},
+        {"score": "sum_squares", "prefill": "window", "window_score": "sum"},
         {"prefill": "chunked", "protect_prompt_tokens": 7},
         {"budget": 0.5, "budget_basis": "prompt"},
         {"granularity": "block", "recent_ratio": 0.1, "budget": 80, "num_sink_tokens": 2},

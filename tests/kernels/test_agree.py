@@ -11,7 +11,15 @@ import torch
 
 from tests.kernels.caches import SHAPE, copied, filled, number, on_triton, same
 from tests.kernels.harness import Shape
-from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.batch import (
+    DECODE_FIELDS,
+    WINDOW_REACH,
+    DecodeBatch,
+    PromptChunk,
+    Scoring,
+    StepTensors,
+)
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.torch.kernels import TorchKernels
@@ -34,6 +42,8 @@ SCORINGS = [
     Scoring(power=2, skip_recent=1),
     Scoring(by_page=True),
     Scoring(by_age=True),
+    Scoring(by_maximum=True),
+    Scoring(power=2, skip_recent=5, by_maximum=True),
 ]
 
 
@@ -58,6 +68,7 @@ def decode_batch(shape: Shape, scoring: Scoring, seed: int) -> tuple[DecodeBatch
             "next_offset": next_offset,
             "num_free_slots": size - 1 - next_offset if overwrites and scoring.by_page else 0,
             "scores": token != 3,
+            "in_prompt": token in (1, 3, 6),
         }
         fields.append([int(values.get(name, 0)) for name in DECODE_FIELDS])
     # They lie as a graph's buffer has them, request by request.
@@ -169,10 +180,20 @@ def test_second_pass(make: Callable[[Shape], Kernels], power: int, dtype: torch.
     same(ours, theirs, owned)
 
 
+def forget_others(cache: LayerCache, chunks: list[PromptChunk]) -> None:
+    """Scores in slots after the survivors, which nobody owns any more, may be anything."""
+    for chunk in chunks:
+        slot = torch.arange(chunk.num_survivors, chunk.attended_len)
+        blocks = chunk.block_table[slot // cache.block_size].long()
+        for head in range(cache.num_kv_heads):
+            cache.score[blocks * cache.num_kv_heads + head, slot % cache.block_size] = 0.0
+
+
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("ranked", ["tokens", "by_page", "by_age"])
 @pytest.mark.parametrize("negative", [False, True])
-def test_pack(make: Callable[[Shape], Kernels], ranked: str, negative: bool) -> None:
+@pytest.mark.parametrize("reach", [0, 1, WINDOW_REACH])
+def test_pack(make: Callable[[Shape], Kernels], ranked: str, negative: bool, reach: int) -> None:
     """Survivors of two layers, with many equal scores, of both signs too."""
     chunks, owned = prompt_chunks(SHAPE, packs=True)
     their_layers = [filled(SHAPE, owned + 1, seed) for seed in (6, 7)]
@@ -181,15 +202,18 @@ def test_pack(make: Callable[[Shape], Kernels], ranked: str, negative: bool) -> 
             cache.score.sub_(0.5)
         number(cache, chunks)
     our_layers = [copied(cache, SHAPE) for cache in their_layers]
-    scoring = Scoring(by_page=ranked == "by_page", by_age=ranked == "by_age")
+    scoring = Scoring(by_page=ranked == "by_page", by_age=ranked == "by_age", reach=reach)
     TorchKernels().pack_survivors(their_layers, chunks, scoring)
     make(SHAPE).pack_survivors(our_layers, chunks, scoring)
     for ours, theirs in zip(our_layers, their_layers, strict=True):
+        for cache in (ours, theirs):
+            forget_others(cache, chunks)
         same(ours, theirs, owned)
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-def test_pack_long(make: Callable[[Shape], Kernels]) -> None:
+@pytest.mark.parametrize("reach", [0, WINDOW_REACH])
+def test_pack_long(make: Callable[[Shape], Kernels], reach: int) -> None:
     """More slots than a program holds at once."""
     shape = Shape(num_kv_heads=1, group=1, head_size=32, block_size=128)
     num_blocks, length = 40, 5000
@@ -207,6 +231,8 @@ def test_pack_long(make: Callable[[Shape], Kernels]) -> None:
         recent_start=length - 500,
         num_sinks=4,
     )
-    TorchKernels().pack_survivors([theirs], [chunk], Scoring())
-    make(shape).pack_survivors([ours], [chunk], Scoring())
+    TorchKernels().pack_survivors([theirs], [chunk], Scoring(reach=reach))
+    make(shape).pack_survivors([ours], [chunk], Scoring(reach=reach))
+    for cache in (ours, theirs):
+        forget_others(cache, [chunk])
     same(ours, theirs, num_blocks)

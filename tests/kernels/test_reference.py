@@ -16,6 +16,7 @@ from vllm_h2o.kernels.reference import (
     attend_and_score,
     pack_survivors,
     random_score,
+    reached,
     select_victim,
 )
 
@@ -260,6 +261,62 @@ def test_chunks_do_not_matter(chunks: list[int]) -> None:
         0
     ).tolist()
     close(one.strip.score, other.strip.score)
+
+
+def test_an_observation_window_by_hand() -> None:
+    """C = 4, R = 0, five tokens: the largest probability of two queries, which reaches two on."""
+    weights = torch.tensor([1.0, 1.0, 8.0, 1.0, 2.0], dtype=torch.float64)
+    key, query = weights.log()[:, None], torch.ones(5, 1, 1, dtype=torch.float64)
+    strip = Strip.empty(1, torch.float64)
+    one = Head(strip, 4, 0, 0, scale=1.0, by_maximum=True, reach=2)
+    one.step(query, key, key, ends_prompt=True, scoring_start=3)
+    # U: the query of token 3 gives 1, 1, 8 and 1 of 11; that of token 4 less, and itself 2 of 13.
+    # W: tokens 3 and 4 have the 8 of 11 of token 2.
+    assert one.strip.position.tolist() == [2, 3, 4]
+    assert one.strip.score.tolist() == pytest.approx([8 / 11] * 3)
+    one.step(query[:1], key[:1], key[:1])
+    assert one.strip.score.tolist() == pytest.approx(
+        [8 / 11 + w / 12 for w in (8, 1, 2)] + [1 / 12]
+    )
+    assert one.victim == 3
+
+
+@pytest.mark.parametrize("chunks", [[30], [10, 20], [27, 2, 1]])
+@pytest.mark.parametrize("prompt", [30, 9])
+def test_an_observation_window(chunks: list[int], prompt: int) -> None:
+    """Survivors and scores by maximum, in chunks of any size; what is not packed is as it was."""
+    inputs, one = Inputs.draw(32, group=2), head(10, 4, power=2)
+    one.by_maximum, one.reach = True, 8
+    chunks, start = chunks if prompt == 30 else [7, 1, 1], 0
+    for i, length in enumerate(chunks):
+        part = slice(start, start := start + length)
+        tokens = (inputs.query[part], inputs.key[part], inputs.value[part])
+        one.step(*tokens, i == len(chunks) - 1, scoring_start=prompt - 5)
+    probs = inputs.probabilities(causal(32))[prompt - 5 : prompt, :, :prompt].square()
+    score = [max(column) for column in probs.flatten(0, 1).T.tolist()]
+    expected = list(range(prompt))
+    if prompt == 30:
+        score = [max(score[max(j - 8, 0) : j + 1]) for j in range(prompt)]
+        best = sorted(range(prompt - 4), key=lambda j: (-score[j], j))[:5]
+        expected = sorted([*best, *range(prompt - 4, prompt)])
+    assert one.strip.position.tolist() == expected
+    assert one.strip.score.tolist() == pytest.approx([score[j] for j in expected])
+
+
+@pytest.mark.parametrize(
+    ("scores", "positions", "reach", "expected"),
+    [
+        ([3, 1, 2, 0, 0], [0, 1, 2, 3, 4], 0, [3, 1, 2, 0, 0]),
+        ([3, 1, 2, 0, 0], [0, 1, 2, 3, 4], 1, [3, 3, 2, 2, 0]),
+        ([3, 1, 2, 0, 0], [0, 1, 2, 3, 4], 8, [3, 3, 3, 3, 3]),
+        ([0, 3, -1, 0, -2], [4, 0, 1, 2, 9], 2, [0, 3, 3, 3, -2]),
+    ],
+)
+def test_reach(
+    scores: list[float], positions: list[int], reach: int, expected: list[float]
+) -> None:
+    """The largest score of so many positions before, wherever they lie."""
+    assert reached(strip(scores, positions), reach).tolist() == expected
 
 
 def test_group_is_summed() -> None:

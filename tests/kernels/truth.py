@@ -72,6 +72,8 @@ class Truth:
                 packs_chunks=life.ledger.packs_chunks,
                 by_age=self.layer.builder.scoring.by_age,
                 page_size=life.ledger.victim_size,
+                by_maximum=self.layer.builder.scoring.by_maximum,
+                reach=self.layer.builder.scoring.reach,
             )
             for _ in range(shape.num_kv_heads)
         ]

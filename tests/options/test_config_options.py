@@ -47,6 +47,11 @@ def test_choices_that_all_work(field: str, works: str) -> None:
             "prefill='full' lets every query of a prompt score",
         ),
         (
+            {"window_score": "sum"},
+            "window_score='sum'",
+            "prefill='full' adds up what every query of a prompt gives",
+        ),
+        (
             {"prefill": "window", "observation_window": 0},
             "observation_window=0",
             "no query scores",
@@ -73,6 +78,22 @@ def test_options_that_do_not_go_together(options: dict[str, Any], asked: str, fo
     message = refusal(**options)
     assert message.startswith(f"kv-policy: asked: {asked}; is: {found}; why not: ")
     assert message.endswith("what to do: leave it out, or change the other option.")
+
+
+@pytest.mark.parametrize(
+    ("options", "by_maximum"),
+    [
+        ({}, False),
+        ({"prefill": "chunked"}, False),
+        ({"prefill": "window"}, True),
+        ({"prefill": "window", "window_score": "max"}, True),
+        ({"prefill": "window", "window_score": "sum"}, False),
+        ({"name": "h2o_mean", "prefill": "window", "score": "sum_squares"}, True),
+    ],
+)
+def test_window_scores(options: dict[str, Any], by_maximum: bool) -> None:
+    """A window scores by maximum unless sums are asked for, and nothing else does."""
+    assert KVPolicyConfig(**options).scores_by_maximum is by_maximum
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ CONFLICTING = (
     {"budget": 64, "budget_basis": "prompt"},
     {"name": "local", "prefill": "window"},
     {"observation_window": 16},
+    {"window_score": "sum"},
     {"prefill": "window", "observation_window": 0},
     {"prefill": "window", "score": "mean"},
     {"granularity": "block", "score": "mean"},

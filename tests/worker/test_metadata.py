@@ -141,6 +141,7 @@ FIELDS = {
     "next_offset": [0, 0, 0],
     "num_free_slots": [0, 0, 0],
     "scores": [1, 1, 1],
+    "in_prompt": [0, 0, 0],
 }
 
 
@@ -175,6 +176,7 @@ def test_one_token_of_a_prompt() -> None:
         metadata = copied().build(0, common_metadata([1], TABLE[2:3]))
     fields = fields_of(metadata.decodes[0])
     assert (fields["attended_len"], fields["overwrites"], fields["selects"]) == ([41], [0], [0])
+    assert fields["in_prompt"] == [1]
     assert metadata.prompts == [] and len(step.packings) == 1
 
 

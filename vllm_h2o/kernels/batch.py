@@ -19,6 +19,10 @@ class Scoring:
         by_age: whether a score is ranked as a mean: divided by the number of queries since the
             token was stored, its own among them.
         second_pass: whether a prompt's queries score a second time, rotated past the chunk's end.
+        by_maximum: whether what a prompt's queries give to a token is the largest of their
+            contributions, over queries and the GQA group, and not their sum.
+        reach: when survivors are chosen, a token's score becomes the largest of its own and of so
+            many tokens' before it.
 
     """
 
@@ -27,10 +31,15 @@ class Scoring:
     by_page: bool = False
     by_age: bool = False
     second_pass: bool = False
+    by_maximum: bool = False
+    reach: int = 0
 
 
 SECOND_PASS_WEIGHT = 4.0
 """Weight of a second pass over the prompt's queries, relative to a mean over all queries."""
+
+WINDOW_REACH = 8
+"""Tokens after one that an observation window's queries look at, which stay with it."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ DECODE_FIELDS = (
     "next_offset",
     "num_free_slots",
     "scores",
+    "in_prompt",
 )
 """Rows of :attr:`DecodeBatch.fields`. Triton's and C++'s constants are derived from these names."""
 
@@ -94,6 +104,7 @@ class DecodeBatch:
                 are evicted.
             num_free_slots: slots after the new token's that hold evicted tokens: not attended to.
             scores: 1 where the query adds to scores.
+            in_prompt: 1 where the token is of the prompt: its query scores as those of a chunk do.
 
     """
 
@@ -121,7 +132,8 @@ class PromptChunk:
         resident_start: slots in use before the chunk; query i attends to slots
             [0, resident_start + i].
         logical_start: position of the first token.
-        num_survivors: tokens that survive the chunk; 0 when nothing is packed.
+        num_survivors: tokens that survive the chunk; 0 when nothing is packed; where all do, they
+            are copied as they are.
         recent_start: positions from here on survive.
         num_sinks: positions below survive.
         seed: of the ``random`` policy.

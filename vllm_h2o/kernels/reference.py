@@ -24,7 +24,8 @@ class Strip:
     Args:
         key: [L, D].
         value: [L, D].
-        score: [L], sum of attention probabilities received, over queries and the GQA group.
+        score: [L], sum of attention probabilities received, over queries and the GQA group; where
+            an observation window scores by maximum, the largest of them in the prompt.
         position: [L], int64; -1 where a slot is empty.
 
     """
@@ -72,8 +73,11 @@ def attend_and_score(
     power: int = 1,
     skip_recent: int = 0,
     first_scoring_query: int = 0,
+    by_maximum: bool = False,
 ) -> torch.Tensor:
     """``P = softmax(q K^T * scale + causal); out = P V; score[j] += sum_{queries, group} P[., j]``.
+
+    With ``by_maximum``: ``score[j] = max(score[j], max_{queries, group} P[., j])``.
 
     Args:
         query: [T, G, D], of the T newest tokens, whose K and V are in the last T slots (T > 1) or
@@ -83,6 +87,7 @@ def attend_and_score(
         power: of the probabilities that are added; 0 adds nothing.
         skip_recent: queries add to tokens that are at least so many positions older.
         first_scoring_query: queries from here on, in [0, T], add to scores.
+        by_maximum: whether a score becomes the largest contribution, and not their sum.
 
     Returns:
         [T, G, D].
@@ -98,7 +103,11 @@ def attend_and_score(
         query_position = int(strip.position.max()) - torch.arange(num_queries - 1, -1, -1)
         old = query_position[:, None] - strip.position >= skip_recent
         contributions = (probs.pow(power) * old[:, None, :])[first_scoring_query:]
-        strip.score = strip.score + contributions.sum(dim=(0, 1)).to(strip.score.dtype)
+        if by_maximum:
+            each = contributions.flatten(0, 1).to(strip.score.dtype)  # [T * G, L]
+            strip.score = torch.cat([strip.score[None], each]).amax(dim=0)
+        else:
+            strip.score = strip.score + contributions.sum(dim=(0, 1)).to(strip.score.dtype)
     return torch.einsum("tgj,jd->tgd", probs, strip.value)
 
 
@@ -177,6 +186,21 @@ def pack_survivors(
     )
 
 
+def reached(strip: Strip, reach: int) -> torch.Tensor:
+    """``W[j] = max_{0 <= d <= reach} U[j - d]``, by position: [L].
+
+    Not of the paper: a query looks for where something begins, and what follows must stay with it.
+
+    Args:
+        strip: what the observation window gave each token, U, as its score.
+        reach: positions that a score reaches.
+
+    """
+    distance = strip.position[:, None] - strip.position
+    within = (distance >= 0) & (distance <= reach)
+    return strip.score.expand_as(within).masked_fill(~within, float("-inf")).amax(dim=1)
+
+
 def page_sums(strip: Strip, page_size: int) -> torch.Tensor:
     """[L]: of each slot, the sum of the scores in its page."""
     sums = [part.sum().expand_as(part) for part in strip.score.split(page_size)]
@@ -223,6 +247,9 @@ class Head:
         packs_chunks: whether survivors are packed after every chunk of the prompt, not at its end.
         by_age: whether scores are compared as means over the queries since a token was stored.
         page_size: tokens that are evicted together, and ranked by the sum of their scores.
+        by_maximum: whether a prompt's queries score by maximum.
+        reach: when survivors are packed, a score becomes the largest of the token's own and of
+            so many tokens' before it. A prompt that is not packed keeps its scores.
         logical_len: tokens computed so far.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full: where pages are
@@ -241,6 +268,8 @@ class Head:
     packs_chunks: bool = False
     by_age: bool = False
     page_size: int = 1
+    by_maximum: bool = False
+    reach: int = 0
     logical_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
@@ -278,7 +307,9 @@ class Head:
             self.logical_len += 1
         num_new = key.shape[0]
         first = min(max(scoring_start - (self.logical_len - num_new), 0), num_new)
-        out = attend_and_score(query, self.strip, self.scale, self.power, self.skip_recent, first)
+        by_maximum = self.by_maximum and self.in_prompt
+        limits = (self.power, self.skip_recent, first, by_maximum)
+        out = attend_and_score(query, self.strip, self.scale, *limits)
         if rotated_query is not None:
             score_second_pass(rotated_query[first:], self.strip, self.scale, self.power)
         full = len(self.strip) >= self.capacity
@@ -302,6 +333,8 @@ class Head:
     def _pack(self) -> None:
         limits = (self.num_recent, self.num_sinks, self.by_age)
         held = self.strip
+        if self.reach:
+            held.score = reached(held, self.reach)
         if self.page_size > 1:
             ranked = Strip(held.key, held.value, page_sums(held, self.page_size), held.position)
         else:

@@ -76,6 +76,12 @@ class KVPolicyConfig:
     observation_window: int = option(
         32, "with prefill=window: how many of the prompt's last queries score", bits=31
     )
+    window_score: str = option(
+        "max",
+        "with prefill=window: a token's score: max, the most that any of those queries and heads "
+        "gives to it or to one of the eight tokens before it; sum, all that they give to it",
+        choices=("max", "sum"),
+    )
     score: str | None = option(
         None,
         f"what ranks tokens: {_SCORE_MEANINGS}",
@@ -145,6 +151,11 @@ class KVPolicyConfig:
     def has_second_pass(self) -> bool:
         """Whether a prompt's queries score a second time, rotated past its end."""
         return SCORES[self.score_name].second_pass
+
+    @property
+    def scores_by_maximum(self) -> bool:
+        """Whether an observation window scores by maximum, and not by sum."""
+        return self.prefill == "window" and self.window_score == "max"
 
     @property
     def _uses_attention(self) -> bool:

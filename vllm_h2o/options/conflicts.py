@@ -60,6 +60,12 @@ CONFLICTS = (
         NO_OP,
     ),
     Conflict(
+        lambda c: c.window_score != type(c).window_score and not _has_window(c),
+        "window_score={c.window_score!r}",
+        "prefill={c.prefill!r} adds up what every query of a prompt gives",
+        NO_OP,
+    ),
+    Conflict(
         lambda c: _has_window(c) and not c.observation_window,
         "observation_window={c.observation_window!r}",
         "no query scores",

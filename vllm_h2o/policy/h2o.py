@@ -8,5 +8,12 @@ H2O = Policy(
     score=ScoreKind.ATTENTION,
     keeps_heavy=True,
     options=BUDGET_OPTIONS
-    | {"recent_ratio", "granularity", "observation_window", "score", "score_skip_recent"},
+    | {
+        "recent_ratio",
+        "granularity",
+        "observation_window",
+        "window_score",
+        "score",
+        "score_skip_recent",
+    },
 )

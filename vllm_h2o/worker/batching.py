@@ -55,6 +55,7 @@ class Rows:
             plan.next_offset,
             plan.num_free_slots,
             not plan.fits and plan.logical_start >= plan.scoring_start,
+            plan.in_prompt,
         )
 
 

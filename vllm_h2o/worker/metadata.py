@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.batch import WINDOW_REACH, DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
@@ -83,6 +83,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             by_page=config.granularity == "block",
             by_age=config.score_by_age,
             second_pass=config.has_second_pass,
+            by_maximum=config.scores_by_maximum,
+            reach=WINDOW_REACH if config.scores_by_maximum else 0,
         )
         heads = heads_of_rank(vllm_config, kv_cache_spec.num_kv_heads)
         is_random = config.policy.score is ScoreKind.RANDOM

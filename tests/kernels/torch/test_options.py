@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,8 +31,16 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "window": {"observation_window": 5},
     "chunked": {"packs_chunks": True},
 }
+LARGEST = (("prefill", "window"),)
+SCORES_OF_WINDOWS = {
+    "largest": LARGEST,
+    "largest square of older tokens": (
+        *LARGEST, ("score", "sum_squares"), ("score_skip_recent", 3)
+    ),
+}  # fmt: skip
+ALL_SCORES = {**SCORES, **SCORES_OF_WINDOWS}
 PAGES = (("granularity", "block"), ("recent_ratio", 0.0))
-"""The layer takes its requests' budgets from their lives."""
+"""The layer takes its requests' budgets, and which queries score, from their lives."""
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +58,10 @@ def ranking() -> Iterator[Ranking]:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(
+    ("prompt", "score"),
+    [*product(PROMPTS, SCORES), *product(("full", "window"), SCORES_OF_WINDOWS)],
+)
 @given(data=st.data())
 def test_any_lives(
     native: bool, score: str, prompt: str, data: st.DataObject, ranking: Ranking
@@ -61,7 +72,7 @@ def test_any_lives(
     lives = [replace(life, **PROMPTS[prompt]) for life in drawn]
     num_blocks = pool_size(lives, shape.block_size, 1.0)
     seed, kernels = data.draw(st.integers(0, 99)), load() if native else TorchKernels()
-    layer = Layer(shape, "h2o", num_blocks, seed, kernels=kernels, options=SCORES[score])
+    layer = Layer(shape, "h2o", num_blocks, seed, kernels=kernels, options=ALL_SCORES[score])
     live(layer, "h2o", lives, ranking)
 
 
@@ -72,10 +83,16 @@ def test_any_lives(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(
+    ("prompt", "options"), [*product(PROMPTS, [PAGES]), ("window", (*PAGES, *LARGEST))]
+)
 @given(data=st.data())
 def test_any_lives_by_page(
-    native: bool, prompt: str, data: st.DataObject, ranking: Ranking
+    native: bool,
+    prompt: str,
+    options: tuple[tuple[str, Any], ...],
+    data: st.DataObject,
+    ranking: Ranking,
 ) -> None:
     """The same where whole pages go, and are refilled in place."""
     lives = []
@@ -90,7 +107,7 @@ def test_any_lives_by_page(
         lives.append(replace(life, **PROMPTS[prompt]))
     shape, kernels = Shape(2, 3, 64, 16), load() if native else TorchKernels()
     num_blocks = pool_size(lives, shape.block_size, 1.0)
-    layer = Layer(shape, "h2o", num_blocks, kernels=kernels, options=PAGES)
+    layer = Layer(shape, "h2o", num_blocks, kernels=kernels, options=options)
     live(layer, "h2o", lives, ranking)
 
 
@@ -99,7 +116,7 @@ def retained(prompt: str, chunks: list[int], score: str = "plain") -> list[int]:
     (life,) = make_lives([(32, 7, 0, chunks, 3)])
     life = replace(life, **PROMPTS[prompt])
     shape = Shape(1, 1, 64, 16)
-    layer = Layer(shape, "h2o", 20, options=SCORES[score])
+    layer = Layer(shape, "h2o", 20, options=ALL_SCORES[score])
     life.prepare(shape)
     while life.num_left:
         plan = life.next_plan()
@@ -115,12 +132,16 @@ def test_each_option_changes_what_is_kept() -> None:
     assert retained("window", [75, 75]) == retained("window", [149, 1])
     others = [
         retained("window", [75, 75]),
+        retained("window", [75, 75], "largest"),
         retained("chunked", [75, 75]),
         retained("full", [150], "squares"),
         retained("full", [150], "older tokens"),
         retained("full", [150], "means"),
     ]
     assert all(other != plain for other in others)
+    assert others[0] != others[1]
+    # The window's queries may be those of several chunks, of one token too.
+    assert others[1] == retained("window", [147, 2, 1], "largest")
     assert retained("chunked", [150]) == plain
 
 

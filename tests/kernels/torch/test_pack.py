@@ -14,6 +14,7 @@ from vllm_h2o.kernels.reference import (
     Strip,
     attend_and_score,
     pack_survivors,
+    reached,
     score_second_pass,
 )
 from vllm_h2o.kernels.torch import pack, prefill, second_pass
@@ -63,10 +64,12 @@ def strips(cache: LayerCache, blocks: list[int], num_slots: int) -> list[Strip]:
 
 
 @pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("by_maximum", [False, True])
 @pytest.mark.parametrize("skip_recent", [0, 5])
 @pytest.mark.parametrize(("num_tokens", "first_window_query"), [(57, 25), (57, 0), (20, 0), (1, 0)])
 def test_window_scores(
     power: int,
+    by_maximum: bool,
     skip_recent: int,
     num_tokens: int,
     first_window_query: int,
@@ -78,10 +81,12 @@ def test_window_scores(
     before = cache.score.clone()
     for tile in (7, prefill.QUERY_TILE):
         monkeypatch.setattr(prefill, "QUERY_TILE", tile)
-        found = prefill.window_scores(cache, chunk, query, 0.2, Scoring(power, skip_recent))
+        scoring = Scoring(power, skip_recent, by_maximum=by_maximum)
+        found = prefill.window_scores(cache, chunk, query, 0.2, scoring)
         for head, strip in enumerate(strips(cache, BLOCKS, LENGTH)):
             own = query.double().unflatten(1, (2, 3))[:, head]
-            attend_and_score(own, strip, 0.2, power, skip_recent, first_window_query)
+            limits = (power, skip_recent, first_window_query, by_maximum)
+            attend_and_score(own, strip, 0.2, *limits)
             torch.testing.assert_close(found[head].double(), strip.score, rtol=1e-5, atol=1e-6)
     assert torch.equal(cache.score.nan_to_num(), before.nan_to_num())
 
@@ -109,18 +114,21 @@ def test_second_pass(
             torch.testing.assert_close(after, before[head].score[LENGTH:], equal_nan=True)
 
 
+@pytest.mark.parametrize("reach", [0, 8])
 @pytest.mark.parametrize("has_own_scores", [False, True])
-def test_survivors_are_copied(has_own_scores: bool) -> None:
+def test_survivors_are_copied(has_own_scores: bool, reach: int) -> None:
     """They are those of a prompt packed in place; the pages they leave are not touched."""
     scores = torch.rand(2, LENGTH)
     destination = [7, 10]
     cache, chunk = shared(destination, 20, 0)
     before = strips(cache, BLOCKS, LENGTH)
-    pack.pack_survivors(cache, chunk, Scoring(), scores if has_own_scores else None)
+    scoring = Scoring(reach=reach)
+    pack.pack_survivors(cache, chunk, scoring, scores if has_own_scores else None)
     for head, (left, strip) in enumerate(zip(before, strips(cache, BLOCKS, LENGTH), strict=True)):
         assert all(torch.equal(getattr(left, name), getattr(strip, name)) for name in VIEWS)
         if has_own_scores:
             strip.score = scores[head].double()
+        strip.score = reached(strip, reach)
         expected = pack_survivors(strip, LENGTH, NUM_SURVIVORS, 12, 3)
         copied = strips(cache, destination, NUM_SURVIVORS)[head]
         for name in VIEWS:

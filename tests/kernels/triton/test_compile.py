@@ -73,16 +73,17 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
           KEEPS_LOGITS=not paged)
     build(decode.merge_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
           PAGES=PAGE_LANES // block, MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=2 if paged else 1,
-          BY_PAGE=paged, BY_AGE=not paged)
+          BY_PAGE=paged, BY_AGE=not paged, BY_MAXIMUM=paged)
     build(prefill.store_chunk, dtype, "*i32", **shape, TILE=STORE_TILE, HAS_INITIAL_SCORE=paged)
     by_query, by_key = prompt_tiles(shape["D_PAD"], dtype.itemsize, CAPABILITY)
     dots = dict(**shape, G=group, **exact)
     build(prefill.attend, dtype, "*i32", **dots, **by_query)
-    build(prefill.column_scores, dtype, "*i32", **dots, **by_key, POWER=1, SKIPS=paged)
+    build(prefill.column_scores, dtype, "*i32", **dots, **by_key, POWER=1, SKIPS=paged,
+          BY_MAXIMUM=paged)
     build(second_pass.log_sum_exp, dtype, "*i32", **dots, **by_query)
     build(second_pass.weighted_scores, dtype, "*i32", **dots, **by_key, POWER=2)
     build(pack.select_survivors, dtype, "*i32", N=block, TILE=SELECT_TILE, BY_PAGE=paged,
-          BY_AGE=not paged, num_warps=8)
+          BY_AGE=not paged, REACH=8 if paged else 0, num_warps=8)
     build(pack.pack_survivors, dtype, "*i32", **shape, TILE=STORE_TILE, ALIGNED=16)
 print("compiled")
 """

@@ -240,6 +240,7 @@ class Decode {
   // Adds to the scores of the part, and finds its lowest.
   void score(Part& part) const {
     const bool adds = scoring_.power && field(kScores, part.request);
+    const bool by_maximum = adds && scoring_.by_maximum && field(kInPrompt, part.request);
     const bool selects = field(kSelects, part.request);
     if (!adds && !selects) return;
     const Strip<T> held = strip(part);
@@ -251,7 +252,11 @@ class Decode {
       float* scores = held.scores(page) + offset;  // [count]
       const int32_t* positions = scores_to_positions(scores);
       const int64_t slot = page * cache_.block_size + offset;
-      if (adds) add_scores(part, scores, positions, count, slot - part.begin, newest);
+      if (by_maximum) {
+        take_largest(part, scores, positions, count, slot - part.begin, newest);
+      } else if (adds) {
+        add_scores(part, scores, positions, count, slot - part.begin, newest);
+      }
       if (!selects) return;
       if (scoring_.by_age) {
         offer_aged(part.lowest, candidates, scores, positions, count, slot, logical_end);
@@ -291,6 +296,18 @@ class Decode {
         sum += squares ? p * p : p;
       }
       scores[i] += sum;
+    }
+  }
+
+  // The same of a token of the prompt, where its queries score by maximum.
+  void take_largest(const Part& part, float* scores, const int32_t* positions, int count,
+                    int64_t start, int64_t newest) const {
+    for (int i = 0; i < count; ++i) {
+      if (positions[i] > newest) continue;
+      for (int g = 0; g < group_; ++g) {
+        const float p = part.weights[g * stride_ + start + i] * part.factor[g];
+        scores[i] = std::max(scores[i], scoring_.power == 2 ? p * p : p);
+      }
     }
   }
 

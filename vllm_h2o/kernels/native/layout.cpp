@@ -45,6 +45,8 @@ const H2oEntry* h2o_layout_entries() {
       H2O_FIELD(H2oScoring, skip_recent),
       H2O_FIELD(H2oScoring, by_page),
       H2O_FIELD(H2oScoring, by_age),
+      H2O_FIELD(H2oScoring, by_maximum),
+      H2O_FIELD(H2oScoring, reach),
       H2O_STRUCT(H2oBatch),
       H2O_FIELD(H2oBatch, block_table),
       H2O_FIELD(H2oBatch, fields),
@@ -88,6 +90,7 @@ const H2oEntry* h2o_layout_entries() {
       H2O_CONSTANT(kNextOffset),
       H2O_CONSTANT(kNumFreeSlots),
       H2O_CONSTANT(kScores),
+      H2O_CONSTANT(kInPrompt),
       H2O_CONSTANT(kNumDecodeFields),
       {nullptr, 0, 0},
   };

@@ -24,6 +24,7 @@ enum H2oDecodeField : int32_t {
   kNextOffset,
   kNumFreeSlots,
   kScores,
+  kInPrompt,
   kNumDecodeFields
 };
 
@@ -60,6 +61,8 @@ struct H2oScoring {
   int32_t skip_recent;
   int32_t by_page;
   int32_t by_age;
+  int32_t by_maximum;
+  int32_t reach;
 };
 
 // B requests with one new token each.

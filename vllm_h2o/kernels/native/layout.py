@@ -63,6 +63,8 @@ class H2oScoring(ctypes.Structure):
         ("skip_recent", c_int32),
         ("by_page", c_int32),
         ("by_age", c_int32),
+        ("by_maximum", c_int32),
+        ("reach", c_int32),
     )
 
 
@@ -261,7 +263,14 @@ def scoring_bytes(scoring: Scoring) -> bytes:
     """What is added to scores, and what is ranked."""
     if scoring.power not in (0, 1, 2):
         raise ValueError(f"scores are sums of powers 0, 1 or 2, not {scoring.power}")
-    return _SCORING.pack(scoring.power, scoring.skip_recent, scoring.by_page, scoring.by_age)
+    return _SCORING.pack(
+        scoring.power,
+        scoring.skip_recent,
+        scoring.by_page,
+        scoring.by_age,
+        scoring.by_maximum,
+        scoring.reach,
+    )
 
 
 def batch_bytes(batch: DecodeBatch) -> bytes:

@@ -16,6 +16,20 @@ inline uint64_t rank(bool safe, float score, int64_t slot) {
   return level << 31 | static_cast<uint64_t>(slot);
 }
 
+// W[j] = the largest of the scores U[j - reach ... j]. Slots of a prompt are in order of position,
+// and hold every position; from the last one on, none is read that has been written.
+template <class T>
+void extend_scores(const Strip<T>& strip, int64_t length, int64_t reach) {
+  const int64_t n = strip.block_size;
+  for (int64_t slot = length - 1; slot > 0; --slot) {
+    float largest = strip.scores(slot / n)[slot % n];
+    for (int64_t other = std::max<int64_t>(slot - reach, 0); other < slot; ++other) {
+      largest = std::max(largest, strip.scores(other / n)[other % n]);
+    }
+    strip.scores(slot / n)[slot % n] = largest;
+  }
+}
+
 // Writes the survivors' slots, in order; `ranks` has room for all.
 template <class T>
 void select_survivors(const Strip<T>& strip, const H2oPacked& request, const H2oScoring& scoring,
@@ -53,6 +67,7 @@ void pack(const H2oCache& cache, const H2oPacked& request, int head, const H2oSc
   const Strip<T> strip(cache, request.block_table, head);
   uint64_t* ranks = ranks_memory.get<uint64_t>(request.attended_len);
   int64_t* survivors = survivors_memory.get<int64_t>(num_survivors);
+  if (scoring.reach) extend_scores(strip, request.attended_len, scoring.reach);
   select_survivors(strip, request, scoring, ranks, survivors);
   // Slots of a prompt are in order of position, so no survivor overwrites a later one.
   for (int64_t to = 0; to < num_survivors; ++to) {

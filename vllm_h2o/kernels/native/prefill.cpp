@@ -2,6 +2,7 @@
 //
 //   P = softmax(q K^T * scale + causal); out = P V
 //   score[j] += sum over queries and the group P[., j]^power
+//   or, by maximum: score[j] = max of score[j] and, over queries and the group, P[., j]^power
 //
 // arXiv 2306.14048, section 2.1.
 
@@ -52,11 +53,10 @@ class Prefill {
     prompt_.multiply_keys(x, tile, width, [&](int64_t slot) { hide_later(x, tile, slot); });
     for (int64_t r = 0; r < num_rows; ++r) prompt_.template exponentiate<true>(x, r, width);
     if (scoring_.power && prompt_.set_contributions(x, tile)) {
-      float* sums = prompt_.sums_of_tile(thread, tile);
-      if (scoring_.skip_recent) {
-        add_old_columns(x, tile, sums);
+      if (scoring_.by_maximum) {
+        add_columns<true>(thread, x, tile, width);
       } else {
-        prompt_.add_columns(x, tile, sums, width);
+        add_columns<false>(thread, x, tile, width);
       }
     }
     // out [rows, D] = weights [rows, width] V [width, D].
@@ -72,7 +72,9 @@ class Prefill {
     const int64_t n = cache_.block_size;
     const int64_t end = std::min(start + kKeyBlock, prompt_.chunks[c].attended_len());
     for (int64_t slot = start; slot < end; ++slot) {
-      held.scores(slot / n)[slot % n] += prompt_.column_sum(num_threads, c, h, slot);
+      float& score = held.scores(slot / n)[slot % n];
+      const float sum = prompt_.column_sum(num_threads, c, h, slot);
+      score = scoring_.by_maximum ? std::max(score, sum) : score + sum;
     }
   }
 
@@ -108,7 +110,18 @@ class Prefill {
     });
   }
 
+  template <bool kByMaximum>
+  void add_columns(int thread, const Rows& x, const QueryTile& tile, int64_t width) const {
+    float* sums = prompt_.sums_of_tile(thread, tile);
+    if (scoring_.skip_recent) {
+      add_old_columns<kByMaximum>(x, tile, sums);
+    } else {
+      prompt_.template add_columns<kByMaximum>(x, tile, sums, width);
+    }
+  }
+
   // Adds to the columns where a query leaves out tokens that are less than skip_recent older.
+  template <bool kByMaximum>
   void add_old_columns(const Rows& x, const QueryTile& tile, float* sums) const {
     const H2oChunk& chunk = prompt_.chunks[tile.chunk];
     const Strip<T> held = prompt_.strip(tile.chunk, tile.head);
@@ -122,7 +135,11 @@ class Prefill {
         for (; slot < end; ++slot) {
           if (positions[slot - begin] > newest) continue;
           const float p = x.logits[r * prompt_.stride + slot] * x.contribution[r];
-          sums[slot] += scoring_.power == 2 ? p * p : p;
+          if constexpr (kByMaximum) {
+            sums[slot] = std::max(sums[slot], scoring_.power == 2 ? p * p : p);
+          } else {
+            sums[slot] += scoring_.power == 2 ? p * p : p;
+          }
         }
       }
     });

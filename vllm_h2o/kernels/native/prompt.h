@@ -323,7 +323,9 @@ struct Prompt {
     return any;
   }
 
-  // sums [width] += over the rows, (weights [rows, width] * contribution [rows])^power.
+  // sums [width] += over the rows, (weights [rows, width] * contribution [rows])^power; or they
+  // become the largest of those.
+  template <bool kByMaximum>
   void add_columns(const Rows& x, const QueryTile& tile, float* sums, int64_t width) const {
     const int64_t num_rows = tile.num_heads * tile_queries;
     const bool squares = scoring.power == 2;
@@ -335,21 +337,28 @@ struct Prompt {
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) {
           const Floats p = load(x.logits + r * stride + i + v * kLanes) * factor;
-          columns[v] += squares ? p * p : p;
+          if constexpr (kByMaximum) {
+            columns[v] = larger(columns[v], squares ? p * p : p);
+          } else {
+            columns[v] += squares ? p * p : p;
+          }
         }
       }
       for (int v = 0; v < kVectors; ++v) {
         float* to = sums + i + v * kLanes;
-        put(to, load(to) + columns[v]);
+        put(to, kByMaximum ? larger(load(to), columns[v]) : load(to) + columns[v]);
       }
     }
   }
 
-  // One slot's sum over the threads.
+  // One slot's sum over the threads, or the largest.
   float column_sum(int num_threads, int chunk, int head, int64_t slot) const {
     const float* sums = column_sums + offset(chunk, head) + slot;
     float sum = 0.0f;
-    for (int i = 0; i < num_threads; ++i) sum += sums[i * num_slots()];
+    for (int i = 0; i < num_threads; ++i) {
+      const float other = sums[i * num_slots()];
+      sum = scoring.by_maximum ? std::max(sum, other) : sum + other;
+    }
     return sum;
   }
 };

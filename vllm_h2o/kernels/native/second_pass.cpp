@@ -31,7 +31,7 @@ class SecondPass {
     prompt_.multiply_keys(x, tile, width, [&](int64_t slot) { hide_unused(x, tile, slot); });
     for (int64_t r = 0; r < num_rows; ++r) prompt_.template exponentiate<false>(x, r, width);
     if (!prompt_.set_contributions(x, tile)) return;
-    prompt_.add_columns(x, tile, prompt_.sums_of_tile(thread, tile), width);
+    prompt_.template add_columns<false>(x, tile, prompt_.sums_of_tile(thread, tile), width);
   }
 
   // Adds the threads' sums of slots [start, start + kKeyBlock), as a mean over the queries so far.

@@ -105,15 +105,26 @@ def _add_scores(
     scoring: Scoring,
 ) -> None:
     """Add probabilities ([B, H, G, L]) to the scores of the pages (``rows``: [B, H, P])."""
-    sums = probs.pow(scoring.power).sum(dim=2).view(*rows.shape, cache.block_size)  # [B, H, P, N]
+    each = probs.pow(scoring.power)
+    in_prompt = batch.field("in_prompt").bool()[:, None, None, None]
+    added = each.sum(dim=2).view(*rows.shape, cache.block_size)  # [B, H, P, N]
+    if scoring.by_maximum:
+        added = torch.where(in_prompt, each.amax(dim=2).view(added.shape), added)
     if scoring.skip_recent:
         age = batch.field("logical_start")[:, None, None, None] - cache.position[rows]
-        sums.masked_fill_(age < scoring.skip_recent, 0.0)
-    sums *= batch.field("scores")[:, None, None, None]
+        added.masked_fill_(age < scoring.skip_recent, 0.0)
+    added *= batch.field("scores")[:, None, None, None]
     # A hidden slot of an owned page gets 0; a page that is not owned may be another's.
     page_start = torch.arange(rows.shape[2], device=rows.device) * cache.block_size
     own = (page_start < batch.field("attended_len")[:, None])[:, None, :].expand_as(rows)
-    cache.score[rows[own]] += sums[own]
+    held = cache.score[rows[own]]
+    new = held + added[own]
+    if scoring.by_maximum:
+        slots = page_start[:, None] + torch.arange(cache.block_size, device=rows.device)
+        live = slots < batch.field("attended_len")[:, None, None]  # [B, P, N]
+        largest = (in_prompt & live[:, None]).expand_as(added)[own]
+        new = torch.where(largest, torch.maximum(held, added[own]), new)
+    cache.score[rows[own]] = new
 
 
 def select_victims(

@@ -32,6 +32,8 @@ def pack_survivors(
     """
     if score is None:
         score = chunk_slots(cache, cache.score, chunk)
+    if scoring.reach and chunk.num_survivors < chunk.attended_len:
+        score = reached(score, scoring.reach)
     survivor = _select_survivors(cache, chunk, scoring, score)
     rows = chunk_rows(cache, chunk)
     destination = rows
@@ -43,6 +45,15 @@ def pack_survivors(
     for view in (cache.key, cache.value, cache.position):
         view[target] = view[source]
     cache.score[target] = score.gather(1, survivor)
+
+
+def reached(score: torch.Tensor, reach: int) -> torch.Tensor:
+    """[H, L]: of each slot the largest score of its own and of ``reach`` slots before it.
+
+    A prompt's slots are in order of position, and hold every position: so do those.
+    """
+    padded = torch.nn.functional.pad(score, (reach, 0), value=float("-inf"))
+    return padded.unfold(1, reach + 1, 1).amax(dim=2)
 
 
 def _select_survivors(

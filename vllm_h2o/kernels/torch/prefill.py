@@ -63,7 +63,7 @@ def attend_and_score(
     num_queries, num_heads, head_size = query.shape
     key, value = (chunk_slots(cache, view, chunk).float() for view in (cache.key, cache.value))
     position = chunk_slots(cache, cache.position, chunk)
-    column_sums = torch.zeros(position.shape, device=query.device)
+    columns = torch.zeros(position.shape, device=query.device)
     group = num_heads // cache.num_kv_heads
     shape = (cache.num_kv_heads, group, num_queries, head_size)
     out = torch.empty(shape, device=query.device)
@@ -78,11 +78,12 @@ def attend_and_score(
         if scoring.power and stop > chunk.first_scoring_query:
             scores = slice(max(chunk.first_scoring_query - start, 0), None)
             query_position = chunk.logical_start + index[scores]
-            column_sums[:, :visible] += contributions(
+            more = contributions(
                 probs[:, :, scores], query_position, position[:, :visible], scoring
             )
+            columns[:, :visible] = combined(columns[:, :visible], more, scoring)
     if scoring.power:
-        add_to_scores(cache, chunk, column_sums)
+        add_to_scores(cache, chunk, columns, scoring)
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
 
 
@@ -99,18 +100,19 @@ def window_scores(
         scoring: what is added.
 
     Returns:
-        [H, attended_len], float32: sums over the queries and the GQA group.
+        [H, attended_len], float32: sums, or maxima, over the queries and the GQA group.
 
     """
     key = chunk_slots(cache, cache.key, chunk).to(torch.float32)
     position = chunk_slots(cache, cache.position, chunk)
-    column_sums = torch.zeros(position.shape, device=query.device)
+    columns = torch.zeros(position.shape, device=query.device)
     for start in range(chunk.first_window_query, chunk.num_tokens, QUERY_TILE):
         tile = query[start : start + QUERY_TILE]
         index = start + torch.arange(len(tile), device=query.device)
         probs = probabilities(tile, key, chunk.resident_start + index, scale)
-        column_sums += contributions(probs, chunk.logical_start + index, position, scoring)
-    return column_sums
+        more = contributions(probs, chunk.logical_start + index, position, scoring)
+        columns = combined(columns, more, scoring)
+    return columns
 
 
 def probabilities(
@@ -147,14 +149,19 @@ def contributions(
         scoring: what is added.
 
     Returns:
-        [H, L]: sums over the queries and the GQA group.
+        [H, L]: sums, or maxima, over the queries and the GQA group.
 
     """
     each = probs.pow(scoring.power)
     if scoring.skip_recent:
         age = query_position[:, None] - position[:, None, :]
         each = each.masked_fill((age < scoring.skip_recent)[:, None], 0.0)
-    return each.sum(dim=(1, 2))
+    return each.amax(dim=(1, 2)) if scoring.by_maximum else each.sum(dim=(1, 2))
+
+
+def combined(one: torch.Tensor, other: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """What two sets of queries give to the same tokens: their sum, or the larger."""
+    return torch.maximum(one, other) if scoring.by_maximum else one + other
 
 
 def chunk_rows(cache: LayerCache, chunk: PromptChunk) -> torch.Tensor:
@@ -168,8 +175,11 @@ def chunk_slots(cache: LayerCache, view: torch.Tensor, chunk: PromptChunk) -> to
     return view[chunk_rows(cache, chunk)].flatten(1, 2)[:, : chunk.attended_len]
 
 
-def add_to_scores(cache: LayerCache, chunk: PromptChunk, column_sums: torch.Tensor) -> None:
+def add_to_scores(
+    cache: LayerCache, chunk: PromptChunk, columns: torch.Tensor, scoring: Scoring
+) -> None:
     """Add [H, attended_len] to the scores of the slots up to the chunk's end."""
-    slot = torch.arange(chunk.attended_len, device=column_sums.device)
+    slot = torch.arange(chunk.attended_len, device=columns.device)
     row = chunk_rows(cache, chunk)[:, slot // cache.block_size]
-    cache.score[row, (slot % cache.block_size).expand_as(row)] += column_sums
+    at = (row, (slot % cache.block_size).expand_as(row))
+    cache.score[at] = combined(cache.score[at], columns, scoring)

@@ -46,4 +46,4 @@ def score(
         probs = probabilities(tile, key, last_seen, scale)  # [H, G, tile, L]
         column_sums += probs.pow(scoring.power).sum(dim=(1, 2))
     age = chunk.logical_end - position
-    add_to_scores(cache, chunk, SECOND_PASS_WEIGHT / chunk.logical_end * age * column_sums)
+    add_to_scores(cache, chunk, SECOND_PASS_WEIGHT / chunk.logical_end * age * column_sums, scoring)

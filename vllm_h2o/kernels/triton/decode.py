@@ -31,6 +31,7 @@ NUM_SINKS = tl.constexpr(DECODE_FIELDS.index("num_sinks"))
 NEXT_OFFSET = tl.constexpr(DECODE_FIELDS.index("next_offset"))
 NUM_FREE_SLOTS = tl.constexpr(DECODE_FIELDS.index("num_free_slots"))
 SCORES = tl.constexpr(DECODE_FIELDS.index("scores"))
+IN_PROMPT = tl.constexpr(DECODE_FIELDS.index("in_prompt"))
 
 
 @triton.jit
@@ -250,6 +251,7 @@ def merge_and_score(
     POWER: tl.constexpr,
     BY_PAGE: tl.constexpr,
     BY_AGE: tl.constexpr,
+    BY_MAXIMUM: tl.constexpr,
 ):
     """Merge the splits of (request, KV head), add to scores, and find the next victim."""
     b, h = tl.program_id(0), tl.program_id(1)
@@ -270,6 +272,7 @@ def merge_and_score(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=group_mask)
     selects = tl.load(fields + SELECTS * field_stride) != 0
     scores = tl.load(fields + SCORES * field_stride) != 0
+    in_prompt = tl.load(fields + IN_PROMPT * field_stride) != 0
     # A query that scores nothing is one that no token is old enough for.
     min_age = tl.where(scores, skip_recent, 1 << 30)
     if (POWER > 0) | selects:
@@ -294,13 +297,18 @@ def merge_and_score(
             score = tl.load(score_pages + words, mask=live, other=0.0)  # [PAGES, N_PAD]
             if POWER > 0:
                 contributions = tl.zeros([PAGES, N_PAD], tl.float32)
+                largest = tl.zeros([PAGES, N_PAD], tl.float32)
                 for g in tl.static_range(G):
                     logits_ptrs = logits_ptr + ((row * G + g) * N)[:, None] + offset[None, :]
                     logits = tl.load(logits_ptrs, mask=live, other=float("-inf"))
                     probs = tl.exp(logits - tl.sum(tl.where(group == g, lse, 0.0)))
                     contributions += probs if POWER == 1 else probs * probs
+                    largest = tl.maximum(largest, probs if POWER == 1 else probs * probs)
                 adds = live & (query_position - position >= min_age)
+                largest = tl.where(adds, tl.maximum(score, largest), score)
                 score += tl.where(adds, contributions, 0.0)
+                if BY_MAXIMUM:
+                    score = tl.where(in_prompt, largest, score)
                 tl.store(score_pages + words, score, mask=adds)
             if BY_AGE:
                 score = score / tl.maximum(query_position + 1 - position, 1)

@@ -118,6 +118,7 @@ class TritonKernels:
             **shape, **group, N_PAD=padded_block, PAGES=max(1, PAGE_LANES // padded_block),
             MAX_KV_SPLITS=MAX_KV_SPLITS,
             POWER=scoring.power, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
+            BY_MAXIMUM=scoring.by_maximum,
         )  # fmt: skip
 
     def prefill(
@@ -150,6 +151,7 @@ class TritonKernels:
             tensors.scale, query.stride(0), lse.stride(0), cache.key.stride(0),
             cache.score.stride(0), sent.block_table.stride(0), *sizes, scoring.skip_recent,
             **by_key, POWER=scoring.power, SKIPS=scoring.skip_recent > 0,
+            BY_MAXIMUM=scoring.by_maximum,
         )  # fmt: skip
 
     def score_second_pass(
@@ -200,7 +202,7 @@ class TritonKernels:
         pack.select_survivors[grid](
             scores, positions, *chunk_args, cache.score.stride(0), *sizes,
             N=cache.block_size, TILE=SELECT_TILE, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
-            num_warps=8,
+            REACH=scoring.reach, num_warps=8,
         )  # fmt: skip
         pack.pack_survivors[grid](
             keys, values, scores, positions, *chunk_args, cache.key,

@@ -3,7 +3,8 @@
 ``select_survivors`` finds, for each (layer, request, KV head), the score of the last survivor, bit
 by bit from the top of a sort key, an integer that orders as scores do; then it writes the slots of
 the survivors in order. ``pack_survivors`` moves them. None moves to a later slot, so tiles in order
-are safe in place: what a tile writes, no later tile reads. Twin of ``reference.pack_survivors``.
+are safe in place: what a tile writes, no later tile reads. Twin of ``reference.pack_survivors``,
+and of ``reference.reached`` before it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,36 @@ def ranked_tile(
     return live & (safe == 0), safe, sort_key
 
 
+@triton.jit
+def extend_scores(
+    scores,
+    block_table,
+    length,
+    word_stride,
+    num_kv_heads,
+    h,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+    REACH: tl.constexpr,
+):
+    """``W[j] = max(U[j - REACH], ..., U[j])``, in place: tiles from the last to the first."""
+    num_tiles = tl.cdiv(length, TILE)
+    for t in range(num_tiles):
+        slot = (num_tiles - 1 - t) * TILE + tl.arange(0, TILE)
+        live = slot < length
+        largest = tl.full([TILE], float("-inf"), tl.float32)
+        for d in tl.static_range(REACH + 1):
+            there = live & (slot >= d)
+            row, offset = locate(block_table, slot - d, there, h, num_kv_heads, N)
+            score = tl.load(scores + row * word_stride + offset, mask=there, other=float("-inf"))
+            largest = tl.maximum(largest, score)
+        row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
+        # Other threads of this program may still read what is written, then what was written.
+        tl.debug_barrier()
+        tl.store(scores + row * word_stride + offset, largest, mask=live)
+        tl.debug_barrier()
+
+
 @triton.jit(do_not_specialize=["num_chunks", "table_stride", "max_survivors"])
 def select_survivors(
     score_bases,  # [L], int64: address of each layer's scores
@@ -75,8 +106,9 @@ def select_survivors(
     TILE: tl.constexpr,
     BY_PAGE: tl.constexpr,
     BY_AGE: tl.constexpr,
+    REACH: tl.constexpr,
 ):
-    """The slots that survive in (layer, chunk, KV head), in order."""
+    """The slots that survive in (layer, chunk, KV head), in order; first, how far scores reach."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     scores = tl.load(score_bases + layer).to(tl.pointer_type(tl.float32))
     positions = tl.load(position_bases + layer).to(tl.pointer_type(tl.int32))
@@ -87,6 +119,10 @@ def select_survivors(
     num_sinks = tl.load(fields + NUM_SINKS * num_chunks)
     logical_end = tl.load(fields + LOGICAL_END * num_chunks)
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
+    if REACH > 0:
+        # Where all survive, scores stay as they are.
+        length = tl.where(num_survivors < attended_len, attended_len, 0)
+        extend_scores(scores, block_table, length, word_stride, num_kv_heads, h, N, TILE, REACH)
     num_safe = 0
     for start in range(0, attended_len, TILE):
         candidate, safe, sort_key = ranked_tile(

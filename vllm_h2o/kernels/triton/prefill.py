@@ -4,6 +4,7 @@
 
     lse_g[i] = log sum_{j <= resident_start + i} exp(scale * q_g[i] . k[j])         attend
     score[j] += sum_{i, g} exp(scale * q_g[i] . k[j] - lse_g[i]) ** power           column_scores
+    score[j] = max(score[j], max_{i, g} of the same)                       with BY_MAXIMUM
 
 Twins of ``reference.attend_and_score`` (arXiv 2306.14048, Algorithm 1). Keys are read from the
 pages, those of the chunk too. FlashAttention may take the place of ``attend``. In ``column_scores``
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.kernels.triton.tiles import (
+    combined,
     contributions,
     kv_offsets,
     load_head,
@@ -178,6 +180,7 @@ def column_scores(
     TILE_K: tl.constexpr,
     POWER: tl.constexpr,
     SKIPS: tl.constexpr,
+    BY_MAXIMUM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add the scoring queries' contributions to the scores of TILE_K slots of (chunk, KV head)."""
@@ -199,7 +202,7 @@ def column_scores(
     token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)
     logical_start = tl.load(fields + LOGICAL_START * num_chunks)
     first_scoring_query = tl.load(fields + FIRST_SCORING_QUERY * num_chunks)
-    column_sums = tl.zeros([TILE_K], tl.float32)
+    columns = tl.zeros([TILE_K], tl.float32)
     # Query i sees the first slot when resident_start + i >= first_slot.
     begin = tl.maximum(first_scoring_query, first_slot - resident_start) // TILE_Q * TILE_Q
     # A query head is not unrolled: each would have buffers of its own for the loads in flight.
@@ -215,6 +218,7 @@ def column_scores(
             adds = adds & (slot[:, None] <= (resident_start + i)[None, :])
             if SKIPS:
                 adds = adds & ((logical_start + i)[None, :] - position[:, None] >= skip_recent)
-            column_sums += contributions(key, query, lse, adds, scale, POWER, PRECISION)
+            more = contributions(key, query, lse, adds, scale, POWER, BY_MAXIMUM, PRECISION)
+            columns = combined(columns, more, BY_MAXIMUM)
     score = tl.load(score_pages + words, mask=live, other=0.0)
-    tl.store(score_pages + words, score + column_sums, mask=live)
+    tl.store(score_pages + words, combined(score, columns, BY_MAXIMUM), mask=live)

@@ -137,7 +137,7 @@ def weighted_scores(
             query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)
             lse = tl.load(lse_ptr + head * lse_stride + token, mask=query_mask, other=0.0)
             adds = query_mask[None, :] & live[:, None]  # [TILE_K, TILE_Q]
-            column_sums += contributions(key, query, lse, adds, scale, POWER, PRECISION)
+            column_sums += contributions(key, query, lse, adds, scale, POWER, False, PRECISION)
     logical_end = tl.load(fields + LOGICAL_START * num_chunks) + num_tokens
     weighted = column_sums * WEIGHT * (logical_end - position).to(tl.float32) / logical_end
     score = tl.load(score_pages + words, mask=live, other=0.0)

@@ -59,11 +59,19 @@ def contributions(
     adds,  # [TILE_K, TILE_Q]
     scale,
     POWER: tl.constexpr,
+    BY_MAXIMUM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[TILE_K]: what queries add to each key: sums of probabilities, or of their squares."""
+    """[TILE_K]: what queries give to each key: the sum or maximum of probabilities or squares."""
     exponent = scale * LOG2_E
     logits = tl.dot(key, tl.trans(query), input_precision=PRECISION) * exponent  # [TILE_K, TILE_Q]
     # The logit of a slot that a query does not see may be anything: exp2 never gets it.
     probs = tl.exp2(tl.where(adds, logits - (lse * LOG2_E)[None, :], float("-inf")))
-    return tl.sum(probs if POWER == 1 else probs * probs, axis=1)
+    each = probs if POWER == 1 else probs * probs
+    return tl.max(each, axis=1) if BY_MAXIMUM else tl.sum(each, axis=1)
+
+
+@triton.jit
+def combined(one, other, BY_MAXIMUM: tl.constexpr):
+    """What two sets of queries give to the same keys: their sum, or the larger."""
+    return tl.maximum(one, other) if BY_MAXIMUM else one + other
