@@ -99,9 +99,9 @@ DEVELOPMENT = Source(
     phrasings={
         "word": (
             Phrasing(
-                "The password of the {s} is {f}.",
+                "The password of the {s} is the word {f}.",
                 "What is the password of the {s}?",
-                " The password of the {s} is",
+                " The password of the {s} is the word",
             ),
             Phrasing(
                 "The cat that lives in the {s} is called {f}.",
@@ -116,9 +116,9 @@ DEVELOPMENT = Source(
         ),
         "name": (
             Phrasing(
-                "The keeper of the {s} is {f}.",
-                "Who is the keeper of the {s}?",
-                " The keeper of the {s} is",
+                "The keeper of the {s} is a man called {f}.",
+                "What is the keeper of the {s} called?",
+                " The keeper of the {s} is a man called",
             ),
             Phrasing(
                 "The {s} was designed by {f}.",
@@ -143,9 +143,9 @@ DEVELOPMENT = Source(
                 " The licence plate of the van from the {s} is",
             ),
             Phrasing(
-                "Orders for the {s} have the number {f}.",
-                "Which number do orders for the {s} have?",
-                " Orders for the {s} have the number",
+                "On the door of the {s} you can read {f}.",
+                "What can you read on the door of the {s}?",
+                " On the door of the {s} you can read",
             ),
         ),
         "date": (
@@ -189,7 +189,7 @@ DEVELOPMENT = Source(
             "hollyhock, saxophone, tamarind, butterscotch, dandelion, rhubarb, porridge"
         ),
         "name": _joined(
-            "Edith, Rupert, Magdalena, Oswald, Harriet, Leopold, Beatrix, Cornelius",
+            "Albert, Rupert, Maximilian, Oswald, Humphrey, Leopold, Benedict, Cornelius",
             "Calloway, Finsbury, Okonkwo, Lindqvist, Marchetti, Penhallow, Rasmussen, Tolliver",
         ),
         "code": _code_with_letters_first,
