@@ -54,7 +54,7 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "| --- | --- |" + " ---: |" * (len(policies) + 1),
     ]
     for (task, budget), cells in found.items():
-        texts = [f"{statistics.fmean(full[task]):.2f} of {len(full[task])}"]
+        texts = [f"{statistics.fmean(full[task]):.2f} (n = {len(full[task])})"]
         for policy in policies:
             texts.append(_cell(cells[policy], full[task]) if policy in cells else "")
         table.append("| " + " | ".join((task, budget, *texts)) + " |")

@@ -152,7 +152,7 @@ def test_figures_and_pairs(tasks: dict[tuple[str, str], Facts]) -> None:
     assert error == pytest.approx(found["std"] / COUNT**0.5, abs=1e-4)
     assert answered([1.0, 0.0, 1.0], [1.0, 1.0, 0.0]) == (0.5, pytest.approx(0.125**0.5))
     table = lines([theirs, found])
-    assert table[-1] == "| asked_now 512 | 10 %: 48 | 1.00 of 50 | 0.98 (-0.02 ± 0.02) |"
+    assert table[-1] == "| asked_now 512 | 10 %: 48 | 1.00 (n = 50) | 0.98 (-0.02 ± 0.02) |"
 
 
 def test_plans() -> None:
