@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 from vllm import LLM
 
 from benchmarks.quality.forced import force, forced_engine
-from benchmarks.quality.plans import PLANS, POLICIES, QUICK, Plan, slots
+from benchmarks.quality.plans import FACTS, PLANS, POLICIES, QUICK, VARIANTS, Plan, slots
 from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
 from benchmarks.smollm2 import model_dir
@@ -32,12 +33,14 @@ class Bench:
         plans: by name.
         dtype: of weights and cache.
         progress: show bars.
+        variants: policies and their options, by the name in tables.
 
     """
 
     plans: Mapping[str, Plan]
     dtype: str
     progress: bool = True
+    variants: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=lambda: VARIANTS)
     model: Path = field(init=False)
     tasks: dict[str, Task] = field(init=False)
 
@@ -76,7 +79,7 @@ class Bench:
             asked = {name: plan for name, plan in self.plans.items() if label in plan.policies}
             if not asked:
                 continue
-            policy, options = POLICIES[label]
+            policy, options = self.variants[label]
             with self.engine(policy, options) as llm:
                 for name, plan in asked.items():
                     task = self.tasks[name]
@@ -87,20 +90,49 @@ class Bench:
                         yield row(by, task, label, share, budget, ours, theirs)
 
 
+def plans(args: argparse.Namespace) -> dict[str, Plan]:
+    """What the command line asks for; a variant that it defines runs in every plan."""
+    if args.quick:
+        return {"quick": QUICK}
+    every = {**PLANS, **FACTS}
+    names = [f"{name}-dev" if args.dev and f"{name}-dev" in FACTS else name for name in args.only]
+    found = {name: every[name] for name in names}
+    defined = tuple(name for name, _, _ in args.variant)
+    return {
+        name: replace(plan, shares=args.shares or plan.shares, policies=(*plan.policies, *defined))
+        for name, plan in found.items()
+    }
+
+
 def main() -> None:
     """Measure, print the table and append to the CSV."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short texts, one budget")
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
-    parser.add_argument("--only", nargs="+", default=list(PLANS), choices=PLANS)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--only", nargs="+", default=list(PLANS), choices=[*PLANS, *FACTS])
+    parser.add_argument("--dev", action="store_true", help="of facts, the development set")
+    parser.add_argument("--shares", nargs="+", type=float, help="budgets, instead of the plans'")
+    parser.add_argument("--policies", nargs="*", help=f"of {', '.join(VARIANTS)}, and variants")
+    parser.add_argument(
+        "--variant",
+        nargs=3,
+        action="append",
+        default=[],
+        metavar=("NAME", "POLICY", "OPTIONS"),
+        help="another one, its options as JSON",
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    plans = {"quick": QUICK} if args.quick else {name: PLANS[name] for name in args.only}
-    bench = Bench(plans, args.dtype)
-    print_table([record(found, args.csv) for found in bench.rows(args.policies)])
+    variants = dict(VARIANTS)
+    variants |= {name: (policy, json.loads(text)) for name, policy, text in args.variant}
+    chosen = list(variants) if args.policies is None else args.policies
+    unknown = set(chosen) - set(variants)
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(variants)}")
+    bench = Bench(plans(args), args.dtype, variants=variants)
+    print_table([record(found, args.csv) for found in bench.rows(chosen)])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.quality import tasks, texts
+from benchmarks.quality.facts import facts
+from benchmarks.quality.phrasings import CONFIRMATION, DEVELOPMENT, Source
 from benchmarks.quality.tasks import Task
 
 BLOCK_SIZE = 16
@@ -23,6 +25,11 @@ POLICIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "local": ("local", {}),
 }
 """By the name in tables: a policy, and its options."""
+VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    **POLICIES,
+    "h2o window": ("h2o", {"prefill": "window"}),
+}
+"""These and others, which run where they are asked for by name or a plan has them."""
 
 
 def slots(share: float, length: int) -> int:
@@ -37,7 +44,7 @@ class Plan:
     Args:
         make: the task.
         shares: budgets, as shares of its length.
-        policies: names in :data:`POLICIES`.
+        policies: names in :data:`VARIANTS`.
 
     """
 
@@ -77,5 +84,27 @@ PLANS: Mapping[str, Plan] = {
     "passkey-4k": Plan(partial(tasks.passkey, count=12, length=4096), (0.2,), SCORED),
 }
 """In the engine, by the name on the command line."""
+
+
+def _facts(source: Source, end: str) -> dict[str, Plan]:
+    """Facts in every form, at small budgets."""
+    policies = ("h2o", "h2o_replay", "h2o_mean", "streaming", "local", "h2o window")
+    return {
+        f"facts-{name}{end}": Plan(
+            partial(facts, source=source, form=form), (0.1, 0.2, 0.3), policies
+        )
+        for name, form in FACT_FORMS.items()
+    }
+
+
+FACT_FORMS = {
+    "now": "asked_now",
+    "later": "asked_later",
+    "many": "one_of_many",
+    "instructed": "instructed",
+    "turns": "turns",
+}
+FACTS: Mapping[str, Plan] = {**_facts(CONFIRMATION, ""), **_facts(DEVELOPMENT, "-dev")}
+"""Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on."""
 QUICK = Plan(prose(384, 256, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o_mean", "local", "random"))
 """A minute and a half, orders only."""
