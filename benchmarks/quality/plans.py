@@ -28,6 +28,7 @@ POLICIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     **POLICIES,
     "h2o window": ("h2o", {"prefill": "window"}),
+    "h2o window sum": ("h2o", {"prefill": "window", "window_score": "sum"}),
 }
 """These and others, which run where they are asked for by name or a plan has them."""
 
