@@ -13,11 +13,9 @@ from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.prefill import window_scores
-from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
-from vllm_h2o.policy import ScoreKind
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
-from vllm_h2o.worker.random import RandomScores, heads_of_rank
+from vllm_h2o.worker.random import RandomScores
 
 
 class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
@@ -58,15 +56,11 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
                     WHY_IN_LAYERS,
                     ANOTHER_MODEL,
                 )
-        vllm_config = get_current_vllm_config()
-        config = KVPolicyConfig.required(vllm_config)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        heads = heads_of_rank(vllm_config, self.num_kv_heads)
-        is_random = config.policy.score is ScoreKind.RANDOM
-        self.random_scores = RandomScores(heads) if is_random else None
+        self.random_scores = RandomScores.of(get_current_vllm_config(), self.num_kv_heads)
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int], torch.Tensor] | None = None
         self._cache: tuple[torch.Tensor, LayerCache] | None = None

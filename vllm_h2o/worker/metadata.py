@@ -21,11 +21,10 @@ from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
 from vllm_h2o.paths import WORKER
-from vllm_h2o.policy import ScoreKind
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.batching import Batching, CopiedBatches, PersistentBatch, Rows
 from vllm_h2o.worker.packing import Packing
-from vllm_h2o.worker.random import RandomScores, heads_of_rank
+from vllm_h2o.worker.random import RandomScores
 from vllm_h2o.worker.selector import select_kernels
 from vllm_h2o.worker.step import current_step
 
@@ -86,24 +85,23 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             by_maximum=config.scores_by_maximum,
             reach=WINDOW_REACH if config.scores_by_maximum else 0,
         )
-        heads = heads_of_rank(vllm_config, kv_cache_spec.num_kv_heads)
-        is_random = config.policy.score is ScoreKind.RANDOM
-        self.random_scores = RandomScores(heads) if is_random else None
+        self.random_scores = RandomScores.of(vllm_config, kv_cache_spec.num_kv_heads)
         self.spec = kv_cache_spec
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.use(select_kernels(vllm_config, kv_cache_spec, device, config))
 
     def use(self, kernels: Kernels) -> None:
         """Compute with these kernels, on batches as they want them."""
-        spec, prefix_caching = self.spec, self.vllm_config.cache_config.enable_prefix_caching
+        spec = self.spec
+        prefix_caching = bool(self.vllm_config.cache_config.enable_prefix_caching)
         self.kernels = kernels
         self.batching: Batching
         if kernels.copies_kv:
             page_elements = spec.num_kv_heads * spec.block_size * spec.head_size
-            self.batching = CopiedBatches(spec.block_size, page_elements, bool(prefix_caching))
+            self.batching = CopiedBatches(spec.block_size, page_elements, prefix_caching)
         else:
             max_rows = self.vllm_config.scheduler_config.max_num_seqs
-            self.batching = PersistentBatch(max_rows, self.device, bool(prefix_caching))
+            self.batching = PersistentBatch(max_rows, self.device, prefix_caching)
 
     def build(
         self,

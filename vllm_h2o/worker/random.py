@@ -12,6 +12,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk
 from vllm_h2o.kernels.torch.random import random_scores
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.policy import ScoreKind
 
 
 def heads_of_rank(vllm_config: VllmConfig, num_kv_heads: int) -> range:
@@ -37,6 +39,13 @@ class RandomScores:
     """
 
     heads: range
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, num_kv_heads: int) -> RandomScores | None:
+        """Those of a rank; None for a policy that is not ``random``."""
+        if KVPolicyConfig.required(vllm_config).policy.score is not ScoreKind.RANDOM:
+            return None
+        return cls(heads_of_rank(vllm_config, num_kv_heads))
 
     def of_step(
         self,
