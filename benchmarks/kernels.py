@@ -17,9 +17,13 @@ from vllm import _custom_ops as ops
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.batch import (
     DECODE_FIELDS,
+    LARGEST_SECOND_PASS,
+    MEAN_SECOND_PASS,
+    WINDOW_PASS,
     DecodeBatch,
     PromptChunk,
     Scoring,
+    ScoringPass,
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
@@ -50,9 +54,13 @@ class Shape:
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3.2-1B", 32, 8, 64))
 DECODES = ((1, 512), (1, 2048), (1, 8192), (8, 512), (8, 2048), (8, 4096), (32, 1024))
 PROMPTS = (128, 512, 2048, 4096)
-SECOND_PASS = "second pass"
-"""A prompt with one."""
-KINDS = ("decode", "prompt", SECOND_PASS)
+PASSES = {
+    "prompt": (),
+    "second pass": (MEAN_SECOND_PASS,),
+    "combined": (LARGEST_SECOND_PASS, WINDOW_PASS),
+}
+"""What a prompt's queries do when it is stored."""
+KINDS = ("decode", *PASSES)
 
 
 def block_tables(batch: int, length: int) -> torch.Tensor:
@@ -104,21 +112,24 @@ def our_decode(kernels: NativeKernels, shape: Shape, batch: int, length: int) ->
 
 
 def our_prompt(
-    kernels: NativeKernels, shape: Shape, length: int, second_pass: bool = False
+    kernels: NativeKernels, shape: Shape, length: int, passes: Sequence[ScoringPass] = ()
 ) -> Call:
-    """A whole prompt, whose queries may score a second time."""
+    """A whole prompt, whose queries may score once more."""
     block_table = block_tables(1, length)
     cache = filled_cache(shape, block_table.numel() + 1)
     chunk = PromptChunk(
-        tokens=slice(0, length), block_table=block_table[0], resident_start=0, logical_start=0
+        tokens=slice(0, length),
+        block_table=block_table[0],
+        resident_start=0,
+        logical_start=0,
+        first_window_query=length - 32,
     )
     tensors = step_tensors(shape, length)
 
     def call() -> None:
         kernels.prefill(cache, [chunk], tensors, Scoring())
-        if second_pass:
-            scoring = Scoring(power=2)
-            kernels.score_second_pass(cache, [chunk], tensors.query, tensors.scale, scoring)
+        for which in passes:
+            kernels.score_pass(cache, [chunk], tensors.query, tensors.scale, which)
 
     return call
 
@@ -252,13 +263,14 @@ def decode_row(
 
 
 def prompt_row(
-    kernels: NativeKernels, budget: float, shape: Shape, length: int, second_pass: bool
+    kernels: NativeKernels, budget: float, shape: Shape, length: int, kind: str
 ) -> dict[str, Any]:
-    """A whole prompt, attended to and scored; by a second pass too, or not."""
-    ours = [our_prompt(kernels, shape, length, second_pass)]
+    """A whole prompt, attended to and scored; once more, too, or not."""
+    ours = [our_prompt(kernels, shape, length, PASSES[kind])]
     figures = alternate(ours, [stock(shape, 1, length, length)], budget).figures(1)
+    second_pass = any(which.rotated for which in PASSES[kind])
     flop = (4 if second_pass else 2) * length * length * shape.num_heads * shape.head_size
-    what = {"kernel": SECOND_PASS if second_pass else "prompt", "model": shape.model}
+    what = {"kernel": kind, "model": shape.model}
     rates = {"gb_per_s": 0.0, "memcpy_gb_per_s": 0.0, "of_memcpy": 0.0}
     rates["tflop_per_s"] = round(flop / figures["ours_us"] / 1e6, 3)
     return what | {"batch": 1, "length": length} | figures | rates
@@ -272,9 +284,9 @@ def rows(
         if "decode" in only:
             for batch, length in DECODES[: 1 if quick else None]:
                 yield decode_row(kernels, budget, shape, batch, length)
-        for kind in ("prompt", SECOND_PASS):
+        for kind in PASSES:
             for length in PROMPTS[: 1 if quick else None] if kind in only else ():
-                yield prompt_row(kernels, budget, shape, length, kind != "prompt")
+                yield prompt_row(kernels, budget, shape, length, kind)
 
 
 def main() -> None:

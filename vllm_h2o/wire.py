@@ -28,6 +28,7 @@ class RequestPlan:
         seed: of the ``random`` policy.
         fits: whether prompt + max_tokens fit the budget: nothing is ever evicted, nothing scored.
         scoring_start: position from which on queries add to scores.
+        window_start: position from which on queries are of the observation window.
         next_offset: where pages are evicted, the offset in the victim block that the new token
             takes.
         num_free_slots: slots of that block that are still free after this step.
@@ -48,6 +49,7 @@ class RequestPlan:
     seed: int = 0
     fits: bool = False
     scoring_start: int = 0
+    window_start: int = 0
     next_offset: int = 0
     num_free_slots: int = 0
     first_block_idx: int = 0

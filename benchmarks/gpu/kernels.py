@@ -11,9 +11,13 @@ import torch
 
 from vllm_h2o.kernels.batch import (
     DECODE_FIELDS,
+    LARGEST_SECOND_PASS,
+    MEAN_SECOND_PASS,
+    WINDOW_PASS,
     DecodeBatch,
     PromptChunk,
     Scoring,
+    ScoringPass,
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
@@ -21,7 +25,11 @@ from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton.kernels import PromptAttention, TritonKernels
 
 VIEWS = ("key", "value", "score", "position")
-SECOND_PASS = Scoring(power=2, by_age=True, second_pass=True)
+PASSES = {
+    "a second pass": MEAN_SECOND_PASS,
+    "a second pass by maximum": LARGEST_SECOND_PASS,
+    "an observation window": WINDOW_PASS,
+}
 
 
 @dataclass(frozen=True)
@@ -176,10 +184,11 @@ def check_prompt(
     kernels.prefill(cache, chunks, tensors, Scoring())
     TorchKernels().prefill(twin, twin_chunks, expected, Scoring())
     yield from _compare(cache, twin, tensors.out, expected.out, size)
-    # Any queries will do for those of the second pass.
-    kernels.score_second_pass(cache, chunks, tensors.query, size.scale, SECOND_PASS)
-    TorchKernels().score_second_pass(twin, twin_chunks, expected.query, size.scale, SECOND_PASS)
-    yield "score of a second pass, relative", _score_error(cache, twin), 1e-3
+    # Any queries will do for those of a second pass.
+    for what, which in PASSES.items():
+        kernels.score_pass(cache, chunks, tensors.query, size.scale, which)
+        TorchKernels().score_pass(twin, twin_chunks, expected.query, size.scale, which)
+        yield f"score of {what}, relative", _score_error(cache, twin), 1e-3
     yield _check_pack(cache, chunks, kernels)
 
 
@@ -225,6 +234,7 @@ def _chunk(
         num_survivors=end // 3,
         recent_start=end - end // 6,
         num_sinks=4,
+        first_window_query=max(tokens.stop - tokens.start - 32, 0),
     )
 
 
@@ -317,9 +327,8 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
     def prompt(power: int) -> float:
         return seconds(lambda: kernels.prefill(cache, chunk, long, Scoring(power=power)))
 
-    def second_pass() -> float:
-        arguments = (cache, chunk, long.query, size.scale, SECOND_PASS)
-        return seconds(lambda: kernels.score_second_pass(*arguments))
+    def score_pass(which: ScoringPass) -> float:
+        return seconds(lambda: kernels.score_pass(cache, chunk, long.query, size.scale, which))
 
     full, bare = prompt(1), prompt(0)
     # Its fields are sent by every call, so that it is not captured.
@@ -332,6 +341,7 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
         "decode_scoring_adds": scored / plain - 1,
         "prompt_ms": full * 1e3,
         "prompt_scoring_adds": full / bare - 1,
-        "prompt_second_pass_adds": second_pass() / bare,
+        "prompt_second_pass_adds": score_pass(LARGEST_SECOND_PASS) / bare,
+        "prompt_window_pass_adds": score_pass(WINDOW_PASS) / bare,
         "pack_ms": packed * 1e3,
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_h2o.kernels.batch import SECOND_PASS_WEIGHT
+from vllm_h2o.kernels.batch import MEAN_SECOND_PASS
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ BUILT = (
     Variant("h2o"),
     Variant("h2o squares", power=2),
     Variant("h2o_mean", power=2, age=1.0),
-    Variant("h2o_replay", power=2, age=1.0, replay=SECOND_PASS_WEIGHT),
+    Variant("h2o_replay", power=2, age=1.0, replay=MEAN_SECOND_PASS.weight),
     Variant("streaming", recent=1.0, sinks=4, power=0),
     Variant("random", power=0, random=True),
     Variant("local", recent=1.0, power=0),
@@ -64,7 +64,7 @@ CANDIDATES = (
     Variant("half key diversity", diversity=0.5),
     Variant("replay x 1", power=2, age=1.0, replay=1.0),
     Variant("replay x 16", power=2, age=1.0, replay=16.0),
-    Variant("replay, recent 0.3", recent=0.3, power=2, age=1.0, replay=SECOND_PASS_WEIGHT),
+    Variant("replay, recent 0.3", recent=0.3, power=2, age=1.0, replay=MEAN_SECOND_PASS.weight),
 )
 
 

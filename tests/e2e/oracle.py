@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_h2o.kernels.batch import Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
 from vllm_h2o.wire import RequestPlan
@@ -105,7 +106,7 @@ class Oracle:
                 new = (query[tokens], key[tokens], value[tokens])
                 if where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
                     self.heads[where] = self._head(impl, metadata, plan, cache, rows[head])
-                out = self._step(impl, where, plan, *new)
+                out = self._step(impl, where, plan, *new, metadata.scoring)
                 group = slice(head * out.shape[1], (head + 1) * out.shape[1])
                 error = (out - output[tokens].view(*query[tokens].shape)[:, group].double()).abs()
                 self.max_error = max(self.max_error, float(error.max()))
@@ -159,6 +160,7 @@ class Oracle:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        scoring: Scoring,
     ) -> torch.Tensor:
         layer_name, head, request_id = where
         initial_scores = None
@@ -179,9 +181,6 @@ class Oracle:
         grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
         prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
         ends_prompt = plan.in_prompt and plan.logical_end == prompt_len
-        rotated_query = None
-        if impl.rotate is not None and plan.num_new > 1:
-            rotated_query = self._rotated(grouped[:, head], plan.num_new)
         return self.heads[where].step(
             grouped[:, head],
             key[:, head].double(),
@@ -189,8 +188,21 @@ class Oracle:
             ends_prompt,
             initial_scores,
             plan.scoring_start,
-            rotated_query,
+            self._passes(scoring, plan, grouped[:, head]),
         )
+
+    def _passes(
+        self, scoring: Scoring, plan: RequestPlan, query: torch.Tensor
+    ) -> list[tuple[ScoringPass, torch.Tensor]]:
+        """The passes of a prompt's chunk, and the queries [T', G, D] that score in them."""
+        if not plan.in_prompt or plan.num_new == 1 or plan.fits:
+            return []
+        asking = []
+        for which in scoring.passes:
+            start = plan.scoring_start if which.rotated else plan.window_start
+            own = query[max(start - plan.logical_start, 0) :]
+            asking.append((which, self._rotated(own, plan.num_new) if which.rotated else own))
+        return [(which, own) for which, own in asking if len(own)]
 
     def _rotated(self, query: torch.Tensor, distance: int) -> torch.Tensor:
         """[T, G, D], at ``distance`` positions later, by the model's own theta."""

@@ -100,6 +100,8 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"budget": 0.4, "budget_basis": "request", "min_budget": 32, "score": "mean"},
         {"score": "second_pass", "num_sink_tokens": 2},
         {"score": "second_pass", "prefill": "chunked"},
+        {"score": "combined", "observation_window": 12, "num_sink_tokens": 1},
+        {"score": "combined", "observation_window": 7, "prefill": "chunked"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

@@ -13,10 +13,14 @@ from tests.kernels.caches import SHAPE, copied, filled, number, on_triton, same
 from tests.kernels.harness import Shape
 from vllm_h2o.kernels.batch import (
     DECODE_FIELDS,
+    LARGEST_SECOND_PASS,
+    MEAN_SECOND_PASS,
+    WINDOW_PASS,
     WINDOW_REACH,
     DecodeBatch,
     PromptChunk,
     Scoring,
+    ScoringPass,
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
@@ -154,9 +158,21 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize(
+    "which",
+    [
+        MEAN_SECOND_PASS,
+        replace(MEAN_SECOND_PASS, power=1),
+        LARGEST_SECOND_PASS,
+        WINDOW_PASS,
+        replace(WINDOW_PASS, power=1, reach=2),
+    ],
+    ids=["mean", "mean of probabilities", "largest", "window", "window of probabilities"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_second_pass(make: Callable[[Shape], Kernels], power: int, dtype: torch.dtype) -> None:
+def test_score_pass(
+    make: Callable[[Shape], Kernels], which: ScoringPass, dtype: torch.dtype
+) -> None:
     """Scores; K, V and positions, and what follows the chunks, are left alone."""
     if make is on_triton and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
@@ -164,17 +180,21 @@ def test_second_pass(make: Callable[[Shape], Kernels], power: int, dtype: torch.
     chunks, owned = prompt_chunks(shape, packs=False)
     # After tokens that are gone, a chunk's positions are ahead of its slots.
     chunks = [
-        replace(chunk, logical_start=chunk.logical_start + 5 * i) for i, chunk in enumerate(chunks)
+        replace(
+            chunk,
+            logical_start=chunk.logical_start + 5 * i,
+            first_window_query=max(chunk.num_tokens - 32, 0) if i else chunk.num_tokens,
+        )
+        for i, chunk in enumerate(chunks)
     ]
     theirs = filled(shape, owned + 1, seed=8)
     number(theirs, chunks)
     ours = copied(theirs, shape)
     torch.manual_seed(9)
-    rotated = torch.randn(140, 6, 64).to(dtype)
-    scoring = Scoring(power, skip_recent=3, by_age=True, second_pass=True)
+    query = torch.randn(140, 6, 64).to(dtype)
     before = theirs.score.clone()
     for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
-        kernels.score_second_pass(cache, chunks, rotated, 0.2, scoring)
+        kernels.score_pass(cache, chunks, query, 0.2, which)
     # Products of halves are exact in float32, and nothing is rounded to halves again.
     assert not torch.equal(theirs.score, before)
     same(ours, theirs, owned)

@@ -335,11 +335,15 @@ class Simulation:
 
     def _compare_chunks(self, plans: dict[str, RequestPlan]) -> None:
         """With a second pass, chunks are as long as alone, whatever else there is."""
-        size = self.scheduler.ledger.second_pass_chunk
-        for request_id, plan in plans.items() if size else ():
+        ledger = self.scheduler.ledger
+        for request_id, plan in plans.items() if ledger.second_pass_chunk else ():
             if plan.in_prompt:
-                rest = self.scheduler.ledger.states[request_id].prompt_end - plan.logical_start
-                assert plan.num_new == min(size, rest), (request_id, plan)
+                rest = ledger.states[request_id].prompt_end - plan.logical_start
+                size = max(ledger.second_pass_chunk, ledger.observation_window)
+                # The observation window is never cut.
+                lengths = {min(size, rest), rest - ledger.observation_window}
+                assert plan.num_new == rest or plan.num_new in lengths, (request_id, plan)
+                assert plan.num_new == rest or plan.logical_end <= plan.window_start
 
     def run(self, ops: Sequence[tuple]) -> None:
         """Do what a random schedule says, then all that is left.

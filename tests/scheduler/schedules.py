@@ -13,6 +13,7 @@ OPTIONS = (
     (("granularity", "block"), ("recent_ratio", 0.2), ("prefill", "chunked")),
     (("score", "second_pass"),),
     (("score", "second_pass"), ("prefill", "chunked")),
+    (("score", "combined"), ("observation_window", 3)),
 )
 
 

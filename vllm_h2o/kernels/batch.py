@@ -8,6 +8,30 @@ import torch
 
 
 @dataclass(frozen=True)
+class ScoringPass:
+    """Queries of a prompt that score once more, when their chunk is stored.
+
+    ``score[j] += weight * age[j] * E[j]``, where E is what the queries give to a token, over
+    queries and the GQA group: its mean over the tokens so far, or the largest contribution.
+
+    Args:
+        weight: relative to a mean over all queries.
+        rotated: whether the chunk's queries are rotated past its end, and see every token; or the
+            prompt's last queries, its observation window, score as they are.
+        by_maximum: whether the largest contribution counts, and not the mean.
+        reach: a token takes the largest of its own contribution and of so many tokens' before it.
+        power: of the probabilities.
+
+    """
+
+    weight: float
+    rotated: bool
+    by_maximum: bool = False
+    reach: int = 0
+    power: int = 2
+
+
+@dataclass(frozen=True)
 class Scoring:
     """What attention adds to the score of a token, and what is ranked.
 
@@ -18,7 +42,7 @@ class Scoring:
         by_page: whether pages are ranked, by the sum of their tokens' scores, and not tokens.
         by_age: whether a score is ranked as a mean: divided by the number of queries since the
             token was stored, its own among them.
-        second_pass: whether a prompt's queries score a second time, rotated past the chunk's end.
+        passes: those in which a prompt's queries score once more, one after the other.
         by_maximum: whether what a prompt's queries give to a token is the largest of their
             contributions, over queries and the GQA group, and not their sum.
         reach: when survivors are chosen, a token's score becomes the largest of its own and of so
@@ -30,16 +54,18 @@ class Scoring:
     skip_recent: int = 0
     by_page: bool = False
     by_age: bool = False
-    second_pass: bool = False
+    passes: tuple[ScoringPass, ...] = ()
     by_maximum: bool = False
     reach: int = 0
 
 
-SECOND_PASS_WEIGHT = 4.0
-"""Weight of a second pass over the prompt's queries, relative to a mean over all queries."""
-
 WINDOW_REACH = 8
 """Tokens after one that an observation window's queries look at, which stay with it."""
+
+MEAN_SECOND_PASS = ScoringPass(weight=4.0, rotated=True)
+LARGEST_SECOND_PASS = ScoringPass(weight=0.1, rotated=True, by_maximum=True)
+WINDOW_PASS = ScoringPass(weight=0.1, rotated=False, by_maximum=True, reach=WINDOW_REACH)
+"""What scores are made of besides the attention that was paid: see docs/options.md."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +164,8 @@ class PromptChunk:
         num_sinks: positions below survive.
         seed: of the ``random`` policy.
         first_scoring_query: queries of the chunk from here on, in [0, T], add to the pages' scores.
-        first_window_query: queries from here on score into ``window_scores``, where there are any.
+        first_window_query: queries from here on, in [0, T], are of the observation window: they
+            score into ``window_scores``, where there are any, and in its scoring pass.
         destination_blocks: [P'], int32: ids of the blocks that survivors are copied to, because
             others read the chunk's own; None: they move to the first slots of their own blocks.
         window_scores: [num_layers, H, attended_len], float32: what the observation window gives to
@@ -159,6 +186,10 @@ class PromptChunk:
     first_window_query: int = 0
     destination_blocks: torch.Tensor | None = None
     window_scores: torch.Tensor | None = None
+
+    def first_query(self, scoring_pass: ScoringPass) -> int:
+        """Queries of the chunk from here on score in a pass."""
+        return self.first_scoring_query if scoring_pass.rotated else self.first_window_query
 
     @property
     def num_tokens(self) -> int:

@@ -7,7 +7,13 @@ from typing import Protocol
 
 import torch
 
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.batch import (
+    DecodeBatch,
+    PromptChunk,
+    Scoring,
+    ScoringPass,
+    StepTensors,
+)
 from vllm_h2o.kernels.cache import LayerCache
 
 
@@ -54,23 +60,23 @@ class Kernels(Protocol):
 
         """
 
-    def score_second_pass(
+    def score_pass(
         self,
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        rotated_query: torch.Tensor,
+        query: torch.Tensor,
         scale: float,
-        scoring: Scoring,
+        which: ScoringPass,
     ) -> None:
-        """Score all tokens up to each chunk's end by the chunk's queries, rotated past that end.
+        """Score tokens up to each chunk's end once more.
 
         Args:
             cache: the chunks are stored; scores are written.
-            chunks: their queries that score are used.
-            rotated_query: [T, Hq, D], the step's queries; a chunk's are as many positions further
-                as it has tokens.
+            chunks: their queries that score in this pass are used.
+            query: [T, Hq, D], the step's queries; in a rotated pass, a chunk's are as many
+                positions further as it has tokens.
             scale: of the logits.
-            scoring: the power of what is added.
+            which: which queries score, and what.
 
         """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_h2o.kernels.batch import SECOND_PASS_WEIGHT
+from vllm_h2o.kernels.batch import ScoringPass
 
 
 @dataclass
@@ -111,27 +111,37 @@ def attend_and_score(
     return torch.einsum("tgj,jd->tgd", probs, strip.value)
 
 
-def score_second_pass(rotated_query: torch.Tensor, strip: Strip, scale: float, power: int) -> None:
-    """``P = softmax(q' K^T * scale); score[j] += w * age[j] / n * sum P[., j]^p``.
+def score_pass(query: torch.Tensor, strip: Strip, scale: float, scoring_pass: ScoringPass) -> None:
+    """``P = softmax(q K^T * scale); score[j] += w * age[j] * E[j]``, E from the columns of P^p.
 
-    Not of the paper: a chunk's queries score a second time, rotated past its end, as if the text
-    were read again by the queries that it had. So a token scores that only a later mention of what
-    stands before it would look for, and no query of the text itself has. The sum is over queries
-    and the group; age[j] / n makes it a mean over the n tokens so far, in the way means are ranked.
+    Not of the paper. Two kinds of queries score once more: all of a chunk's, rotated past its end,
+    as if the text were read again by the queries that it had (a *second pass*): so a token scores
+    that only a later mention of what stands before it would look for, and no query of the text
+    itself has. And the prompt's last ones, where a question stands. E[j] is the sum over queries
+    and the group by n, the tokens so far; or the largest, of j and of ``reach`` tokens before it.
+    age[j] makes it a mean, in the way means are ranked.
 
     Args:
-        rotated_query: [T, G, D], the chunk's queries that score, at as many positions later as it
-            has tokens.
+        query: [T, G, D], those that score: in a rotated pass at as many positions later as the
+            chunk has tokens; otherwise the last ones, each of which sees tokens up to its own.
         strip: written: scores. The chunk is in its last slots.
         scale: of the logits.
-        power: of the probabilities that are added.
+        scoring_pass: what is added.
 
     """
-    logits = torch.einsum("tgd,jd->tgj", rotated_query, strip.key) * scale
-    column_sums = torch.softmax(logits, dim=-1).pow(power).sum(dim=(0, 1))
+    logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale
     end = int(strip.position.max()) + 1
-    weight = SECOND_PASS_WEIGHT * (end - strip.position) / end
-    strip.score = strip.score + (weight * column_sums).to(strip.score.dtype)
+    if not scoring_pass.rotated:
+        query_position = torch.arange(end - query.shape[0], end)
+        hidden = strip.position > query_position[:, None]
+        logits = logits.masked_fill(hidden[:, None, :], float("-inf"))
+    each = torch.softmax(logits, dim=-1).pow(scoring_pass.power)  # [T, G, L]
+    if scoring_pass.by_maximum:
+        column = reached(each.amax(dim=(0, 1)), strip.position, scoring_pass.reach)
+    else:
+        column = each.sum(dim=(0, 1)) / end
+    added = scoring_pass.weight * (end - strip.position) * column
+    strip.score = strip.score + added.to(strip.score.dtype)
 
 
 def select_victim(
@@ -186,19 +196,20 @@ def pack_survivors(
     )
 
 
-def reached(strip: Strip, reach: int) -> torch.Tensor:
+def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Tensor:
     """``W[j] = max_{0 <= d <= reach} U[j - d]``, by position: [L].
 
     Not of the paper: a query looks for where something begins, and what follows must stay with it.
 
     Args:
-        strip: what the observation window gave each token, U, as its score.
+        score: [L], what an observation window gave each token, U.
+        position: [L], int64.
         reach: positions that a score reaches.
 
     """
-    distance = strip.position[:, None] - strip.position
+    distance = position[:, None] - position
     within = (distance >= 0) & (distance <= reach)
-    return strip.score.expand_as(within).masked_fill(~within, float("-inf")).amax(dim=1)
+    return score.expand_as(within).masked_fill(~within, float("-inf")).amax(dim=1)
 
 
 def page_sums(strip: Strip, page_size: int) -> torch.Tensor:
@@ -283,7 +294,7 @@ class Head:
         ends_prompt: bool = False,
         initial_scores: Sequence[float] | None = None,
         scoring_start: int = 0,
-        rotated_query: torch.Tensor | None = None,
+        passes: Sequence[tuple[ScoringPass, torch.Tensor]] = (),
     ) -> torch.Tensor:
         """Compute T tokens: a chunk of the prompt, or one token after it.
 
@@ -294,7 +305,7 @@ class Head:
             ends_prompt: whether the last of them is the last of the prompt.
             initial_scores: [T]; zeros when None.
             scoring_start: position from which on queries add to scores.
-            rotated_query: [T, G, D], the queries at T positions later, where a second pass scores.
+            passes: those in which queries score once more, and their [T', G, D].
 
         Returns:
             [T, G, D].
@@ -310,8 +321,8 @@ class Head:
         by_maximum = self.by_maximum and self.in_prompt
         limits = (self.power, self.skip_recent, first, by_maximum)
         out = attend_and_score(query, self.strip, self.scale, *limits)
-        if rotated_query is not None:
-            score_second_pass(rotated_query[first:], self.strip, self.scale, self.power)
+        for scoring_pass, scoring_query in passes:
+            score_pass(scoring_query, self.strip, self.scale, scoring_pass)
         full = len(self.strip) >= self.capacity
         if self.in_prompt:
             if full and (ends_prompt or self.packs_chunks):
@@ -334,7 +345,7 @@ class Head:
         limits = (self.num_recent, self.num_sinks, self.by_age)
         held = self.strip
         if self.reach:
-            held.score = reached(held, self.reach)
+            held.score = reached(held.score, held.position, self.reach)
         if self.page_size > 1:
             ranked = Strip(held.key, held.value, page_sums(held, self.page_size), held.position)
         else:

@@ -15,7 +15,7 @@ from vllm_h2o.options.conflicts import check_together, check_unread
 from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
 from vllm_h2o.pages import num_pages
-from vllm_h2o.policy import POLICIES, SCORES, Budget, Policy, ScoreKind, split_budget
+from vllm_h2o.policy import POLICIES, SCORES, Budget, Policy, Score, ScoreKind, split_budget
 from vllm_h2o.policy.budget import minimum_slots
 
 _SCORE_MEANINGS = ", ".join(f"{name} ({score.meaning})" for name, score in SCORES.items())
@@ -74,7 +74,10 @@ class KVPolicyConfig:
         choices=("full", "window", "chunked"),
     )
     observation_window: int = option(
-        32, "with prefill=window: how many of the prompt's last queries score", bits=31
+        32,
+        "how many of the prompt's last queries score with prefill=window, and once more with "
+        "score=combined",
+        bits=31,
     )
     window_score: str = option(
         "max",
@@ -86,7 +89,7 @@ class KVPolicyConfig:
         None,
         f"what ranks tokens: {_SCORE_MEANINGS}",
         choices=tuple(SCORES),
-        shown="sum; h2o_mean mean_squares; h2o_replay second_pass",
+        shown="sum; h2o2 combined; h2o_mean mean_squares; h2o_replay second_pass",
     )
     score_skip_recent: int = option(
         0,
@@ -138,19 +141,14 @@ class KVPolicyConfig:
         return self.policy.default_score if self.score is None else self.score
 
     @property
+    def ranking(self) -> Score:
+        """How attention accumulates and ranks, where it does."""
+        return SCORES[self.score_name]
+
+    @property
     def score_power(self) -> int:
         """Of the probabilities that are added to scores; 0 where attention adds nothing."""
-        return SCORES[self.score_name].power if self._uses_attention else 0
-
-    @property
-    def score_by_age(self) -> bool:
-        """Whether scores are ranked as means over the queries since a token was stored."""
-        return SCORES[self.score_name].by_age
-
-    @property
-    def has_second_pass(self) -> bool:
-        """Whether a prompt's queries score a second time, rotated past its end."""
-        return SCORES[self.score_name].second_pass
+        return self.ranking.power if self._uses_attention else 0
 
     @property
     def scores_by_maximum(self) -> bool:
@@ -160,6 +158,12 @@ class KVPolicyConfig:
     @property
     def _uses_attention(self) -> bool:
         return self.policy.score is ScoreKind.ATTENTION
+
+    @property
+    def num_window_queries(self) -> int:
+        """Last queries of a prompt that score together, in one chunk; 0: none do."""
+        scores = self.prefill == "window" or self.ranking.window
+        return self.observation_window if scores else 0
 
     @property
     def supports_prefix_caching(self) -> bool:

@@ -40,6 +40,10 @@ def _has_window(config: Any) -> bool:
     return config.prefill == "window"
 
 
+def _asks_window(config: Any) -> bool:
+    return _has_window(config) or config.ranking.window
+
+
 CONFLICTS = (
     Conflict(
         lambda c: _has_basis(c) and isinstance(c.budget, int),
@@ -54,9 +58,9 @@ CONFLICTS = (
         NO_OP,
     ),
     Conflict(
-        lambda c: c.observation_window != type(c).observation_window and not _has_window(c),
+        lambda c: c.observation_window != type(c).observation_window and not _asks_window(c),
         "observation_window={c.observation_window!r}",
-        "prefill={c.prefill!r} lets every query of a prompt score",
+        "prefill={c.prefill!r} with score={c.score_name!r} lets every query of a prompt score",
         NO_OP,
     ),
     Conflict(
@@ -66,19 +70,19 @@ CONFLICTS = (
         NO_OP,
     ),
     Conflict(
-        lambda c: _has_window(c) and not c.observation_window,
+        lambda c: _asks_window(c) and not c.observation_window,
         "observation_window={c.observation_window!r}",
         "no query scores",
         NO_OP,
     ),
     Conflict(
-        lambda c: _has_window(c) and c.score_by_age,
+        lambda c: _has_window(c) and c.ranking.by_age,
         "prefill='window' with score={c.score_name!r}",
         "a mean counts every query of the prompt, and only the last ones score",
         NOT_BUILT,
     ),
     Conflict(
-        lambda c: c.granularity == "block" and c.score_by_age,
+        lambda c: c.granularity == "block" and c.ranking.by_age,
         "granularity='block' with score={c.score_name!r}",
         "means are ranked token by token",
         NOT_BUILT,

@@ -73,11 +73,14 @@ def _config(vllm_config: Any) -> KVPolicyConfig:
 
 def _cuts_windows(vllm_config: Any) -> bool:
     config, limits = _config(vllm_config), vllm_config.scheduler_config
-    if not vllm_config.cache_config.enable_prefix_caching or not config.score_power:
+    shares = vllm_config.cache_config.enable_prefix_caching and config.score_power
+    if not shares and not config.ranking.window:
         return False
     # In the worst case every other sequence takes a token of the step.
     max_tokens = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
     room = max_tokens - limits.max_num_seqs + 1
+    if config.ranking.second_pass:  # its chunks wait until they have that much
+        room = max(room, max_tokens // 2)
     longest = limits.long_prefill_token_threshold or room
     return min(room, longest) < config.observation_window
 
@@ -187,9 +190,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "or leave --enable-prefix-caching out",
     ),
     Refusal(
-        "prefix caching, and chunks of prompts that may be smaller than the observation window",
+        "chunks of prompts that may be smaller than the observation window",
         _cuts_windows,
-        "the queries that score are computed together, outside the pages that are shared",
+        "with prefix caching and with score=combined, the queries that score are computed together",
         "give a larger --max-num-batched-tokens, fewer --max-num-seqs, a larger or no "
         "--long-prefill-token-threshold, or a smaller observation_window",
     ),

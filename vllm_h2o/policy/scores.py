@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class SecondPass(Enum):
+    """What counts of a prompt's queries when they score a second time, rotated past its end."""
+
+    MEAN = "mean"
+    LARGEST = "largest"
 
 
 @dataclass(frozen=True)
@@ -10,25 +18,38 @@ class Score:
     """One way to turn attention probabilities into a rank.
 
     Args:
+        meaning: one line for ``--help``.
         power: of the probabilities that are added: 1, or 2 for squares.
         by_age: whether the sum is divided by the number of queries since the token was stored.
-        second_pass: whether a prompt's queries score a second time, rotated past its end.
-        meaning: one line for ``--help``.
+        second_pass: whether a prompt's queries score a second time, and what counts of that.
+        window: whether its last queries, the observation window, score once more by maximum.
 
     """
 
-    power: int
-    by_age: bool
-    second_pass: bool
     meaning: str
+    power: int = 1
+    by_age: bool = False
+    second_pass: SecondPass | None = None
+    window: bool = False
 
 
 SCORES: dict[str, Score] = {
-    "sum": Score(1, False, False, "accumulated attention, the paper's"),
-    "sum_squares": Score(2, False, False, "accumulated squared attention"),
-    "mean": Score(1, True, False, "attention per query since the token was stored"),
-    "mean_squares": Score(2, True, False, "squared attention per query since then"),
+    "sum": Score("accumulated attention, the paper's"),
+    "sum_squares": Score("accumulated squared attention", power=2),
+    "mean": Score("attention per query since the token was stored", by_age=True),
+    "mean_squares": Score("squared attention per query since then", power=2, by_age=True),
     "second_pass": Score(
-        2, True, True, "mean_squares, and a prompt's queries score a second time from past its end"
+        "mean_squares, and a prompt's queries score a second time from past its end",
+        power=2,
+        by_age=True,
+        second_pass=SecondPass.MEAN,
+    ),
+    "combined": Score(
+        "mean_squares, and by maximum what a second pass gives and what the prompt's last "
+        "queries give",
+        power=2,
+        by_age=True,
+        second_pass=SecondPass.LARGEST,
+        window=True,
     ),
 }

@@ -99,7 +99,8 @@ class Ledger:
         block_size: slots of a page.
         seed: of the ``random`` policy, for requests without one of their own.
         packs_chunks: whether a prompt is evicted from after each of its chunks, not at its end.
-        observation_window: queries of the prompt that score, the last ones; 0: all of them.
+        observation_window: last queries of a prompt that are computed, and score, together.
+        scores_window_only: whether no other query of a prompt scores.
         second_pass_chunk: tokens of a prompt whose queries score a second time together; 0: none.
         evicts_blocks: whether a victim is a whole block, filled again in place, and not one token.
         max_blocks_per_request: columns of the block table; None: as many as are needed.
@@ -114,6 +115,7 @@ class Ledger:
         seed: int = 0,
         packs_chunks: bool = False,
         observation_window: int = 0,
+        scores_window_only: bool = True,
         second_pass_chunk: int = 0,
         evicts_blocks: bool = False,
         max_blocks_per_request: int | None = None,
@@ -124,6 +126,7 @@ class Ledger:
         self.seed = seed
         self.packs_chunks = packs_chunks
         self.observation_window = observation_window
+        self.scores_window_only = scores_window_only
         self.second_pass_chunk = second_pass_chunk
         self.victim_size = block_size if evicts_blocks else 1
         self.max_blocks_per_request = max_blocks_per_request
@@ -189,7 +192,7 @@ class Ledger:
     def align_chunk(self, request_id: str, start: int, num_new: int, prompt_len: int) -> int:
         """As many of the tokens [start, start + num_new) as leave whole what is scored together.
 
-        That is the observation window, or with a second pass ``second_pass_chunk`` tokens or the
+        That is the observation window, and with a second pass ``second_pass_chunk`` tokens or the
         prompt's rest: so what a prompt keeps does not depend on what else a step computes.
 
         Args:
@@ -201,10 +204,13 @@ class Ledger:
         """
         held = self._states.get(request_id)
         prompt_end = held.prompt_end if held else prompt_len
-        if self.second_pass_chunk and start < prompt_end:
-            whole = min(self.second_pass_chunk, prompt_end - start)
-            return whole if num_new >= whole else 0
         window_start = max(prompt_end - self.observation_window, 0)
+        if self.second_pass_chunk and start < prompt_end:
+            longest = max(self.second_pass_chunk, self.observation_window)
+            whole = min(longest, prompt_end - start)
+            if window_start < start + whole < prompt_end:
+                whole = window_start - start
+            return whole if num_new >= whole else 0
         if window_start < start + num_new < prompt_end:
             return max(window_start - start, 0)
         return num_new
@@ -243,6 +249,7 @@ class Ledger:
                 f"prompt at {held.prompt_end}, or are more than one past it"
             )
         budget, window = held.budget, self.observation_window
+        window_start = max(held.prompt_end - window, 0) if window else held.prompt_end
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
         # Survivors leave pages that others read, however few tokens there are.
         pack_block_idx = self.num_pages(held.shared_end) if due and not held.fits else 0
@@ -264,7 +271,8 @@ class Ledger:
             num_sinks=budget.num_sinks,
             seed=held.seed,
             fits=held.fits,
-            scoring_start=max(held.prompt_end - window, 0) if window else 0,
+            scoring_start=window_start if window and self.scores_window_only else 0,
+            window_start=window_start,
             next_offset=held.next_offset if overwrites else 0,
             num_free_slots=self.victim_size - 1 - held.next_offset if overwrites else 0,
             first_block_idx=held.first_block_idx,

@@ -41,14 +41,17 @@ class HeavyHitterScheduler(AsyncScheduler):
             block_size,
             config.seed,
             packs_chunks=config.prefill == "chunked",
-            observation_window=config.observation_window if config.prefill == "window" else 0,
-            second_pass_chunk=self._second_pass_chunk() if config.has_second_pass else 0,
+            observation_window=config.num_window_queries,
+            scores_window_only=config.prefill == "window",
+            second_pass_chunk=self._second_pass_chunk() if config.ranking.second_pass else 0,
             evicts_blocks=config.granularity == "block",
             max_blocks_per_request=num_pages(self.max_model_len, block_size),
             prefix_caching=self._prefix_caching,
         )
         # A liberty: the switch of a seam for Mamba, at which a chunk of a prompt may end early.
-        self.need_mamba_block_aligned_split = self._prefix_caching or config.has_second_pass
+        self.need_mamba_block_aligned_split = (
+            self._prefix_caching or config.ranking.second_pass is not None
+        )
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         # vLLM stops in time with three steps in flight; each more may compute a token too many.
         max_overshoot = max(self.vllm_config.max_concurrent_batches - 3, 0)

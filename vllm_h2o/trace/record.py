@@ -132,7 +132,7 @@ def run(
         num_recent=budget.num_recent,
         num_sinks=budget.num_sinks,
         scored=config.score_power > 0 and not budget.holds(len(prompt), len(prompt) + max_tokens),
-        frames=[frame.ranked_by_age() for frame in frames] if config.score_by_age else frames,
+        frames=[frame.ranked_by_age() for frame in frames] if config.ranking.by_age else frames,
     )
 
 

@@ -111,9 +111,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         tensors = StepTensors(query, key, value, output, initial_score, self.scale)
         if chunks:
             kernels.prefill(cache, chunks, tensors, scoring)
-            if scoring.second_pass:
-                rotated = self._rotated(chunks, query)
-                kernels.score_second_pass(cache, chunks, rotated, self.scale, scoring)
+            for which in scoring.passes:
+                asking = self._rotated(chunks, query) if which.rotated else query
+                kernels.score_pass(cache, chunks, asking, self.scale, which)
             self._score_windows(cache, attn_metadata, name, query)
         for batch in attn_metadata.decodes:
             kernels.decode(cache, batch, self._victims(cache), tensors, scoring)

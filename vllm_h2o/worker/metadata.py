@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +16,21 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.kernels.batch import WINDOW_REACH, DecodeBatch, PromptChunk, Scoring
+from vllm_h2o.kernels.batch import (
+    LARGEST_SECOND_PASS,
+    MEAN_SECOND_PASS,
+    WINDOW_PASS,
+    WINDOW_REACH,
+    DecodeBatch,
+    PromptChunk,
+    Scoring,
+    ScoringPass,
+)
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
 from vllm_h2o.paths import WORKER
+from vllm_h2o.policy import SecondPass
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.batching import Batching, CopiedBatches, PersistentBatch, Rows
 from vllm_h2o.worker.packing import Packing
@@ -76,12 +86,13 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         if worker != WORKER:
             raise IntegrityError(f"the policy's backend runs in {worker}, not in {WORKER}")
         config = KVPolicyConfig.required(vllm_config)
+        self.layers = vllm_config.compilation_config.static_forward_context
         self.scoring = Scoring(
             power=config.score_power,
             skip_recent=config.score_skip_recent,
             by_page=config.granularity == "block",
-            by_age=config.score_by_age,
-            second_pass=config.has_second_pass,
+            by_age=config.ranking.by_age,
+            passes=tuple(self._passes(config, layer_names)),
             by_maximum=config.scores_by_maximum,
             reach=WINDOW_REACH if config.scores_by_maximum else 0,
         )
@@ -89,6 +100,16 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         self.spec = kv_cache_spec
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.use(select_kernels(vllm_config, kv_cache_spec, device, config))
+
+    def _passes(self, config: KVPolicyConfig, layer_names: list[str]) -> Iterator[ScoringPass]:
+        """The scoring passes of a prompt; a second pass only where queries can be rotated."""
+        rotates = all(self.layers[name].impl.rotate is not None for name in layer_names)
+        if config.ranking.second_pass is SecondPass.MEAN:
+            yield MEAN_SECOND_PASS
+        if config.ranking.second_pass is SecondPass.LARGEST and rotates:
+            yield LARGEST_SECOND_PASS
+        if config.ranking.window:
+            yield WINDOW_PASS
 
     def use(self, kernels: Kernels) -> None:
         """Compute with these kernels, on batches as they want them."""
@@ -138,8 +159,10 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         )
 
     def _prompt_chunk(self, plan: RequestPlan, table_row: torch.Tensor, start: int) -> PromptChunk:
-        first_query = min(max(plan.scoring_start - plan.logical_start, 0), plan.num_new)
-        first_query = plan.num_new if plan.fits else first_query
+        first_scoring, first_window = (
+            plan.num_new if plan.fits else min(max(start - plan.logical_start, 0), plan.num_new)
+            for start in (plan.scoring_start, plan.window_start)
+        )
         destination = window_scores = None
         if plan.pack_block_idx:
             num_blocks = num_pages(plan.held_end, self.spec.block_size)
@@ -156,8 +179,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             recent_start=plan.recent_start,
             num_sinks=plan.num_sinks,
             seed=plan.seed,
-            first_scoring_query=plan.num_new if plan.pack_block_idx else first_query,
-            first_window_query=first_query,
+            first_scoring_query=plan.num_new if plan.pack_block_idx else first_scoring,
+            first_window_query=first_window,
             destination_blocks=destination,
             window_scores=window_scores,
         )
@@ -166,7 +189,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         return Packing(
             chunks,
             self.layer_names,
-            self.vllm_config.compilation_config.static_forward_context,
+            self.layers,
             self.kernels,
             self.scoring,
             self.spec.head_size,

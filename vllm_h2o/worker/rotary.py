@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.worker.attention import HeavyHitterImpl
+
+logger = init_logger("vllm.kv_policy")
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,16 @@ class RopeShift:
         return rotated
 
 
-def bind(model: torch.nn.Module) -> None:
+def bind(model: torch.nn.Module, score: str) -> None:
     """Give each of the policy's attention layers the rotation of its own rotary embedding.
 
+    Args:
+        model: vLLM's.
+        score: its name; ``combined`` does without the second pass where nothing rotates.
+
     Raises:
-        UnsupportedError: when it has none, or one whose rotations do not add up.
+        UnsupportedError: when a layer has none, or one whose rotations do not add up, and a second
+            pass is all that the score is about.
 
     """
     for name, module in model.named_modules():
@@ -65,12 +73,16 @@ def bind(model: torch.nn.Module) -> None:
             found = [child for child in children if isinstance(child, RotaryEmbedding)]
             if len(found) != 1 or not _adds_up(found[0]):
                 kinds = ", ".join(type(child).__name__ for child in found)
+                has = f"{name} has {kinds or 'no rotary embedding next to its attention'}"
+                why = "rotates queries, which takes one rotary embedding that does not scale"
+                if score == "combined":
+                    logger.warning("%s: the second pass, which %s, is left out.", has, why)
+                    return
                 raise UnsupportedError(
-                    "score='second_pass'",
-                    f"{name} has {kinds or 'no rotary embedding next to its attention'}",
-                    "a second pass rotates queries to later positions, which takes one rotary "
-                    "embedding that does not scale",
-                    "use score=mean_squares (--kv-policy h2o_mean), or another model",
+                    f"score={score!r}",
+                    has,
+                    f"a second pass {why}",
+                    "use score=mean_squares, or another model",
                 )
             layer.impl.rotate = RopeShift(found[0])
 
@@ -91,5 +103,5 @@ class BindsRopeShift:
         """Load the model; see :func:`bind`."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = KVPolicyConfig.of(self.vllm_config)
-        if config is not None and config.has_second_pass:
-            bind(self.model_runner.get_model())
+        if config is not None and config.ranking.second_pass:
+            bind(self.model_runner.get_model(), config.score_name)

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.harness import Shape
 from tests.kernels.native.cases import Pool, Strip64, attend64, decode_batch, prompt_chunk, threads
 from tests.kernels.truth import bits
-from vllm_h2o.kernels.batch import SECOND_PASS_WEIGHT, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.batch import MEAN_SECOND_PASS, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.native import loader
@@ -300,14 +300,14 @@ def test_prefill_scoring(name: str, scoring: str, variant: str) -> None:
 def test_second_pass(name: str, num_threads: int, variant: str) -> None:
     """Scores of all tokens of a chunk's request, as a mean; nothing else is written."""
     torch.manual_seed(num_threads)
-    shape, scoring = SHAPES[name], Scoring(power=2, skip_recent=3, by_age=True, second_pass=True)
+    shape, scoring = SHAPES[name], Scoring(power=2)
     pool, chunks = prompt_pool(shape)
     tensors = pool.tensors(chunks[-1].tokens.stop)
     kernels, query = loader.load(variant), tensors.query
     kernels.prefill(pool.cache, chunks, tensors, Scoring(power=0))
     before, writable = pool.before(), torch.zeros_like(pool.cache.score, dtype=torch.bool)
     with threads(num_threads):
-        kernels.score_second_pass(pool.cache, chunks, query, tensors.scale, scoring)
+        kernels.score_pass(pool.cache, chunks, query, tensors.scale, MEAN_SECOND_PASS)
     now, pool.cache = pool.cache, before
     for b, chunk in enumerate(chunks):
         first = chunk.first_scoring_query
@@ -320,7 +320,7 @@ def test_second_pass(name: str, num_threads: int, variant: str) -> None:
             asked = query[chunk.tokens, heads][first:]
             _, added = attend64(strip, asked, everything, later, tensors.scale, scoring)
             age = (chunk.logical_end - strip.position) / chunk.logical_end
-            close(now.score[at], strip.score + SECOND_PASS_WEIGHT * age * added.sum(0), 1e-5)
+            close(now.score[at], strip.score + MEAN_SECOND_PASS.weight * age * added.sum(0), 1e-5)
             writable[at] = True
     for name in ("key", "value", "position"):
         assert torch.equal(bits(getattr(before, name)), bits(getattr(now, name)))

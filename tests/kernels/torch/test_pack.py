@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.reference import (
     Strip,
     attend_and_score,
     pack_survivors,
     reached,
-    score_second_pass,
+    score_pass,
 )
-from vllm_h2o.kernels.torch import pack, prefill, second_pass
+from vllm_h2o.kernels.torch import pack, prefill, scoring_pass
 
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 BLOCKS, LENGTH, NUM_SURVIVORS = [5, 2, 8, 1], 57, 31
@@ -91,24 +91,34 @@ def test_window_scores(
     assert torch.equal(cache.score.nan_to_num(), before.nan_to_num())
 
 
-@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(
+    ("by_maximum", "reach", "power"), [(False, 0, 1), (True, 0, 2), (True, 8, 2)]
+)
 @pytest.mark.parametrize(("num_tokens", "first_query"), [(57, 0), (20, 0), (20, 9), (20, 20)])
-def test_second_pass(
-    power: int, num_tokens: int, first_query: int, monkeypatch: pytest.MonkeyPatch
+def test_score_pass(
+    rotated: bool,
+    by_maximum: bool,
+    reach: int,
+    power: int,
+    num_tokens: int,
+    first_query: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reference's, in tiles of any size; slots after the chunk's stay as they were."""
     query = torch.randn(num_tokens, 6, 64)
-    scoring = Scoring(power, by_age=True, second_pass=True)
-    for tile in (7, second_pass.QUERY_TILE):
-        monkeypatch.setattr(second_pass, "QUERY_TILE", tile)
-        cache, chunk = shared(None, num_tokens, 0)
+    which = ScoringPass(0.7, rotated, by_maximum, reach, power)
+    for tile in (7, scoring_pass.QUERY_TILE):
+        monkeypatch.setattr(scoring_pass, "QUERY_TILE", tile)
+        cache, chunk = shared(None, num_tokens, first_query)
         chunk = replace(chunk, first_scoring_query=first_query)
         before = strips(cache, BLOCKS, 64)
-        second_pass.score(cache, chunk, query, 0.2, scoring)
+        scoring_pass.score(cache, chunk, query, 0.2, which)
         for head, strip in enumerate(strips(cache, BLOCKS, LENGTH)):
             expected = Strip(*(getattr(before[head], name)[:LENGTH] for name in VIEWS))
             own = query.double().unflatten(1, (2, 3))[:, head]
-            score_second_pass(own[first_query:], expected, 0.2, power)
+            if first_query < num_tokens:
+                score_pass(own[first_query:], expected, 0.2, which)
             torch.testing.assert_close(strip.score, expected.score, rtol=1e-5, atol=1e-6)
             after = strips(cache, BLOCKS, 64)[head].score[LENGTH:]
             torch.testing.assert_close(after, before[head].score[LENGTH:], equal_nan=True)
@@ -128,7 +138,7 @@ def test_survivors_are_copied(has_own_scores: bool, reach: int) -> None:
         assert all(torch.equal(getattr(left, name), getattr(strip, name)) for name in VIEWS)
         if has_own_scores:
             strip.score = scores[head].double()
-        strip.score = reached(strip, reach)
+        strip.score = reached(strip.score, strip.position, reach)
         expected = pack_survivors(strip, LENGTH, NUM_SURVIVORS, 12, 3)
         copied = strips(cache, destination, NUM_SURVIVORS)[head]
         for name in VIEWS:

@@ -18,7 +18,7 @@ import sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_h2o.kernels.triton import decode, pack, prefill, second_pass
+from vllm_h2o.kernels.triton import decode, pack, prefill, scoring_pass
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS, PAGE_LANES, SELECT_TILE, STORE_TILE, padded_group, precision, prompt_tiles,
     tile_of)
@@ -41,7 +41,7 @@ def build(kernel, dtype, fields, **constants):
         if name in INT: return "*i32"
         if name.endswith("_bases"): return "*i64"
         if name == "fields_ptr": return fields
-        return "fp32" if name == "scale" else "i32"
+        return "fp32" if name in ("scale", "weight") else "i32"
     signature = {name: kind(name) for name in kernel.arg_names}
     # Fields lie request by request: their stride is the constant 1 in every real launch.
     strides = {"field_stride": 1} if "field_stride" in kernel.arg_names else {}
@@ -80,8 +80,9 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     build(prefill.attend, dtype, "*i32", **dots, **by_query)
     build(prefill.column_scores, dtype, "*i32", **dots, **by_key, POWER=1, SKIPS=paged,
           BY_MAXIMUM=paged)
-    build(second_pass.log_sum_exp, dtype, "*i32", **dots, **by_query)
-    build(second_pass.weighted_scores, dtype, "*i32", **dots, **by_key, POWER=2)
+    build(scoring_pass.log_sum_exp, dtype, "*i32", **dots, **by_query, ROTATED=not paged)
+    build(scoring_pass.weighted_scores, dtype, "*i32", **dots, **by_key, POWER=2, ROTATED=not paged,
+          BY_MAXIMUM=group > 1, REACH=8 if paged else 0)
     build(pack.select_survivors, dtype, "*i32", N=block, TILE=SELECT_TILE, BY_PAGE=paged,
           BY_AGE=not paged, REACH=8 if paged else 0, num_warps=8)
     build(pack.pack_survivors, dtype, "*i32", **shape, TILE=STORE_TILE, ALIGNED=16)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from vllm_h2o.kernels.batch import (
-    SECOND_PASS_WEIGHT,
     DecodeBatch,
     PromptChunk,
     Scoring,
+    ScoringPass,
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
@@ -36,12 +36,12 @@ class NativeKernels:
         self.variant = variant
         self._decode = library.h2o_decode
         self._prefill = library.h2o_prefill
-        self._score_second_pass = library.h2o_score_second_pass
+        self._score_pass = library.h2o_score_pass
         self._pack_survivors = library.h2o_pack_survivors
         for function in (
             self._decode,
             self._prefill,
-            self._score_second_pass,
+            self._score_pass,
             self._pack_survivors,
         ):
             function.restype = None
@@ -81,22 +81,27 @@ class NativeKernels:
             layout.scoring_bytes(scoring),
         )
 
-    def score_second_pass(
+    def score_pass(
         self,
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        rotated_query: torch.Tensor,
+        query: torch.Tensor,
         scale: float,
-        scoring: Scoring,
+        which: ScoringPass,
     ) -> None:
-        """Score all tokens up to each chunk's end by the chunk's queries, rotated past that end."""
-        self._score_second_pass(
+        """Score tokens up to each chunk's end once more."""
+        asking = [chunk for chunk in chunks if chunk.first_query(which) < chunk.num_tokens]
+        if not asking:
+            return
+        scoring = Scoring(which.power, by_maximum=which.by_maximum, reach=which.reach)
+        self._score_pass(
             layout.cache_bytes(cache),
-            b"".join(map(layout.chunk_bytes, chunks)),
-            len(chunks),
-            layout.query_bytes(cache, rotated_query, scale),
+            b"".join(layout.chunk_bytes(chunk, chunk.first_query(which)) for chunk in asking),
+            len(asking),
+            layout.query_bytes(cache, query, scale),
             layout.scoring_bytes(scoring),
-            ctypes.c_float(SECOND_PASS_WEIGHT),
+            ctypes.c_float(which.weight),
+            ctypes.c_int32(which.rotated),
         )
 
     def pack_survivors(

@@ -283,15 +283,15 @@ def batch_bytes(batch: DecodeBatch) -> bytes:
     )
 
 
-def chunk_bytes(chunk: PromptChunk) -> bytes:
-    """A chunk that is attended to, or scored."""
+def chunk_bytes(chunk: PromptChunk, first_query: int | None = None) -> bytes:
+    """A chunk that is attended to, or scored: by queries from ``first_query`` on, if given."""
     return _CHUNK.pack(
         _address(chunk.block_table),
         chunk.tokens.start,
         chunk.num_tokens,
         chunk.resident_start,
         chunk.logical_start,
-        chunk.first_scoring_query,
+        chunk.first_scoring_query if first_query is None else first_query,
     )
 
 

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.batch import (
+    DecodeBatch,
+    PromptChunk,
+    Scoring,
+    ScoringPass,
+    StepTensors,
+)
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.torch import decode, pack, prefill, second_pass
+from vllm_h2o.kernels.torch import decode, pack, prefill, scoring_pass
 
 
 class TorchKernels:
@@ -50,17 +56,17 @@ class TorchKernels:
             out = prefill.attend_and_score(cache, chunk, query, tensors.scale, scoring)
             tensors.out[tokens] = out.to(tensors.out.dtype)
 
-    def score_second_pass(
+    def score_pass(
         self,
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        rotated_query: torch.Tensor,
+        query: torch.Tensor,
         scale: float,
-        scoring: Scoring,
+        which: ScoringPass,
     ) -> None:
         """Chunk by chunk."""
         for chunk in chunks:
-            second_pass.score(cache, chunk, rotated_query[chunk.tokens], scale, scoring)
+            scoring_pass.score(cache, chunk, query[chunk.tokens], scale, which)
 
     def pack_survivors(
         self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring

@@ -33,7 +33,7 @@ def pack_survivors(
     if score is None:
         score = chunk_slots(cache, cache.score, chunk)
     if scoring.reach and chunk.num_survivors < chunk.attended_len:
-        score = reached(score, scoring.reach)
+        score = reached(score, chunk_slots(cache, cache.position, chunk), scoring.reach)
     survivor = _select_survivors(cache, chunk, scoring, score)
     rows = chunk_rows(cache, chunk)
     destination = rows
@@ -47,13 +47,21 @@ def pack_survivors(
     cache.score[target] = score.gather(1, survivor)
 
 
-def reached(score: torch.Tensor, reach: int) -> torch.Tensor:
-    """[H, L]: of each slot the largest score of its own and of ``reach`` slots before it.
+def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Tensor:
+    """[H, L]: of each token the largest score of its own and of ``reach`` positions before it.
 
-    A prompt's slots are in order of position, and hold every position: so do those.
+    Args:
+        score: [H, L].
+        position: [H, L], ascending: a prompt's slots are in order of position.
+        reach: positions.
+
     """
-    padded = torch.nn.functional.pad(score, (reach, 0), value=float("-inf"))
-    return padded.unfold(1, reach + 1, 1).amax(dim=2)
+    largest = score.clone()
+    for distance in range(1, min(reach, score.shape[1] - 1) + 1):
+        near = position[:, distance:] - position[:, :-distance] <= reach
+        before = score[:, :-distance].masked_fill(~near, float("-inf"))
+        largest[:, distance:] = torch.maximum(largest[:, distance:], before)
+    return largest
 
 
 def _select_survivors(

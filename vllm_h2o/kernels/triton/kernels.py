@@ -9,9 +9,15 @@ from typing import Any
 import torch
 import triton
 
-from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.batch import (
+    DecodeBatch,
+    PromptChunk,
+    Scoring,
+    ScoringPass,
+    StepTensors,
+)
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.triton import decode, pack, prefill, second_pass
+from vllm_h2o.kernels.triton import decode, pack, prefill, scoring_pass
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
@@ -154,30 +160,33 @@ class TritonKernels:
             BY_MAXIMUM=scoring.by_maximum,
         )  # fmt: skip
 
-    def score_second_pass(
+    def score_pass(
         self,
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        rotated_query: torch.Tensor,
+        query: torch.Tensor,
         scale: float,
-        scoring: Scoring,
+        which: ScoringPass,
     ) -> None:
-        """All chunks in one launch of each kernel."""
-        self._check_heads(cache, rotated_query)
+        """All chunks in one launch of each kernel, if any has queries that score."""
+        if all(chunk.first_query(which) >= chunk.num_tokens for chunk in chunks):
+            return
+        self._check_heads(cache, query)
         sent = self._sent(chunks)
         sizes = (len(sent), self.num_kv_heads)
         by_query, by_key = self._prompt_options(cache)
-        lse = torch.empty(self.num_heads, rotated_query.shape[0], device=self.device)
-        second_pass.log_sum_exp[self._query_grid(sent, by_query)](
-            rotated_query, cache.key, sent.block_table, sent.fields, lse,
-            scale, rotated_query.stride(0), lse.stride(0), cache.key.stride(0),
-            sent.block_table.stride(0), *sizes, **by_query,
+        lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
+        scoring_pass.log_sum_exp[self._query_grid(sent, by_query)](
+            query, cache.key, sent.block_table, sent.fields, lse,
+            scale, query.stride(0), lse.stride(0), cache.key.stride(0),
+            sent.block_table.stride(0), *sizes, **by_query, ROTATED=which.rotated,
         )  # fmt: skip
-        second_pass.weighted_scores[self._key_grid(sent, by_key)](
-            rotated_query, cache.key, cache.score, cache.position, sent.block_table, sent.fields,
-            lse, scale, rotated_query.stride(0), lse.stride(0), cache.key.stride(0),
-            cache.score.stride(0), sent.block_table.stride(0), *sizes,
-            **by_key, POWER=scoring.power,
+        scoring_pass.weighted_scores[self._key_grid(sent, by_key, which.reach)](
+            query, cache.key, cache.score, cache.position, sent.block_table, sent.fields,
+            lse, scale, which.weight, query.stride(0), lse.stride(0), cache.key.stride(0),
+            cache.score.stride(0), sent.block_table.stride(0), *sizes, **by_key,
+            POWER=which.power, ROTATED=which.rotated, BY_MAXIMUM=which.by_maximum,
+            REACH=which.reach,
         )  # fmt: skip
 
     def pack_survivors(
@@ -242,10 +251,13 @@ class TritonKernels:
         longest = max(chunk.num_tokens for chunk in sent.source)
         return triton.cdiv(longest, options["TILE_Q"]), self.num_heads, len(sent)
 
-    def _key_grid(self, sent: DeviceChunks, options: dict[str, Any]) -> tuple[int, int, int]:
-        """(tiles of slots, KV heads, chunks)."""
+    def _key_grid(
+        self, sent: DeviceChunks, options: dict[str, Any], overlap: int = 0
+    ) -> tuple[int, int, int]:
+        """(tiles of slots, KV heads, chunks); each tile has some slots of the one before."""
         longest = max(chunk.attended_len for chunk in sent.source)
-        return triton.cdiv(longest, options["TILE_K"]), self.num_kv_heads, len(sent)
+        tiles = triton.cdiv(longest, options["TILE_K"] - overlap)
+        return tiles, self.num_kv_heads, len(sent)
 
     def _sent(self, chunks: Sequence[PromptChunk]) -> DeviceChunks:
         """The step's chunks on the device, sent once for all layers."""
@@ -281,8 +293,8 @@ class TritonKernels:
         initial = key[:, :, 0].float() if has_initial_score else None
         tensors = StepTensors(query, key, key, torch.empty_like(query), initial, 1.0)
         self.prefill(own, chunks, tensors, scoring)
-        if scoring.second_pass:
-            self.score_second_pass(own, chunks, query, 1.0, scoring)
+        for which in scoring.passes:
+            self.score_pass(own, chunks, query, 1.0, which)
         self.pack_survivors([own], chunks, scoring)
 
     def _check(self, cache: LayerCache, tensors: StepTensors) -> None:

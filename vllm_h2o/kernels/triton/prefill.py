@@ -32,6 +32,7 @@ CHUNK_FIELDS = (
     "resident_start",
     "logical_start",
     "first_scoring_query",
+    "first_window_query",
 )
 """Attributes of PromptChunk: rows of ``fields_ptr``, [len(CHUNK_FIELDS), R] int32."""
 TOKEN_START = tl.constexpr(CHUNK_FIELDS.index("tokens.start"))
@@ -39,6 +40,7 @@ NUM_TOKENS = tl.constexpr(CHUNK_FIELDS.index("num_tokens"))
 RESIDENT_START = tl.constexpr(CHUNK_FIELDS.index("resident_start"))
 LOGICAL_START = tl.constexpr(CHUNK_FIELDS.index("logical_start"))
 FIRST_SCORING_QUERY = tl.constexpr(CHUNK_FIELDS.index("first_scoring_query"))
+FIRST_WINDOW_QUERY = tl.constexpr(CHUNK_FIELDS.index("first_window_query"))
 
 
 @triton.jit(do_not_specialize=["num_chunks", "table_stride"])

@@ -1,13 +1,14 @@
-"""Second-pass scoring: a prompt's queries once more, from positions past its end.
+"""Queries of a prompt that score once more: a second pass, or the observation window's.
 
 ::
 
-    lse_g[i] = log sum_j exp(scale * q'_g[i] . k[j])                                log_sum_exp
-    sums[j] = sum_{i, g} exp(scale * q'_g[i] . k[j] - lse_g[i]) ** power            weighted_scores
-    score[j] += SECOND_PASS_WEIGHT * age[j] / logical_end * sums[j]                 weighted_scores
+    lse_g[i] = log sum_j exp(scale * q_g[i] . k[j])                                 log_sum_exp
+    column[j] = sum_{i, g} exp(scale * q_g[i] . k[j] - lse_g[i]) ** power / n       weighted_scores
+    or, BY_MAXIMUM, the largest of those, of j and of REACH positions before it
+    score[j] += weight * age[j] * column[j]                                         weighted_scores
 
-Twins of ``reference.score_second_pass``: every rotated query q' sees every token up to the chunk's
-end, its own and later ones too. Probabilities are not kept, but computed twice.
+Twins of ``reference.score_pass``: a rotated query sees every token up to the chunk's end, its own
+and later ones too; others see those up to their own. Probabilities are computed twice, not kept.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_h2o.kernels.batch import SECOND_PASS_WEIGHT
 from vllm_h2o.kernels.triton.prefill import (
     FIRST_SCORING_QUERY,
+    FIRST_WINDOW_QUERY,
     LOGICAL_START,
     NUM_TOKENS,
     RESIDENT_START,
     TOKEN_START,
 )
 from vllm_h2o.kernels.triton.tiles import (
+    combined,
     contributions,
     load_head,
     load_slots,
@@ -31,12 +33,10 @@ from vllm_h2o.kernels.triton.tiles import (
     update_softmax,
 )
 
-WEIGHT = tl.constexpr(SECOND_PASS_WEIGHT)
-
 
 @triton.jit(do_not_specialize=["num_chunks", "table_stride", "lse_stride"])
 def log_sum_exp(
-    query_ptr,  # [T, Hq, D]: rotated
+    query_ptr,  # [T, Hq, D]
     key_pages,
     block_table_ptr,  # [R, P], int32
     fields_ptr,  # [len(CHUNK_FIELDS), R], int32
@@ -54,14 +54,17 @@ def log_sum_exp(
     G: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
+    ROTATED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of TILE_Q queries of (chunk, query head), over all slots up to the chunk's end."""
+    """Of TILE_Q queries of (chunk, query head), over the slots that they see."""
     t, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     fields = fields_ptr + r
     num_tokens = tl.load(fields + NUM_TOKENS * num_chunks)
-    first_scoring_query = tl.load(fields + FIRST_SCORING_QUERY * num_chunks)
-    if t * TILE_Q >= num_tokens or (t + 1) * TILE_Q <= first_scoring_query:
+    first_query = tl.load(
+        fields + (FIRST_SCORING_QUERY if ROTATED else FIRST_WINDOW_QUERY) * num_chunks
+    )
+    if t * TILE_Q >= num_tokens or (t + 1) * TILE_Q <= first_query:
         return
     i = t * TILE_Q + tl.arange(0, TILE_Q)
     query_mask = i < num_tokens
@@ -71,21 +74,28 @@ def log_sum_exp(
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
-    attended_len = tl.load(fields + RESIDENT_START * num_chunks) + num_tokens
-    for start in range(0, attended_len, TILE_K):
+    resident_start = tl.load(fields + RESIDENT_START * num_chunks)
+    visible = resident_start + num_tokens
+    if not ROTATED:
+        visible = resident_start + tl.minimum((t + 1) * TILE_Q, num_tokens)
+    for start in range(0, visible, TILE_K):
         slot = start + tl.arange(0, TILE_K)
-        live = slot < attended_len
+        live = slot < visible
         row, offset = locate(block_table, slot, live, head // G, num_kv_heads, N)
         key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [TILE_Q, TILE_K]
-        logits = tl.where(live[None, :], logits, float("-inf"))
+        seen = live[None, :]
+        if not ROTATED:
+            seen = seen & (slot[None, :] <= (resident_start + i)[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
+        # The first tile holds slot 0, which every query sees: no maximum is -inf.
         row_max, row_sum, _, _ = update_softmax(row_max, row_sum, logits)
     tl.store(lse_ptr + head * lse_stride + token, row_max + tl.log(row_sum), mask=query_mask)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "table_stride", "lse_stride"])
 def weighted_scores(
-    query_ptr,  # [T, Hq, D]: rotated
+    query_ptr,  # [T, Hq, D]
     key_pages,
     score_pages,  # written
     position_pages,
@@ -93,6 +103,7 @@ def weighted_scores(
     fields_ptr,
     lse_ptr,  # [Hq, T], float32
     scale,
+    weight,
     query_stride,
     lse_stride,
     page_stride,
@@ -107,17 +118,28 @@ def weighted_scores(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     POWER: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BY_MAXIMUM: tl.constexpr,
+    REACH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the scoring queries' contributions to the scores of TILE_K slots of (chunk, KV head)."""
+    """Add the queries' contributions to the scores of TILE_K - REACH slots of (chunk, KV head).
+
+    A tile begins REACH slots before those, with the ones that reach them.
+    """
     t, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     fields = fields_ptr + r
     num_tokens = tl.load(fields + NUM_TOKENS * num_chunks)
-    attended_len = tl.load(fields + RESIDENT_START * num_chunks) + num_tokens
-    if t * TILE_K >= attended_len:
+    resident_start = tl.load(fields + RESIDENT_START * num_chunks)
+    attended_len = resident_start + num_tokens
+    first_query = tl.load(
+        fields + (FIRST_SCORING_QUERY if ROTATED else FIRST_WINDOW_QUERY) * num_chunks
+    )
+    first_slot = t * (TILE_K - REACH)
+    if first_slot >= attended_len or first_query >= num_tokens:
         return
-    slot = t * TILE_K + tl.arange(0, TILE_K)
-    live = slot < attended_len
+    slot = first_slot - REACH + tl.arange(0, TILE_K)
+    live = (slot >= 0) & (slot < attended_len)
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
     row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
     dim = tl.arange(0, D_PAD)
@@ -125,20 +147,29 @@ def weighted_scores(
     words = row * word_stride + offset
     position = tl.load(position_pages + words, mask=live, other=0)
     token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)
-    first_scoring_query = tl.load(fields + FIRST_SCORING_QUERY * num_chunks)
-    column_sums = tl.zeros([TILE_K], tl.float32)
+    columns = tl.zeros([TILE_K], tl.float32)
     # A query head is not unrolled: each would have buffers of its own for the loads in flight.
     for g in range(G):
         head = h * G + g
-        for start in range(first_scoring_query // TILE_Q * TILE_Q, num_tokens, TILE_Q):
+        for start in range(first_query // TILE_Q * TILE_Q, num_tokens, TILE_Q):
             i = start + tl.arange(0, TILE_Q)
-            query_mask = (i < num_tokens) & (i >= first_scoring_query)
+            query_mask = (i < num_tokens) & (i >= first_query)
             token = token_start + i
             query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)
             lse = tl.load(lse_ptr + head * lse_stride + token, mask=query_mask, other=0.0)
             adds = query_mask[None, :] & live[:, None]  # [TILE_K, TILE_Q]
-            column_sums += contributions(key, query, lse, adds, scale, POWER, False, PRECISION)
+            if not ROTATED:
+                adds = adds & (slot[:, None] <= (resident_start + i)[None, :])
+            more = contributions(key, query, lse, adds, scale, POWER, BY_MAXIMUM, PRECISION)
+            columns = combined(columns, more, BY_MAXIMUM)
     logical_end = tl.load(fields + LOGICAL_START * num_chunks) + num_tokens
-    weighted = column_sums * WEIGHT * (logical_end - position).to(tl.float32) / logical_end
-    score = tl.load(score_pages + words, mask=live, other=0.0)
-    tl.store(score_pages + words, score + weighted, mask=live)
+    if REACH > 0:
+        distance = position[:, None] - position[None, :]  # [TILE_K, TILE_K]
+        near = live[None, :] & (distance >= 0) & (distance <= REACH)
+        columns = tl.max(tl.where(near, columns[None, :], 0.0), axis=1)
+    if not BY_MAXIMUM:
+        columns = columns / logical_end
+    weighted = columns * weight * (logical_end - position).to(tl.float32)
+    own = live & (slot >= first_slot)
+    score = tl.load(score_pages + words, mask=own, other=0.0)
+    tl.store(score_pages + words, score + weighted, mask=own)
