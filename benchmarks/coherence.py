@@ -15,7 +15,7 @@ from benchmarks.smollm2 import MODEL, model_dir
 
 BUDGET, BLOCK_SIZE, LENGTH, SEED, TEMPERATURE = 64, 16, 500, 1, 0.7
 
-POLICIES = ("full", "h2o", "h2o_mean", "h2o_replay", "streaming", "local", "random")
+POLICIES = ("full", "h2o", "h2o2", "streaming", "local", "random")
 
 OPENINGS = (
     "The lighthouse keeper had lived alone on the island for thirty years, and every evening he",

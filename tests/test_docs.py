@@ -109,7 +109,7 @@ def test_retired(word: str) -> None:
         ("refilled = 0", True),
         ("class Residency:", True),
         ("class ResidencyPlan:", False),
-        ('name="h2o_replay"', False),
+        ('name="h2o2"', False),
         ("queries are asked again", True),
         ("the whole row", False),
         ("it would be a silent no-op", False),

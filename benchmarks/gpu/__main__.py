@@ -95,12 +95,12 @@ def apart(one: list[list[int]], other: list[list[int]]) -> float:
 
 
 WHOLE, EVICTING = ("--policy-budget", "1.0"), ("--policy-budget", "0.125")
-SECOND_PASS = (*EVICTING, "--policy", "h2o_replay")
+SECOND_PASS = (*EVICTING, "--policy", "h2o2")
 COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "100 % against stock": ((), WHOLE),
     "1/8, graphs against eager": (EVICTING, (*EVICTING, "--eager")),
     "1/8, V2 against V1": (EVICTING, (*EVICTING, "--v1")),
-    "1/8, h2o_replay, graphs against eager": (SECOND_PASS, (*SECOND_PASS, "--eager")),
+    "1/8, h2o2, graphs against eager": (SECOND_PASS, (*SECOND_PASS, "--eager")),
 }
 
 

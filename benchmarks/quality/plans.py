@@ -18,8 +18,9 @@ Make = Callable[..., Task]
 POLICIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "h2o": ("h2o", {}),
     "h2o squares": ("h2o", {"score": "sum_squares"}),
-    "h2o_mean": ("h2o_mean", {}),
-    "h2o_replay": ("h2o_replay", {}),
+    "h2o_mean": ("h2o", {"score": "mean_squares"}),
+    "h2o_replay": ("h2o", {"score": "second_pass"}),
+    "h2o2": ("h2o2", {}),
     "streaming": ("streaming", {}),
     "random": ("random", {}),
     "local": ("local", {}),
@@ -67,7 +68,7 @@ AFTER: tuple[Make, ...] = (
 """Judged after one compression, at the end of the context: what kvpress does, too."""
 SHARES_AFTER = (0.1, 0.2, 0.3, 0.5)
 
-SCORED = ("h2o", "h2o_mean", "h2o_replay")
+SCORED = ("h2o", "h2o_mean", "h2o_replay", "h2o2")
 PLANS: Mapping[str, Plan] = {
     "1k": Plan(prose(1024, 768, 2), (0.05, 0.1, 0.2, 0.4, 0.6)),
     "novel": Plan(prose(1536, 1280, 4, ("moby_dick",)), (0.05, 0.1, 0.2)),
@@ -89,7 +90,7 @@ PLANS: Mapping[str, Plan] = {
 
 def _facts(source: Source, end: str) -> dict[str, Plan]:
     """Facts in every form, at small budgets."""
-    policies = ("h2o", "h2o_replay", "h2o_mean", "streaming", "local", "h2o window")
+    policies = ("h2o", "h2o2", "h2o_replay", "h2o_mean", "streaming", "local", "h2o window")
     return {
         f"facts-{name}{end}": Plan(
             partial(facts, source=source, form=form), (0.1, 0.2, 0.3), policies
@@ -107,5 +108,5 @@ FACT_FORMS = {
 }
 FACTS: Mapping[str, Plan] = {**_facts(CONFIRMATION, ""), **_facts(DEVELOPMENT, "-dev")}
 """Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on."""
-QUICK = Plan(prose(384, 256, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o_mean", "local", "random"))
+QUICK = Plan(prose(384, 256, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o2", "local", "random"))
 """A minute and a half, orders only."""

@@ -27,7 +27,7 @@ def test_orders() -> None:
     rows = {row["policy"]: row for row in bench.rows(QUICK.policies)}
     above = {policy: row["above_full"] for policy, row in rows.items()}
     assert above["full"] == 0
-    for policy in ("h2o", "h2o_mean"):
+    for policy in ("h2o", "h2o2"):
         assert 0 < above[policy] < 0.25 * min(above["local"], above["random"]), above
     task = bench.tasks["quick"]
     with bench.engine("h2o", {}) as llm:

@@ -15,7 +15,7 @@ from vllm_h2o.errors import ConfigError
 CHARACTERS = [ord(c) % 256 for c in TEXT]
 
 
-@pytest.mark.parametrize("policy", ["h2o", "h2o_replay"])
+@pytest.mark.parametrize("policy", ["h2o", "h2o2"])
 def test_alone_and_among_fifteen_others(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same retained sets in every layer and head, and the same tokens.
 

@@ -80,7 +80,7 @@ def test_compiled_equals_eager(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not loader.available(), reason="no native library has been built")
-@pytest.mark.parametrize("policy", ["h2o", "h2o_replay"])
+@pytest.mark.parametrize("policy", ["h2o", "h2o2"])
 def test_torch_kernels_equal_native_ones(policy: str, tmp_path: Path) -> None:
     """Past the budget, whichever of the CPU's kernels are asked for by name."""
     model = tiny_llama(tmp_path, 4, 4)

@@ -316,7 +316,8 @@ def test_reach(
     scores: list[float], positions: list[int], reach: int, expected: list[float]
 ) -> None:
     """The largest score of so many positions before, wherever they lie."""
-    assert reached(strip(scores, positions), reach).tolist() == expected
+    held = strip(scores, positions)
+    assert reached(held.score, held.position, reach).tolist() == expected
 
 
 def test_group_is_summed() -> None:

@@ -80,8 +80,8 @@ def test_fraction_too_small() -> None:
 def test_unknown_policy(policy: str, suggestion: str) -> None:
     """A misspelt policy is met with the list and the nearest name."""
     expected = (
-        f"kv-policy: asked: policy {policy!r}; is: the policies are h2o, h2o_mean, h2o_replay, "
-        "streaming, local, random, full; why not: there is no policy of that name; "
+        f"kv-policy: asked: policy {policy!r}; is: the policies are h2o, h2o2, streaming, "
+        "local, random, full; why not: there is no policy of that name; "
         f"what to do: did you mean {suggestion!r}?."
     )
     assert refusal(name=policy) == refusal(policy, None) == expected

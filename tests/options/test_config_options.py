@@ -9,7 +9,7 @@ import pytest
 from tests.options.refusal import refusal
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.policy import Budget
+from vllm_h2o.policy import Budget, SecondPass
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from vllm_h2o.policy import Budget
         ("budget_basis", "max_model_len, prompt, request"),
         ("granularity", "token, block"),
         ("prefill", "full, window, chunked"),
-        ("score", "sum, sum_squares, mean, mean_squares, second_pass"),
+        ("score", "sum, sum_squares, mean, mean_squares, second_pass, combined"),
     ],
 )
 def test_choices_that_all_work(field: str, works: str) -> None:
@@ -44,7 +44,7 @@ def test_choices_that_all_work(field: str, works: str) -> None:
         (
             {"observation_window": 16},
             "observation_window=16",
-            "prefill='full' lets every query of a prompt score",
+            "prefill='full' with score='sum' lets every query of a prompt score",
         ),
         (
             {"window_score": "sum"},
@@ -88,7 +88,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], asked: str, fo
         ({"prefill": "window"}, True),
         ({"prefill": "window", "window_score": "max"}, True),
         ({"prefill": "window", "window_score": "sum"}, False),
-        ({"name": "h2o_mean", "prefill": "window", "score": "sum_squares"}, True),
+        ({"name": "h2o2", "prefill": "window", "score": "sum_squares"}, True),
     ],
 )
 def test_window_scores(options: dict[str, Any], by_maximum: bool) -> None:
@@ -102,17 +102,19 @@ def test_window_scores(options: dict[str, Any], by_maximum: bool) -> None:
         ({}, 1, False),
         ({"score": "sum_squares"}, 2, False),
         ({"score": "mean"}, 1, True),
-        ({"name": "h2o_mean"}, 2, True),
-        ({"name": "h2o_mean", "score": "sum"}, 1, False),
-        ({"name": "h2o_replay"}, 2, True),
+        ({"score": "mean_squares"}, 2, True),
+        ({"name": "h2o2", "score": "sum"}, 1, False),
+        ({"name": "h2o2"}, 2, True),
         ({"name": "random"}, 0, False),
     ],
 )
 def test_scores(options: dict[str, Any], power: int, by_age: bool) -> None:
     """Each policy has a score of its own, which an option replaces."""
     config = KVPolicyConfig(**options)
-    assert (config.score_power, config.score_by_age) == (power, by_age)
-    assert config.has_second_pass == (config.name == "h2o_replay")
+    assert (config.score_power, config.ranking.by_age) == (power, by_age)
+    whole = config.name == "h2o2" and "score" not in options
+    assert config.ranking.window == whole
+    assert config.ranking.second_pass is (SecondPass.LARGEST if whole else None)
 
 
 @pytest.mark.parametrize(

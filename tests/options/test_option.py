@@ -59,16 +59,23 @@ def test_a_retired_spelling_is_taken_with_a_warning(
 ) -> None:
     """Once, in one line, and with what it is called now."""
     parsing._warn_retired.cache_clear()
-    current = parsing.RETIRED[key, value]
+    means = parsing.RETIRED[key, value]
     with caplog.at_level(logging.WARNING, "vllm.kv_policy"):
         logging.getLogger("vllm.kv_policy").addHandler(caplog.handler)
         try:
             for _ in range(2):
-                config = KVPolicyConfig.from_options("h2o", {key: value})
-                assert getattr(config, key) == current
+                config = KVPolicyConfig.from_options(None, {"name": "h2o", key: value})
+                assert {option: getattr(config, option) for option in means} == means
         finally:
             logging.getLogger("vllm.kv_policy").removeHandler(caplog.handler)
-    said = {record.getMessage() for record in caplog.records}
-    assert said == {
-        f"{key}={value} is now called {key}={current}; the old name goes in the next minor version."
+    now = ", ".join(f"{option}={current}" for option, current in means.items())
+    assert {record.getMessage() for record in caplog.records} == {
+        f"{key}={value} is now called {now}; the old name goes in the next minor version."
     }
+
+
+def test_a_retired_name_and_another_score() -> None:
+    """Neither is ignored."""
+    assert KVPolicyConfig.from_options("h2o_mean", {"score": "mean_squares"}).name == "h2o"
+    with pytest.raises(ConfigError, match="name='h2o_replay' means score='second_pass'"):
+        KVPolicyConfig.from_options("h2o_replay", {"score": "sum"})

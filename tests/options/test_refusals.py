@@ -156,7 +156,7 @@ def test_other_platforms(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_config(config, policy_of(config))
 
 
-WINDOWS = "prefix caching, and chunks of prompts that may be smaller than the observation window"
+WINDOWS = "chunks of prompts that may be smaller than the observation window"
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,25 @@ def test_windows_that_a_step_may_cut(models: Path, limits: dict[str, int], fits:
     assert str(caught.value) == expected(WINDOWS, remedy)
 
 
+@pytest.mark.parametrize(("max_tokens", "fits"), [(63, False), (64, True)])
+def test_windows_of_a_scoring_pass(models: Path, max_tokens: int, fits: bool) -> None:
+    """A prompt's chunks wait for half a step; the window must find room in that."""
+    limits = {"max_num_scheduled_tokens": max_tokens, "max_num_seqs": 60}
+    asked = {"kv_policy": "h2o2", "kv_policy_config": {"budget": 64}}
+    if fits:
+        assert engine_config(folder(models, LLAMA), **limits, **asked)
+        return
+    with pytest.raises(UnsupportedError, match=WINDOWS):
+        engine_config(folder(models, LLAMA), **limits, **asked)
+
+
 @pytest.mark.parametrize(
     ("policy", "options", "supported"),
     [
         ("h2o", {"prefill": "window"}, True),
         ("h2o", {"prefill": "window", "observation_window": 1}, False),
         ("h2o", {"prefill": "chunked"}, False),
-        ("h2o_mean", {}, False),
+        ("h2o2", {}, False),
         ("streaming", {}, True),
         ("streaming", {"prefill": "chunked"}, False),
         ("local", {}, True),

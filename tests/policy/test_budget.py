@@ -87,8 +87,7 @@ def test_policies() -> None:
     """Each policy is found by its own name, and no ranking is asked for without a score."""
     assert list(POLICIES) == [
         "h2o",
-        "h2o_mean",
-        "h2o_replay",
+        "h2o2",
         "streaming",
         "local",
         "random",

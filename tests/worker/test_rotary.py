@@ -80,6 +80,6 @@ def test_a_model_without(tmp_path: Path) -> None:
         pytest.raises(
             Exception, match=r"score='second_pass'; is: .* has no rotary embedding next to"
         ),
-        engine(tiny_opt(tmp_path), "h2o_replay", {"budget": 32}),
+        engine(tiny_opt(tmp_path), "h2o", {"budget": 32, "score": "second_pass"}),
     ):
         pass

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any
 
 from vllm_h2o.errors import ConfigError, IntegrityError
 from vllm_h2o.options.conflicts import check_together, check_unread
 from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
+from vllm_h2o.options.values import check_values
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import POLICIES, SCORES, Budget, Policy, Score, ScoreKind, split_budget
 from vllm_h2o.policy.budget import minimum_slots
@@ -89,7 +89,7 @@ class KVPolicyConfig:
         None,
         f"what ranks tokens: {_SCORE_MEANINGS}",
         choices=tuple(SCORES),
-        shown="sum; h2o2 combined; h2o_mean mean_squares; h2o_replay second_pass",
+        shown="sum; h2o2 combined",
     )
     score_skip_recent: int = option(
         0,
@@ -104,23 +104,7 @@ class KVPolicyConfig:
     )
 
     def __post_init__(self) -> None:
-        self._check_name()
-        self._check_budget("budget", self.budget)
-        if self.max_budget is not None:
-            self._check_budget("max_budget", self.max_budget)
-        for field in fields(self):
-            if field.metadata["bits"]:
-                self._check_count(field.name, field.metadata["bits"])
-        if not _is_number(self.recent_ratio) or not 0 <= self.recent_ratio <= 1:
-            raise ConfigError(
-                f"recent_ratio={self.recent_ratio!r}",
-                "a fraction of the budget is a number in [0, 1]",
-                "there is no such fraction",
-                "give a number in [0, 1]; 0.5 is the paper's",
-            )
-        for field in fields(self):
-            if field.metadata["choices"]:
-                self._check_choice(field.name, field.metadata["choices"])
+        check_values(self)
         check_unread(self)
         check_together(self)
         self._check_size()
@@ -300,26 +284,6 @@ class KVPolicyConfig:
             raise IntegrityError("a part of the policy's engine runs without a kv_policy")
         return config
 
-    def _check_name(self) -> None:
-        if not isinstance(self.name, str) or self.name not in POLICIES:
-            close = get_close_matches(str(self.name), POLICIES, n=1)
-            raise ConfigError(
-                f"policy {self.name!r}",
-                f"the policies are {', '.join(POLICIES)}",
-                "there is no policy of that name",
-                f"did you mean {close[0]!r}?" if close else "choose one of them",
-            )
-
-    def _check_budget(self, field: str, budget: object) -> None:
-        good = _is_number(budget) and (0 < budget <= 1 or (isinstance(budget, int) and budget > 0))
-        if not good and budget != "full":
-            raise ConfigError(
-                f"{field}={budget!r}",
-                "a budget is an int > 0 (slots), a float in (0, 1] (a fraction), or 'full'",
-                "no number of slots follows from it",
-                "give e.g. 512 or 0.2",
-            )
-
     def _check_cap(self, slots: int, whole: int, max_model_len: int) -> None:
         if self.max_budget is None:
             return
@@ -331,29 +295,6 @@ class KVPolicyConfig:
                 "this server gives a request no more",
                 f"ask for at most {self.max_budget!r}",
             )
-
-    def _check_count(self, field: str, bits: int) -> None:
-        value = getattr(self, field)
-        if field == "num_sink_tokens" and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**bits:
-            raise ConfigError(
-                f"{field}={value!r}",
-                f"{field} is a whole number of at most {bits} bits",
-                "it counts things, or seeds them",
-                f"give an int in [0, 2**{bits})",
-            )
-
-    def _check_choice(self, field: str, works: tuple[str, ...]) -> None:
-        value = getattr(self, field)
-        if value in works or (field == "score" and value is None):
-            return
-        raise ConfigError(
-            f"{field}={value!r}",
-            f"what works is {', '.join(works)}",
-            "there is no such choice",
-            f"use {field}={works[0]!r}",
-        )
 
     def _check_size(self) -> None:
         if not self.policy.evicts:
@@ -396,9 +337,3 @@ class KVPolicyConfig:
 def _parsed(text: str) -> KVPolicyConfig | None:
     """A configuration from the JSON of what ``additional_config`` carries of it."""
     return KVPolicyConfig.from_additional_config({ADDITIONAL_CONFIG_KEY: json.loads(text)})
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -13,8 +13,12 @@ from vllm_h2o.errors import ConfigError
 
 ADDITIONAL_CONFIG_KEY = "kv_policy"
 
-RETIRED = {("score", "replay"): "second_pass"}
-"""(option, retired value) -> what it is called now. Drop when: 0.2."""
+RETIRED: dict[tuple[str, str], dict[str, str]] = {
+    ("score", "replay"): {"score": "second_pass"},
+    ("name", "h2o_mean"): {"name": "h2o", "score": "mean_squares"},
+    ("name", "h2o_replay"): {"name": "h2o", "score": "second_pass"},
+}
+"""(option, retired value) -> the options that say it now. Drop when: 0.2."""
 
 logger = logging.getLogger("vllm.kv_policy")
 
@@ -59,7 +63,7 @@ def named_options(name: str | None, options: object, known: Sequence[str]) -> di
                 "a key that nothing reads would be a silent no-op",
                 f"did you mean {close[0]!r}?" if close else "remove it",
             )
-    return {str(key): _current(str(key), number(value)) for key, value in merged.items()}
+    return _current({str(key): number(value) for key, value in merged.items()})
 
 
 def carried_options(additional_config: object) -> object:
@@ -98,22 +102,28 @@ def number(value: object) -> object:
     return value
 
 
-def _current(key: str, value: object) -> object:
-    """A value, or what has replaced its retired spelling."""
-    current = RETIRED.get((key, str(value)), value)
-    if current != value:
-        _warn_retired(key, str(value), str(current))
-    return current
+def _current(options: dict[str, Any]) -> dict[str, Any]:
+    """Options, with what has replaced retired spellings."""
+    found = dict(options)
+    for key, value in options.items():
+        for current, means in RETIRED.get((key, str(value)), {}).items():
+            _warn_retired(key, str(value))
+            if current != key and found.get(current, means) != means:
+                raise ConfigError(
+                    f"{key}={value!r} and {current}={found[current]!r}",
+                    f"{key}={value!r} means {current}={means!r}",
+                    "one of them would be a silent no-op",
+                    f"leave {key}={value!r} out",
+                )
+            found[current] = means
+    return found
 
 
 @lru_cache
-def _warn_retired(key: str, value: str, current: str) -> None:
+def _warn_retired(key: str, value: str) -> None:
+    now = ", ".join(f"{option}={means}" for option, means in RETIRED[key, value].items())
     logger.warning(
-        "%s=%s is now called %s=%s; the old name goes in the next minor version.",
-        key,
-        value,
-        key,
-        current,
+        "%s=%s is now called %s; the old name goes in the next minor version.", key, value, now
     )
 
 

@@ -8,16 +8,12 @@ from vllm_h2o.policy.budget import Budget, split_budget
 from vllm_h2o.policy.full import FULL
 from vllm_h2o.policy.h2o import H2O
 from vllm_h2o.policy.h2o2 import H2O2
-from vllm_h2o.policy.h2o_mean import H2O_MEAN
-from vllm_h2o.policy.h2o_replay import H2O_REPLAY
 from vllm_h2o.policy.local import LOCAL
 from vllm_h2o.policy.random import RANDOM
 from vllm_h2o.policy.scores import SCORES, Score, SecondPass
 from vllm_h2o.policy.streaming import STREAMING
 
-POLICIES: dict[str, Policy] = {
-    p.name: p for p in (H2O, H2O2, H2O_MEAN, H2O_REPLAY, STREAMING, LOCAL, RANDOM, FULL)
-}
+POLICIES: dict[str, Policy] = {p.name: p for p in (H2O, H2O2, STREAMING, LOCAL, RANDOM, FULL)}
 
 __all__ = [
     "POLICIES",

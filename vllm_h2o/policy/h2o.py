@@ -1,4 +1,8 @@
-"""H2O: heavy hitters by accumulated attention, and the recent window (arXiv 2306.14048)."""
+"""H2O: heavy hitters by accumulated attention, and the recent window (arXiv 2306.14048).
+
+The paper's is ``score=sum``. Others: squares, so that one query that needs a token counts for more
+than many that graze it; means, since a sum favours old tokens, which have met more queries.
+"""
 
 from vllm_h2o.policy.base import BUDGET_OPTIONS, Policy, ScoreKind
 

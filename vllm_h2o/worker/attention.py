@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.random_scores = RandomScores.of(get_current_vllm_config(), self.num_kv_heads)
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int], torch.Tensor] | None = None
-        self._cache: tuple[torch.Tensor, LayerCache] | None = None
+        self._cache: tuple[weakref.ref[torch.Tensor], LayerCache] | None = None
 
     def forward(
         self,
@@ -120,10 +121,19 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         return output
 
     def _cache_of(self, kv_cache: torch.Tensor) -> LayerCache:
-        """Its views, made again when vLLM binds another cache."""
-        if self._cache is None or self._cache[0] is not kv_cache:
-            self._cache = (kv_cache, LayerCache.of(kv_cache, self.head_size))
+        """Its views, made again when vLLM binds another cache, and dropped with this one.
+
+        vLLM profiles with a small cache of its own, whose memory must be free when the real one is
+        allocated: neither the tensor nor, by views of it, its storage may be held here.
+        """
+        if self._cache is None or self._cache[0]() is not kv_cache:
+            views = LayerCache.of(kv_cache.detach(), self.head_size)
+            self._cache = (weakref.ref(kv_cache, self._forget), views)
         return self._cache[1]
+
+    def _forget(self, dead: weakref.ref[torch.Tensor]) -> None:
+        if self._cache is not None and self._cache[0] is dead:
+            self._cache = None
 
     def _rotated(self, chunks: Sequence[PromptChunk], query: torch.Tensor) -> torch.Tensor:
         """[T, Hq, D]: each chunk's queries, at positions past its end."""

@@ -103,10 +103,11 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
 
     def _passes(self, config: KVPolicyConfig, layer_names: list[str]) -> Iterator[ScoringPass]:
         """The scoring passes of a prompt; a second pass only where queries can be rotated."""
-        rotates = all(self.layers[name].impl.rotate is not None for name in layer_names)
         if config.ranking.second_pass is SecondPass.MEAN:
             yield MEAN_SECOND_PASS
-        if config.ranking.second_pass is SecondPass.LARGEST and rotates:
+        if config.ranking.second_pass is SecondPass.LARGEST and all(
+            self.layers[name].impl.rotate is not None for name in layer_names
+        ):
             yield LARGEST_SECOND_PASS
         if config.ranking.window:
             yield WINDOW_PASS
