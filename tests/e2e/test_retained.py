@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, tiny_opt
 from tests.e2e.oracle import Oracle
 from tests.policy.scatter import add_scatter
+from vllm_h2o.worker import rotary
 
 LENGTHS = (5, 31, 32, 33, 90, 150)
 """Prompts shorter and longer than a capacity of 32."""
@@ -114,11 +115,20 @@ def test_the_other_options(
     follow(monkeypatch, model, "h2o", options, prompts, block_size=16, max_num_batched_tokens=40)
 
 
+def test_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPT learns its positions: the second pass of `combined` is left out, and that is said."""
+    said: list[str] = []
+    monkeypatch.setattr(rotary.logger, "warning", lambda *args: said.append(args[0] % args[1:]))
+    prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
+    follow(monkeypatch, tiny_opt(tmp_path), "h2o2", {"budget": 32}, prompts, block_size=16)
+    assert len(said) == 1 and said[0].endswith("does not scale, is left out.")
+
+
 def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model: 30 layers, 3 KV heads, GQA 3."""
     model = smollm2()
     tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
     prompts = [tokens[:20], tokens[100:190]]
-    oracle = follow(monkeypatch, model, "h2o", {"budget": 32}, prompts, block_size=16)
+    oracle = follow(monkeypatch, model, "h2o2", {"budget": 32}, prompts, block_size=16)
     different = {oracle.retained[where] for where in oracle.retained if where[2].startswith("1")}
     assert len(different) > 60  # heads and layers choose for themselves

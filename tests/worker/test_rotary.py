@@ -48,7 +48,7 @@ def test_turns_add_up(kind: str, neox: bool) -> None:
     query, positions = torch.randn(10, 3 * 64), torch.arange(20, 30)
     here, _ = embedding.forward_native(positions, query.clone())
     later, _ = embedding.forward_native(positions + 10, query.clone())
-    turned = RopeShift(embedding)(here.view(10, 3, 64), 30)
+    turned = RopeShift(embedding)(here.view(10, 3, 64), 10, 30)
     torch.testing.assert_close(turned, later.view(10, 3, 64), rtol=1e-4, atol=1e-4)
 
 
@@ -59,7 +59,7 @@ def test_as_far_as_positions_reach(end: int, distance: int) -> None:
     query, positions = torch.randn(10, 64), torch.arange(end - 10, end)
     here, _ = embedding.forward_native(positions - 10, query.clone())
     later, _ = embedding.forward_native(positions - 10 + distance, query.clone())
-    turned = RopeShift(embedding)(here.view(10, 1, 64), end)
+    turned = RopeShift(embedding)(here.view(10, 1, 64), 10, end)
     torch.testing.assert_close(turned, later.view(10, 1, 64), rtol=1e-4, atol=1e-4)
 
 

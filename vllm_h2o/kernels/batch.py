@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ class ScoringPass:
         by_maximum: whether the largest contribution counts, and not the mean.
         reach: a token takes the largest of its own contribution and of so many tokens' before it.
         power: of the probabilities.
+        stride: of a rotated chunk every so many queries score, the last one among them.
 
     """
 
@@ -29,6 +30,7 @@ class ScoringPass:
     by_maximum: bool = False
     reach: int = 0
     power: int = 2
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ WINDOW_REACH = 8
 """Tokens after one that an observation window's queries look at, which stay with it."""
 
 MEAN_SECOND_PASS = ScoringPass(weight=4.0, rotated=True)
-LARGEST_SECOND_PASS = ScoringPass(weight=0.1, rotated=True, by_maximum=True)
-WINDOW_PASS = ScoringPass(weight=0.1, rotated=False, by_maximum=True, reach=WINDOW_REACH)
+LARGEST_SECOND_PASS = ScoringPass(weight=0.1, rotated=True, by_maximum=True, stride=4)
+WINDOW_PASS = ScoringPass(weight=0.3, rotated=False, by_maximum=True, reach=WINDOW_REACH)
 """What scores are made of besides the attention that was paid: see docs/options.md."""
 
 
@@ -190,6 +192,23 @@ class PromptChunk:
     def first_query(self, scoring_pass: ScoringPass) -> int:
         """Queries of the chunk from here on score in a pass."""
         return self.first_scoring_query if scoring_pass.rotated else self.first_window_query
+
+    def thinned(self, stride: int) -> PromptChunk:
+        """The same slots, with every ``stride``-th of the queries, the last one among them.
+
+        What is left of the queries is in the chunk's first rows of the step's tensors.
+        """
+        num_left, num_scoring = (
+            -(-n // stride) for n in (self.num_tokens, self.num_tokens - self.first_scoring_query)
+        )
+        fewer = self.num_tokens - num_left
+        return replace(
+            self,
+            tokens=slice(self.tokens.start, self.tokens.start + num_left),
+            resident_start=self.resident_start + fewer,
+            logical_start=self.logical_start + fewer,
+            first_scoring_query=num_left - num_scoring,
+        )
 
     @property
     def num_tokens(self) -> int:

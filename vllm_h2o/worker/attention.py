@@ -63,7 +63,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.random_scores = RandomScores.of(get_current_vllm_config(), self.num_kv_heads)
         self.victims: torch.Tensor | None = None
-        self.rotate: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+        self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
         self._cache: tuple[weakref.ref[torch.Tensor], LayerCache] | None = None
 
     def forward(
@@ -112,9 +112,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         tensors = StepTensors(query, key, value, output, initial_score, self.scale)
         if chunks:
             kernels.prefill(cache, chunks, tensors, scoring)
-            for which in scoring.passes:
-                asking = self._rotated(chunks, query) if which.rotated else query
-                kernels.score_pass(cache, chunks, asking, self.scale, which)
+            for which, asked in zip(scoring.passes, attn_metadata.asked, strict=True):
+                asking = self._rotated(chunks, query, which.stride) if which.rotated else query
+                kernels.score_pass(cache, asked, asking, self.scale, which)
             self._score_windows(cache, attn_metadata, name, query)
         for batch in attn_metadata.decodes:
             kernels.decode(cache, batch, self._victims(cache), tensors, scoring)
@@ -135,13 +135,17 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if self._cache is not None and self._cache[0] is dead:
             self._cache = None
 
-    def _rotated(self, chunks: Sequence[PromptChunk], query: torch.Tensor) -> torch.Tensor:
-        """[T, Hq, D]: each chunk's queries, at positions past its end."""
+    def _rotated(
+        self, chunks: Sequence[PromptChunk], query: torch.Tensor, stride: int
+    ) -> torch.Tensor:
+        """[T, Hq, D]: each chunk's queries, or some of them, at positions past its end."""
         if self.rotate is None:
             raise IntegrityError("a second pass scores, and nothing rotates its queries")
         rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk in chunks:
-            rotated[chunk.tokens] = self.rotate(query[chunk.tokens], chunk.logical_end)
+            own = query[chunk.tokens][(chunk.num_tokens - 1) % stride :: stride]
+            rows = slice(chunk.tokens.start, chunk.tokens.start + len(own))
+            rotated[rows] = self.rotate(own, chunk.num_tokens, chunk.logical_end)
         return rotated
 
     def _score_windows(

@@ -49,6 +49,7 @@ class HeavyHitterMetadata(AttentionMetadata):
         decodes: the requests with one new token; where K is copied, those of about one length
             together.
         prompts: the chunks of prompts that have more.
+        asked: for each scoring pass, the chunks with the queries that it is about.
         layer_index: each layer's place in the chunks' ``window_scores``, by its name.
         zero_output: whether there are tokens of a warm-up that no padding of ``decodes`` makes
             zeros.
@@ -59,6 +60,7 @@ class HeavyHitterMetadata(AttentionMetadata):
     scoring: Scoring
     decodes: list[DecodeBatch]
     prompts: list[PromptChunk]
+    asked: list[list[PromptChunk]]
     layer_index: Mapping[str, int]
     zero_output: bool = False
 
@@ -155,6 +157,10 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             self.scoring,
             decodes,
             prompts,
+            [
+                [chunk.thinned(which.stride) for chunk in prompts] if which.rotated else prompts
+                for which in self.scoring.passes
+            ],
             self.layer_index,
             zero_output=not plans and common_attn_metadata.num_actual_tokens > covered,
         )

@@ -28,19 +28,20 @@ class RopeShift:
 
     rotary: RotaryEmbedding
 
-    def __call__(self, query: torch.Tensor, end: int) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, distance: int, end: int) -> torch.Tensor:
         """Rotate a chunk's queries past its end, or as far as the model's positions reach.
 
         Args:
             query: [T, Hq, D], with their positions.
+            distance: tokens of the chunk.
             end: one past the position of the last.
 
         Returns:
-            [T, Hq, D], float32: at T positions later.
+            [T, Hq, D], float32: at so many positions later.
 
         """
         rotary, table = self.rotary, self.rotary.cos_sin_cache
-        distance = max(min(len(query), len(table) - end), 0)
+        distance = max(min(distance, len(table) - end), 0)
         rotated, _ = RotaryEmbedding.forward_static(
             torch.zeros(len(query), dtype=torch.int64, device=query.device),
             query.to(torch.float32),

@@ -31,6 +31,8 @@ from vllm_h2o.kernels.triton.sizes import (
     tile_of,
 )
 
+MAX_SENT = 2
+"""Lists of chunks that a step has at most: with all of their queries, and with some."""
 PromptAttention = Callable[[LayerCache, Sequence[PromptChunk], StepTensors], torch.Tensor]
 """(cache, chunks, tensors) -> lse [Hq, T] float32; writes ``tensors.out``."""
 
@@ -64,7 +66,7 @@ class TritonKernels:
         self.group = num_heads // num_kv_heads
         self.padded_head = triton.next_power_of_2(head_size)
         self.prompt_attention = prompt_attention or self._attend
-        self._chunks: DeviceChunks | None = None
+        self._chunks: list[DeviceChunks] = []
         # Enough programs to fill the device four times, however few the requests.
         self._num_programs, self._capability = 4, 90
         if device.type == "cuda":
@@ -261,9 +263,12 @@ class TritonKernels:
 
     def _sent(self, chunks: Sequence[PromptChunk]) -> DeviceChunks:
         """The step's chunks on the device, sent once for all layers."""
-        if self._chunks is None or self._chunks.source is not chunks:
-            self._chunks = DeviceChunks.of(chunks, prefill.CHUNK_FIELDS, self.device)
-        return self._chunks
+        for sent in self._chunks:
+            if sent.source is chunks:
+                return sent
+        new = DeviceChunks.of(chunks, prefill.CHUNK_FIELDS, self.device)
+        self._chunks = [new, *self._chunks[: MAX_SENT - 1]]
+        return new
 
     def _num_kv_splits(self, num_requests: int, num_slots: int) -> int:
         """Known from shapes alone, since a captured graph keeps it."""
