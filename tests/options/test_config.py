@@ -118,7 +118,7 @@ def test_counts(field: str, value: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, True, "half", None])
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, True, "half", [0.5]])
 def test_recent_ratio(ratio: Any) -> None:
     """A ratio is a number from nothing to all."""
     assert refusal(recent_ratio=ratio) == (

@@ -46,8 +46,10 @@ class KVPolicyConfig:
     max_budget: int | float | str | None = option(
         None, "most that a request may ask for as kv_budget, given like budget", shown="no limit"
     )
-    recent_ratio: float = option(
-        0.5, "fraction of the budget that is the recent window; the rest are heavy hitters"
+    recent_ratio: float | None = option(
+        None,
+        "fraction of the budget that is the recent window; the rest are heavy hitters",
+        shown="0.5; h2o2 0.3",
     )
     num_sink_tokens: int | None = option(
         None,
@@ -161,7 +163,9 @@ class KVPolicyConfig:
     @property
     def effective_recent_ratio(self) -> float:
         """Fraction of the budget, beyond the sinks, that is the recent window."""
-        return self.recent_ratio if self.policy.keeps_heavy else 1.0
+        policy = self.policy
+        own = policy.default_recent_ratio if self.recent_ratio is None else self.recent_ratio
+        return own if policy.keeps_heavy else 1.0
 
     def resolve(self, max_model_len: int, block_size: int) -> Budget:
         """The budget in slots: of the longest sequence, where it depends on the request.

@@ -25,7 +25,8 @@ def check_values(config: Any) -> None:
     for field in fields(config):
         if field.metadata["bits"]:
             _check_count(field.name, getattr(config, field.name), field.metadata["bits"])
-    if not _is_number(config.recent_ratio) or not 0 <= config.recent_ratio <= 1:
+    ratio = 0.5 if config.recent_ratio is None else config.recent_ratio
+    if not _is_number(ratio) or not 0 <= ratio <= 1:
         raise ConfigError(
             f"recent_ratio={config.recent_ratio!r}",
             "a fraction of the budget is a number in [0, 1]",
