@@ -162,15 +162,15 @@ WINDOWS = "chunks of prompts that may be smaller than the observation window"
 @pytest.mark.parametrize(
     ("limits", "fits"),
     [
-        ({"max_num_batched_tokens": 96, "max_num_seqs": 65}, True),
-        ({"max_num_batched_tokens": 96, "max_num_seqs": 66}, False),
-        ({"max_num_batched_tokens": 96, "max_num_scheduled_tokens": 40, "max_num_seqs": 10}, False),
-        ({"max_num_seqs": 8, "long_prefill_token_threshold": 31}, False),
-        ({"max_num_seqs": 8, "long_prefill_token_threshold": 32}, True),
+        ({"max_num_batched_tokens": 96, "max_num_seqs": 33}, True),
+        ({"max_num_batched_tokens": 96, "max_num_seqs": 34}, False),
+        ({"max_num_batched_tokens": 96, "max_num_scheduled_tokens": 72, "max_num_seqs": 10}, False),
+        ({"max_num_seqs": 8, "long_prefill_token_threshold": 63}, False),
+        ({"max_num_seqs": 8, "long_prefill_token_threshold": 64}, True),
     ],
 )
 def test_windows_that_a_step_may_cut(models: Path, limits: dict[str, int], fits: bool) -> None:
-    """32 queries must find room in one step, whatever the others take."""
+    """64 queries must find room in one step, whatever the others take."""
     options = {"budget": 64, "prefill": "window"}
     asked = {"enable_prefix_caching": True, "kv_policy": "h2o", "kv_policy_config": options}
     if fits:
@@ -182,10 +182,10 @@ def test_windows_that_a_step_may_cut(models: Path, limits: dict[str, int], fits:
     assert str(caught.value) == expected(WINDOWS, remedy)
 
 
-@pytest.mark.parametrize(("max_tokens", "fits"), [(63, False), (64, True)])
+@pytest.mark.parametrize(("max_tokens", "fits"), [(127, False), (128, True)])
 def test_windows_of_a_scoring_pass(models: Path, max_tokens: int, fits: bool) -> None:
     """A prompt's chunks wait for half a step; the window must find room in that."""
-    limits = {"max_num_scheduled_tokens": max_tokens, "max_num_seqs": 60}
+    limits = {"max_num_scheduled_tokens": max_tokens, "max_num_seqs": 100}
     asked = {"kv_policy": "h2o2", "kv_policy_config": {"budget": 64}}
     if fits:
         assert engine_config(folder(models, LLAMA), **limits, **asked)

@@ -76,7 +76,7 @@ class KVPolicyConfig:
         choices=("full", "window", "chunked"),
     )
     observation_window: int = option(
-        32,
+        64,
         "how many of the prompt's last queries score with prefill=window, and once more with "
         "score=combined",
         bits=31,
