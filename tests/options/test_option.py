@@ -21,6 +21,7 @@ CONFLICTING = (
     {"observation_window": 16},
     {"window_score": "sum"},
     {"prefill": "window", "observation_window": 0},
+    {"name": "h2o_replay", "score": "sum"},
     {"prefill": "window", "score": "mean"},
     {"granularity": "block", "score": "mean"},
     {"granularity": "block", "budget_basis": "prompt"},
