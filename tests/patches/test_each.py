@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_h2o import patches
 from vllm_h2o.errors import PatchError
 from vllm_h2o.patches import __main__ as described
+from vllm_h2o.patches import _patch
 from vllm_h2o.patches._digest import ABSENT
 from vllm_h2o.patches._patch import SUPPORTED_VLLM, Patch, Symbol
 
@@ -259,6 +260,14 @@ def test_digests_are_printed(
     assert len(lines) == len(MODULES) + len(relied_upon)
     gone = [line for line in lines if "as known" not in line]
     assert [line.split() for line in gone] == [["absent", "CHANGED", relied_upon[0].path]]
+
+
+def test_digests_of_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compared with those of the newest that is."""
+    monkeypatch.setattr(_patch, "version", lambda _: "0.99.0")
+    changed = [line.split()[2] for line in described.digests().splitlines() if "CHANGED" in line]
+    newest = [s for s in described.symbols() if s.found_digest() != s.known_in(SUPPORTED_VLLM[-1])]
+    assert changed == [symbol.path for symbol in newest]
 
 
 @pytest.mark.parametrize("name", ["EngineArgs", "AsyncEngineArgs"])

@@ -124,7 +124,8 @@ Not patched, but overridden or counted on, and verified in the same way when a p
 ## A new vLLM
 
 1. `python -m vllm_h2o.patches --follow VERSION` fetches that version's sources, once, and prints
-   what differs from the installed ones: both digests and the difference, function by function.
+   what differs from the installed ones: both digests and the difference, function by function. Run
+   by `.venv-033/bin/python`, it starts from 0.33.
 2. Read each change, then the wrapper or override that stands on it, and only then enter the digest,
    next to those before it: `{{{{"0.32": ..., "0.33": ...}}}}`, `ABSENT` where there is no
    such function any more. What is installed decides which one is compared.
@@ -185,7 +186,8 @@ def digests() -> str:
     lines = []
     for symbol in symbols():
         found = symbol.found_digest()
-        known = "as known" if found == symbol.digest else "CHANGED "
+        digest = symbol.digest or symbol.known_in(SUPPORTED_VLLM[-1])  # of a version not known yet
+        known = "as known" if found == digest else "CHANGED "
         lines.append(f"{found:12} {known} {symbol.path}")
     return "\n".join(lines) + "\n"
 
