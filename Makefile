@@ -8,12 +8,18 @@ KERNELS := vllm_h2o/kernels/native
 LIBRARIES := $(KERNELS)/h2o_portable.so
 PROCESSES ?= 2
 RESULTS := benchmarks/results
+LATER := 0.33.0
+OVERLAY := .venv-033
+OVERLAY_STAMP := $(OVERLAY)/.setup-complete
+TESTS_033 ?= tests/scheduler tests/worker tests/patches tests/options tests/planner tests/test_hooks.py \
+    tests/test_metrics.py tests/test_plugin.py tests/e2e
+SHORT_033 := tests/scheduler tests/patches tests/test_plugin.py tests/e2e/test_retained.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native demo test soak bench bench-quality gpu-check lint clean
+.PHONY: help venv native demo test test-033 soak bench bench-quality gpu-check lint clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## set up .venv: vLLM for CPUs, this plugin, the tools (Python 3.11)
 
@@ -23,7 +29,13 @@ demo: $(STAMP)  ## run the demonstration on a small real model
 	@$(BIN)/python -m demo
 
 test: lint $(LIBRARIES)  ## lint, then all tests, in two processes (`PROCESSES=` for another number)
+	@if $(MAKE) --no-print-directory $(OVERLAY_STAMP); then \
+	    $(MAKE) --no-print-directory test-033 TESTS_033="$(SHORT_033)"; \
+	else echo "SKIPPED: tests on vLLM 0.33, because its sources cannot be had (see above)"; fi
 	@$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
+
+test-033: $(OVERLAY_STAMP) $(LIBRARIES)  ## tests on vLLM 0.33, its Python over the CPU build (`TESTS_033=` for others)
+	@$(OVERLAY)/bin/python -m pytest --numprocesses $(PROCESSES) --dist worksteal $(TESTS_033)
 
 soak: $(STAMP) $(LIBRARIES)  ## a server under load, then killed (16 minutes; `SOAK=` passes options)
 	@$(BIN)/python -m benchmarks.soak --csv benchmarks/results/soak.csv $(SOAK)
@@ -53,10 +65,14 @@ lint: $(STAMP)  ## ruff, mypy and clang-format
 
 clean:  ## remove caches and build output; .venv and the converted model stay
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	@find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@find . -path "./.venv*" -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml setup.py tools/setup_venv.sh
 	@tools/setup_venv.sh
+
+$(OVERLAY_STAMP): $(STAMP) tools/overlay.py vllm_h2o/patches/_sources.py
+	@$(BIN)/python -m tools.overlay $(LATER) $(OVERLAY)
+	@touch $@
 
 # The installation has compiled them once. Without a compiler this does nothing, as there.
 $(LIBRARIES): $(wildcard $(KERNELS)/*.cpp $(KERNELS)/*.h) | $(STAMP)

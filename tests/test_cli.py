@@ -74,10 +74,18 @@ def test_plan_of_a_device(model: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_plan_of_what_does_not_start(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Less than one longest sequence."""
-    assert main(["plan", model, "--kv-memory", "256KiB", "--kv-policy", "full"]) == 0
+    assert main(["plan", model, "--kv-memory", "256KiB", "--kv-policy", "full"]) == 1
     printed = capsys.readouterr().out
     assert table(printed)["stock vLLM"][3:] == ["0", "-", "0"]
     assert "full does not start: vLLM wants room for one longest sequence, 128 pages" in printed
+    chunked = ["--kv-policy-config", '{"prefill": "chunked"}', "--max-num-batched-tokens", "64"]
+    assert main(["plan", model, "--kv-memory", "256KiB", "--budget", "64", *chunked]) == 0
+
+
+def test_plan_of_every_token(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A budget in words is no number of tokens."""
+    assert main(["plan", model, *MEMORY, "--budget", "full", "1.0"]) == 0
+    assert list(table(capsys.readouterr().out)) == ["stock vLLM", "h2o full", "h2o 100 %"]
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -95,6 +103,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--kv-policy", "h3o"], "did you mean 'h2o'?"),
     (["--kv-policy-config", "{"], "not JSON"),
     (["--plot", "plan.txt"], "end the name in .png or .svg"),
+    (["--plot", "nowhere/plan.svg"], "there is no folder nowhere"),
+    (["--plot", "."], "is: a folder;"),
+    (["--budget", "512", "--kv-policy-config", '{"max_budget": 128}'], "max_budget=128 is 128"),
+    (["--kv-policy-config", '{"min_budget": 4096}'], "every sequence would be kept whole"),
 ]
 
 
@@ -107,10 +119,11 @@ def test_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Four parts on the error stream, status 2."""
+    """Four parts on the error stream, status 2; nothing is planned where nobody can be told."""
     monkeypatch.chdir(tmp_path)
     assert main(["plan", model, *MEMORY, *options]) == 2
-    error = capsys.readouterr().err
+    printed, error = capsys.readouterr()
+    assert not printed or "plan.txt" in options
     assert error.startswith("kv-policy: asked: ")
     assert all(part in error for part in ("; is: ", "; why not: ", "; what to do: ", expected))
 
@@ -133,6 +146,15 @@ def test_refused_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert not (tmp_path / "t.html").exists()
 
 
+def test_no_such_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is not there is not blamed on a network; a trace looks where it writes to."""
+    missing = str(tmp_path / "missing")
+    assert main(["plan", missing, *MEMORY]) == 2
+    assert f"the model {missing!r}; is: no folder has that name; nor" in capsys.readouterr().err
+    assert main(["trace", missing, "--prompt", "a", "--out", f"{missing}/t.html"]) == 2
+    assert f"--out {missing}/t.html; is: there is no folder" in capsys.readouterr().err
+
+
 def test_no_prompt_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A prompt that cannot be read."""
     missing = str(tmp_path / "none.txt")
@@ -143,6 +165,7 @@ def test_no_prompt_file(model: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 MISUSED: list[tuple[list[str], str]] = [
     (["--kv-memory", "much"], "'much' is no memory; give e.g. 24GiB"),
     (["--kv-memory", "0"], "'0' is no memory"),
+    (["--kv-memory", "24"], "24 is 24 bytes; give a unit: 24GiB"),
     (["--block-size", "0"], "'0' is no whole number above 0"),
     (["--kv-memory", "1GiB", "--gpu-memory", "1GiB"], "not allowed with"),
     (["--kv-dtype", "fp8"], "invalid choice: 'fp8'"),
@@ -160,10 +183,16 @@ def test_misused(options: list[str], expected: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1KiB", 1024), ("2 MiB", 2 << 20), ("1.5G", 1_500_000_000), ("24GB", 24 * 10**9), ("77", 77)],
+    [
+        ("1KiB", 1024),
+        ("2 MiB", 2 << 20),
+        ("1.5G", 1_500_000_000),
+        ("24GB", 24 * 10**9),
+        ("7777777", 7777777),
+    ],
 )
 def test_memory(text: str, expected: int) -> None:
-    """Units of 1024 and of 1000, and bytes."""
+    """Units of 1024 and of 1000, and bytes, where there are many."""
     from vllm_h2o.cli import _memory
 
     assert _memory(text) == expected

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -208,14 +209,31 @@ def test_prepare_without_a_policy(llama: str) -> None:
 
 
 def test_prepare(llama: str) -> None:
-    """Four options are set, once and again, and the policy is carried in full."""
+    """Five options are set, once and again, and the policy is carried in full."""
     args = engine_args(llama, additional_config={"kv_policy": "h2o", "other": 1})
     for _ in range(2):
         assert prepare(args) == KVPolicyConfig()
         assert (args.scheduler_cls, args.worker_cls) == (SCHEDULER, WORKER)
         assert args.attention_backend is CUSTOM
         assert args.enable_prefix_caching is False
+        assert args.block_size == 128
         assert args.additional_config == {"kv_policy": KVPolicyConfig().to_dict(), "other": 1}
+
+
+@pytest.mark.parametrize(("given", "pages"), [(None, 128), (32, 32)])
+def test_the_size_of_pages(llama: str, given: int | None, pages: int) -> None:
+    """A user's own, or a CPU's default: known before the budget is resolved, in every vLLM."""
+    options = {"granularity": "block", "budget": 384, "recent_ratio": 0.0}
+    args = engine_args(llama, kv_policy="h2o", kv_policy_config=options, block_size=given)
+    assert args.create_engine_config().cache_config.block_size == pages
+
+
+def test_the_size_of_pages_on_a_gpu(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it is vLLM's choice."""
+    args = engine_args(llama, kv_policy="h2o", **BUDGET)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
+    prepare(args)
+    assert args.block_size is None
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "OPTForCausalLM"])

@@ -90,7 +90,7 @@ report(
 ANOTHER_VLLM = """
 import importlib.metadata
 version = importlib.metadata.version
-importlib.metadata.version = lambda name: "0.33.0+cpu" if name == "vllm" else version(name)
+importlib.metadata.version = lambda name: "0.34.0+cpu" if name == "vllm" else version(name)
 try:
     from vllm import LLM
     said = None
@@ -151,9 +151,9 @@ def test_another_vllm_does_not_start() -> None:
     """A vLLM of another version stops while it is imported, with the remedy, unchanged."""
     said = fresh(ANOTHER_VLLM.format(paths=sorted(ALWAYS)))
     assert said["said"] == (
-        "kv-policy: asked: vllm-h2o with this vLLM; is: version 0.33.0+cpu; why not: the plugin "
-        "was written against 0.32.x and patches functions of it; "
-        "what to do: install vLLM 0.32.x, or uninstall vllm-h2o."
+        "kv-policy: asked: vllm-h2o with this vLLM; is: version 0.34.0+cpu; why not: the plugin "
+        "was written against vLLM 0.32 or 0.33 and patches functions of it; "
+        "what to do: install vLLM 0.32 or 0.33, or uninstall vllm-h2o."
     )
     assert (said["wrapped"], said["backend"]) == ([], None)
 
@@ -210,7 +210,7 @@ def test_register_changes_nothing_when_it_fails(
         patch.revert()
     try:
         with monkeypatch.context() as unknown:
-            unknown.setattr(_patch, "version", lambda _: "0.33.0")
+            unknown.setattr(_patch, "version", lambda _: "0.34.0")
             with pytest.raises(PatchError):
                 plugin.register()
         assert not custom_backend.is_overridden()

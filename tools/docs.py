@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -21,6 +22,8 @@ from vllm_h2o.policy import POLICIES, SCORES
 from vllm_h2o.policy.base import BUDGET_OPTIONS
 
 DOCS = Path(__file__).parents[1] / "docs"
+ZOO = Path(__file__).parents[1] / "tests/e2e/zoo.csv"
+"""Written by ``python -m tools.zoo``; a test runs each family and compares."""
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -76,9 +79,25 @@ def metrics() -> str:
     return markdown(("`vllm:kv_policy_...`", "kind", "meaning"), counters + gauges)
 
 
+def families() -> str:
+    """What became of a tiny model of each family, by version of vLLM."""
+    with ZOO.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    by_family: dict[str, dict[str, list[str]]] = {}
+    for row in rows:
+        became = by_family.setdefault(row["family"], {})
+        became.setdefault(row["became"], []).append(row["vllm"])
+    table = [
+        (family, became, ", ".join(versions))
+        for family, results in by_family.items()
+        for became, versions in results.items()
+    ]
+    return markdown(("family", "what became of it", "vLLM"), table)
+
+
 PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "options.md": {"options": options, "policies": policies, "scores": scores},
-    "compatibility.md": {"refusals": refusals},
+    "compatibility.md": {"families": families, "refusals": refusals},
     "metrics.md": {"metrics": metrics},
     "design.md": {
         "weights": worked_example.weights_table,

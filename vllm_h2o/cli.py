@@ -37,18 +37,23 @@ fits into its budget is not scored.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 2 and a message in four parts for what cannot be done."""
+    """Run a command.
+
+    Returns:
+        The exit status: 1 for a plan of which nothing starts; 2, and a message in four parts, for
+        what cannot be done.
+
+    """
     parser = argparse.ArgumentParser(prog="vllm-h2o", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_trace(commands)
     arguments = parser.parse_args(argv)
     try:
-        arguments.run(arguments)
+        return int(arguments.run(arguments))
     except KVPolicyError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
 
 
 def _add_plan(commands: Any) -> None:
@@ -164,9 +169,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _plan(arguments: argparse.Namespace) -> None:
+def _plan(arguments: argparse.Namespace) -> int:
     from vllm_h2o.planner import capacity, model, show
 
+    _check_folder("--plot", arguments.plot)
     loaded = model.load(arguments.model, arguments.dtype)
     loaded.refuse()
     longest = arguments.max_model_len or loaded.max_len
@@ -198,6 +204,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         title = f"{name}: sequences of {longest} tokens in "
         show.save_plot(rows, title + f"{show.memory_text(memory)} of cache", arguments.plot)
         print(f"written: {arguments.plot}")
+    return 0 if any(row.starts for row in rows) else 1
 
 
 def _cache_memory(arguments: argparse.Namespace, loaded: Any) -> tuple[int, str]:
@@ -222,9 +229,10 @@ def _cache_memory(arguments: argparse.Namespace, loaded: Any) -> tuple[int, str]
     )
 
 
-def _trace(arguments: argparse.Namespace) -> None:
+def _trace(arguments: argparse.Namespace) -> int:
     from vllm_h2o.trace import record
 
+    _check_folder("--out", arguments.out)
     text = arguments.prompt
     if text is None:
         text = _read(arguments.prompt_file)
@@ -247,6 +255,19 @@ def _trace(arguments: argparse.Namespace) -> None:
         f"written: {arguments.out}, {len(page) / 2**20:.1f} MiB: {len(trace.frames)} steps of "
         f"{len(trace.layers)} layers x {trace.num_kv_heads} KV heads"
     )
+    return 0
+
+
+def _check_folder(flag: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before any work is done for it."""
+    if path is None or (path.parent.is_dir() and not path.is_dir()):
+        return
+    raise ConfigError(
+        f"{flag} {path}",
+        "a folder" if path.is_dir() else f"there is no folder {path.parent}",
+        "one file is written",
+        "name a file in a folder that exists",
+    )
 
 
 def _read(path: Path) -> str:
@@ -266,7 +287,7 @@ def _config(arguments: argparse.Namespace, budget: str | None) -> KVPolicyConfig
 
 
 def _memory(text: str) -> int:
-    """Bytes: ``24GiB``, ``24GB``, ``24G`` or a plain number."""
+    """Bytes: ``24GiB``, ``24GB``, ``24G``; a plain number as vLLM's, but for a forgotten unit."""
     number = text.rstrip("BbIiKkMmGgTt ")
     unit = text[len(number) :].strip().upper().removesuffix("B")
     try:
@@ -275,6 +296,8 @@ def _memory(text: str) -> int:
         value = 0
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no memory; give e.g. 24GiB")
+    if not unit and value < _UNITS["MI"]:
+        raise argparse.ArgumentTypeError(f"{text} is {text} bytes; give a unit: {text}GiB")
     return value
 
 

@@ -16,6 +16,10 @@ from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
 from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION, refuse
 from vllm_h2o.paths import SCHEDULER, WORKER
 
+CPU_BLOCK_SIZE = 128
+"""vLLM's own default on a CPU. 0.32 has it in its config; 0.33 only puts it there when the model is
+loaded, which is after a budget has been resolved in pages."""
+
 
 def prepare(engine_args: Any) -> KVPolicyConfig | None:
     """Set vLLM's options for a policy, before vLLM makes its config of them.
@@ -31,6 +35,7 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     if config is None:
         return None
     from vllm.config import AttentionConfig
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     # Carried in full, so that every process reads the same, whatever form the user gave.
@@ -56,6 +61,8 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
             )
         setattr(engine_args, option, value)
     engine_args.attention_config.backend = None  # given once, as attention_backend
+    if engine_args.block_size is None and current_platform.is_cpu():
+        engine_args.block_size = CPU_BLOCK_SIZE
     # On where it is asked for: a prompt's peak is then its own pages and those of its survivors.
     engine_args.enable_prefix_caching = bool(engine_args.enable_prefix_caching)
     return config

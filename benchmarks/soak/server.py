@@ -75,7 +75,7 @@ class Server:
             port = probe.getsockname()[1]
         self.model, self.log, self.url = str(model), log, f"http://127.0.0.1:{port}"
         self.children: list[psutil.Process] = []
-        path = [str(plugins), str(ROOT)] if plugins else []
+        path = [str(plugins), str(ROOT)] if plugins else [str(ROOT)]
         command = [VLLM, "serve", self.model]
         command += ["--host=127.0.0.1", f"--port={port}", *flags]
         with log.open("w") as out:

@@ -149,7 +149,10 @@ NEAR_TIE = 1e-4
 
 
 def assert_same_tokens(
-    stock: list[RequestOutput], ours: list[RequestOutput], first: int | None = None
+    stock: list[RequestOutput],
+    ours: list[RequestOutput],
+    first: int | None = None,
+    near_tie: float = NEAR_TIE,
 ) -> int:
     """Equal, token by token; a difference is excused only at a near tie of stock's own top two.
 
@@ -157,6 +160,7 @@ def assert_same_tokens(
         stock: what is right.
         ours: what is compared.
         first: of ours, only so many tokens of each request; None: all.
+        near_tie: of log-probabilities, in nats.
 
     Returns:
         How many requests are excused.
@@ -170,6 +174,6 @@ def assert_same_tokens(
         if not different:
             continue
         top = sorted(p.logprob for p in stock[request].outputs[0].logprobs[different[0]].values())
-        assert top[-1] - top[-2] < NEAR_TIE, (request, different[0], top[-2:])
+        assert top[-1] - top[-2] < near_tie, (request, different[0], top[-2:])
         excused += 1
     return excused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -71,7 +72,10 @@ def test_a_request_with_a_budget_of_its_own(server: Completing) -> None:
     """``full`` is taken; what cannot be used is refused in four parts while others run."""
     prompt = TEXT[2000:3300]  # what it says is said once: evicted from, it goes on differently
     bodies: list[dict[str, Any]] = [{"vllm_xargs": {"kv_budget": "full"}}, {}]
-    asked = ({"kv_budget": 1.5}, {"kv_budget": "half"}, {"kv-budget": 64}, {"kv_budget": 1})
+    asked = (
+        {"kv_budget": 1.5}, {"kv_budget": "half"}, {"kv_budget": 1}, {"kv_budget": True},
+        {"kv-budget": 64}, {"kv_bugdet": 64},
+    )  # fmt: skip
     with ThreadPoolExecutor() as pool:
         running = [
             pool.submit(server.complete, prompt=prompt, max_tokens=60, ignore_eos=True, **body)
@@ -84,7 +88,10 @@ def test_a_request_with_a_budget_of_its_own(server: Completing) -> None:
             assert re.fullmatch(
                 r"kv-policy: asked: .*; is: .*; why not: .*; what to do: .*\.", said
             )
-            assert str(next(iter(xargs.values()))) in said or "kv-budget" in said
+            ((key, value),) = xargs.items()
+            assert f"asked: {key}={int(value) if value is True else value!r};" in said or (
+                f"asked: {key!r} in a request" in said
+            )
         whole, evicted = (future.result() for future in running)
     assert whole[0] == evicted[0] == 200
     assert whole[1]["choices"][0]["text"] != evicted[1]["choices"][0]["text"]
@@ -103,6 +110,14 @@ def test_every_sampling_feature_runs_past_the_budget(server: Completing) -> None
     status, answer = server.complete(prompt=prompt, max_tokens=110, **pattern)
     assert status == 200, answer
     assert answer["choices"][0]["text"] == "ab" * 50
+    story = {"type": "array", "items": {"type": "string", "maxLength": 30}}
+    story |= {"minItems": 5, "maxItems": 6}
+    schema = {"type": "object", "properties": {"story": story}, "required": ["story"]}
+    status, answer = server.complete(
+        prompt=prompt, max_tokens=300, structured_outputs={"json": schema}
+    )
+    assert status == 200, answer
+    assert len(json.loads(answer["choices"][0]["text"])["story"]) >= 5
     request = server.request(prompt=prompt, max_tokens=300, stream=True)
     with urllib.request.urlopen(request, timeout=60) as stream:
         assert stream.readline().startswith(b"data:")

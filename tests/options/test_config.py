@@ -23,6 +23,8 @@ BUDGET_RULE = (
     "why not: no number of slots follows from it; what to do: give e.g. 512 or 0.2."
 )
 
+ONE_SLOT = "; 1 is one slot, also from a client that writes 1.0 so: every token is 'full'."
+
 
 @pytest.mark.parametrize(
     "budget", [0, 0.0, -3, -0.5, 1.5, 2.0, math.nan, math.inf, "abc", "", True, False, None, [1]]
@@ -57,7 +59,8 @@ def test_budget_too_small(options: dict[str, Any], least: int, num_sinks: int) -
     assert refusal(**options) == (
         f"kv-policy: asked: budget={options['budget']!r}; is: that many slots; "
         f"why not: {num_sinks} first tokens, the recent window and the next token need {least}; "
-        f"what to do: give a budget of at least {least}, or fewer sinks."
+        f"what to do: give a budget of at least {least}, or fewer sinks"
+        + (ONE_SLOT if options["budget"] == 1 else ".")
     )
     assert KVPolicyConfig(**{**options, "budget": least}).budget == least
     assert KVPolicyConfig(**{**options, "min_budget": least}).min_budget == least
@@ -174,6 +177,8 @@ def test_from_additional_config() -> None:
     assert read({"kv_policy": {"budget": 64}}) == KVPolicyConfig("h2o", 64)
     with pytest.raises(ConfigError, match="silent no-op"):
         read({"kv_policy": {"budgets": 64}})
+    with pytest.raises(ConfigError, match="neither a policy nor an option; .* name one"):
+        read({"kv_policy": {}})
 
 
 def configured(name: str, **options: Any) -> KVPolicyConfig:
@@ -205,6 +210,10 @@ def test_round_trip(config: KVPolicyConfig) -> None:
 @given(configs, st.integers(1, 1 << 20), st.sampled_from([1, 8, 16, 32, 128]))
 def test_resolve(config: KVPolicyConfig, max_model_len: int, block_size: int) -> None:
     """Whole pages, not one more than the slots need, and never more than a longest sequence."""
+    if config.min_budget > max_model_len:
+        with pytest.raises(ConfigError, match="every sequence would be kept whole"):
+            config.resolve(max_model_len, block_size)
+        return
     wanted: Any = config.budget
     if isinstance(wanted, float):
         wanted = math.ceil(Fraction(str(wanted)) * max_model_len)
@@ -231,11 +240,18 @@ def test_a_fraction_is_taken_as_written(fraction: float, length: int, capacity: 
 
 
 def test_min_budget() -> None:
-    """It lifts what a fraction comes to, and no sequence gets more than it can use."""
+    """It lifts what a fraction comes to; what no sequence can use is refused."""
     config = KVPolicyConfig(budget=0.1, min_budget=256)
     assert config.resolve(1024, 16).capacity == 256
     assert config.resolve(8192, 16).capacity == 832
-    assert config.resolve(100, 16).capacity == 112
+    assert config.resolve(256, 16).capacity == 256
+    with pytest.raises(ConfigError) as caught:
+        config.resolve(255, 16)
+    assert str(caught.value) == (
+        "kv-policy: asked: min_budget=256; is: max_model_len=255 is the longest sequence; why not: "
+        "every sequence would be kept whole; "
+        "what to do: give a min_budget that is shorter, or leave it out."
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,7 +305,9 @@ def test_an_option_that_the_policy_does_not_read(name: str, field: str, value: A
     assert "silent no-op" in message
 
 
-@pytest.mark.parametrize("key", ["kv-policy", "KV_POLICY", "kv_policy_config"])
+@pytest.mark.parametrize(
+    "key", ["kv-policy", "KV_POLICY", "kv_policy_config", "kvpolicy", "kv_polciy"]
+)
 def test_a_near_miss_in_additional_config(key: str) -> None:
     """A policy under another key would stay off without a word."""
     with pytest.raises(ConfigError, match="read from 'kv_policy' alone"):

@@ -88,7 +88,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], asked: str, fo
         ({"prefill": "window"}, True),
         ({"prefill": "window", "window_score": "max"}, True),
         ({"prefill": "window", "window_score": "sum"}, False),
-        ({"name": "h2o2", "prefill": "window", "score": "sum_squares"}, True),
+        ({"prefill": "window", "score": "sum_squares"}, True),
     ],
 )
 def test_window_scores(options: dict[str, Any], by_maximum: bool) -> None:
@@ -103,16 +103,15 @@ def test_window_scores(options: dict[str, Any], by_maximum: bool) -> None:
         ({"score": "sum_squares"}, 2, False),
         ({"score": "mean"}, 1, True),
         ({"score": "mean_squares"}, 2, True),
-        ({"name": "h2o2", "score": "sum"}, 1, False),
         ({"name": "h2o2"}, 2, True),
         ({"name": "random"}, 0, False),
     ],
 )
 def test_scores(options: dict[str, Any], power: int, by_age: bool) -> None:
-    """Each policy has a score of its own, which an option replaces."""
+    """Each policy has a score of its own, which an option of `h2o` replaces."""
     config = KVPolicyConfig(**options)
     assert (config.score_power, config.ranking.by_age) == (power, by_age)
-    whole = config.name == "h2o2" and "score" not in options
+    whole = config.name == "h2o2"
     assert config.ranking.window == whole
     assert config.ranking.second_pass is (SecondPass.LARGEST if whole else None)
 
@@ -142,6 +141,44 @@ def test_a_request_of_its_own(
     """Shares of prompts and requests in whole pages; never too few for sinks and a next token."""
     config = KVPolicyConfig(**options)
     assert config.resolve_request(512, 16, prompt_len, max_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "max_budget", "fits"),
+    [
+        ({"budget": 512}, 128, False),
+        ({"budget": 512}, 512, True),
+        ({"budget": 0.5}, 0.2, False),
+        ({"budget": 0.2}, 205, True),
+        ({"budget": 0.2}, 204, False),
+        ({"budget": "full"}, 1.0, True),
+        ({"budget": "full"}, 0.9, False),
+        ({"budget": 0.5, "budget_basis": "prompt"}, 128, False),
+        ({"budget": 64, "min_budget": 256}, 128, True),
+    ],
+)
+def test_a_budget_above_the_largest(options: dict[str, Any], max_budget: Any, fits: bool) -> None:
+    """What a request gets that asks for nothing, one may ask for."""
+    config = KVPolicyConfig(**options, max_budget=max_budget)
+    if fits:
+        assert config.resolve(1024, 16)
+        return
+    with pytest.raises(ConfigError, match=f"slots, and max_budget={max_budget!r} is .* for at mos"):
+        config.resolve(1024, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "skipped", "works"),
+    [("h2o", 1023, True), ("h2o", 1024, False), ("h2o", 5000, False), ("h2o2", 5000, True)],
+)
+def test_scores_that_skip_every_token(name: str, skipped: int, works: bool) -> None:
+    """The first token is at most so much older than the last; a second pass skips nothing."""
+    config = KVPolicyConfig(name, score_skip_recent=skipped)
+    if works:
+        assert config.resolve(1024, 16)
+        return
+    with pytest.raises(ConfigError, match=f"score_skip_recent={skipped}; .* no query would score"):
+        config.resolve(1024, 16)
 
 
 @pytest.mark.parametrize(("ratio", "least"), [(0.5, 96), (0.25, 64), (0.0, 48)])

@@ -7,12 +7,21 @@ from typing import Any
 import pytest
 
 from vllm_h2o.errors import ConfigError
-from vllm_h2o.options.parsing import carried_options, named_options, number
+from vllm_h2o.options.parsing import carried_options, misspells, named_options, number
 
 
 @pytest.mark.parametrize(
     ("written", "read"),
-    [("512", 512), ("0.2", 0.2), ("1.0", 1.0), ("-3", -3), ("full", "full"), (None, None), (7, 7)],
+    [
+        ("512", 512),
+        ("0.2", 0.2),
+        ("1.0", 1.0),
+        ("-3", -3),
+        ("full", "full"),
+        (None, None),
+        (7, 7),
+        ("\u0663\u0662", "\u0663\u0662"),
+    ],
 )
 def test_numerals(written: object, read: object) -> None:
     """Text that spells a number is that number, of its own kind; anything else stays."""
@@ -55,3 +64,21 @@ def test_what_additional_config_carries() -> None:
     assert carried_options(None) is None
     with pytest.raises(ConfigError, match="'KV-policy'"):
         carried_options({"KV-policy": "h2o"})
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        ("kv_budget", False),
+        ("kv_bugdet", True),
+        ("kvbudget", True),
+        ("KV-Budget", True),
+        ("kv_budgets", True),
+        ("kv_transfer_params", False),
+        ("budget", False),
+        ("seed", False),
+    ],
+)
+def test_misspelt_keys(key: str, wrong: bool) -> None:
+    """Almost the right one is not taken for somebody else's."""
+    assert misspells(key, "kv_budget") == wrong

@@ -19,7 +19,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_h2o import patches
 from vllm_h2o.errors import PatchError
 from vllm_h2o.patches import __main__ as described
-from vllm_h2o.patches._patch import Patch, Symbol
+from vllm_h2o.patches import _patch
+from vllm_h2o.patches._digest import ABSENT
+from vllm_h2o.patches._patch import SUPPORTED_VLLM, Patch, Symbol
 
 MODULES = described.modules()
 NAMES = [module.__name__.rpartition(".")[2] for module in MODULES]
@@ -180,6 +182,18 @@ def test_every_file_is_in_use() -> None:
     assert len({patch.symbol.path for patch in used}) == len(used)
 
 
+@pytest.mark.parametrize(
+    "symbol", described.symbols(), ids=[symbol.path for symbol in described.symbols()]
+)
+def test_each_version_has_its_digest(symbol: Symbol) -> None:
+    """One for all, or one for each that is supported, no two alike."""
+    known = [symbol.known_in(minor) for minor in SUPPORTED_VLLM]
+    assert all(re.fullmatch(rf"[0-9a-f]{{12}}|{ABSENT}", digest) for digest in known)
+    if not isinstance(symbol.known, str):
+        assert list(symbol.known) == list(SUPPORTED_VLLM)
+        assert len(set(known)) == len(known)
+
+
 @each_relied_upon
 def test_relied_upon_holds(symbol: Symbol) -> None:
     """What is overridden or counted on is what is installed."""
@@ -245,7 +259,15 @@ def test_digests_are_printed(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(MODULES) + len(relied_upon)
     gone = [line for line in lines if "as known" not in line]
-    assert [line.split() for line in gone] == [["missing", "CHANGED", relied_upon[0].path]]
+    assert [line.split() for line in gone] == [["absent", "CHANGED", relied_upon[0].path]]
+
+
+def test_digests_of_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compared with those of the newest that is."""
+    monkeypatch.setattr(_patch, "version", lambda _: "0.99.0")
+    changed = [line.split()[2] for line in described.digests().splitlines() if "CHANGED" in line]
+    newest = [s for s in described.symbols() if s.found_digest() != s.known_in(SUPPORTED_VLLM[-1])]
+    assert changed == [symbol.path for symbol in newest]
 
 
 @pytest.mark.parametrize("name", ["EngineArgs", "AsyncEngineArgs"])

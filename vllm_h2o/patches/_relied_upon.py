@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm_h2o.patches._digest import ABSENT
 from vllm_h2o.patches._patch import Symbol
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -12,15 +13,19 @@ _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 RELIED_UPON: tuple[Symbol, ...] = (
     # schedule() allocates slots exactly once for each request that it schedules, and starts with
     # new_step_starts(); a preempted request's pages leave through pop_blocks_for_free().
-    Symbol(f"{_SCHEDULER}.schedule", "6625adf8f31b"),
-    Symbol(f"{_SCHEDULER}._preempt_request", "38de74c1d22a"),
-    Symbol(f"{_SCHEDULER}._update_request_as_session", "f276848f5db6"),
-    Symbol(f"{_SCHEDULER}._handle_stopped_request", "28b8e0dfcd96"),
+    Symbol(f"{_SCHEDULER}.schedule", {"0.32": "6625adf8f31b", "0.33": "e772cd227475"}),
+    Symbol(f"{_SCHEDULER}._preempt_request", {"0.32": "38de74c1d22a", "0.33": "08dfc608e161"}),
+    Symbol(
+        f"{_SCHEDULER}._update_request_as_session", {"0.32": "f276848f5db6", "0.33": "75440b16bc38"}
+    ),
+    Symbol(
+        f"{_SCHEDULER}._handle_stopped_request", {"0.32": "28b8e0dfcd96", "0.33": "d34729d46054"}
+    ),
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.new_step_starts", "fc3d01775728"),
     # Previews come before the commit, and tokens are [num_computed_tokens, num_tokens).
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "9737e8cf2fe4"),
     Symbol(f"{_MANAGER}.allocate_new_blocks", "660850b46199"),
-    Symbol(f"{_MANAGER}.pop_blocks_for_free", "74ba80779a77"),
+    Symbol(f"{_MANAGER}.pop_blocks_for_free", {"0.32": "74ba80779a77", "0.33": "7023b0116e8f"}),
     Symbol(f"{_MANAGER}.free", "06218d237019"),
     # Which of the two schedulers' hand-over of tokens a step takes is this package's choice.
     Symbol(
@@ -28,30 +33,40 @@ RELIED_UPON: tuple[Symbol, ...] = (
     ),
     Symbol(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output",
-        "8ba2a99bc677",
+        {"0.32": "8ba2a99bc677", "0.33": ABSENT},
     ),
     Symbol(f"{_SCHEDULER}._update_after_schedule", "d5a56f538750"),
-    Symbol(f"{_SCHEDULER}._update_request_with_output", "ffcaec8de983"),
+    Symbol(
+        f"{_SCHEDULER}._update_request_with_output",
+        {"0.32": "ffcaec8de983", "0.33": "d7f0ff1e416d"},
+    ),
     # What is found in the prefix cache is asked for here, once, and held before new pages are; what
     # is computed is published after them. A chunk is cut where the scheduler says.
-    Symbol(f"{_SCHEDULER}._get_local_prefix_cache_hit", "b7126708b364"),
-    Symbol(f"{_SCHEDULER}._mamba_block_aligned_split", "472a7651c559"),
+    Symbol(
+        f"{_SCHEDULER}._get_local_prefix_cache_hit",
+        {"0.32": "b7126708b364", "0.33": "a85167fb54bc"},
+    ),
+    Symbol(
+        f"{_SCHEDULER}._mamba_block_aligned_split", {"0.32": "472a7651c559", "0.33": "0e54a03474e1"}
+    ),
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks", "c7ce5341a1a0"),
     Symbol(f"{_MANAGER}.add_local_computed_blocks", "327a7998ba35"),
-    Symbol(f"{_MANAGER}.cache_blocks", "9b9881457015"),
+    Symbol(f"{_MANAGER}.cache_blocks", {"0.32": "9b9881457015", "0.33": "d474d54eb43c"}),
     # What make_stats() returns reaches record(), which asks the loggers in their order.
     Symbol(f"{_SCHEDULER}.make_stats", "9accb27a065c"),
     Symbol("vllm.v1.metrics.loggers:StatLoggerManager.record", "3a2ba9e58c58"),
     # Both model runners build attention metadata inside Worker.execute_model. V1's rows are those
     # of input_batch.req_ids; V2 orders its own and names them in CommonAttentionMetadata.req_idx.
     Symbol("vllm.v1.worker.gpu_worker:Worker.execute_model", "d23383066806"),
-    Symbol(f"{_RUNNER_V1}._build_attention_metadata", "c6eb499c7fba"),
+    Symbol(
+        f"{_RUNNER_V1}._build_attention_metadata", {"0.32": "c6eb499c7fba", "0.33": "6882f13de595"}
+    ),
     # A row of V1's block table keeps the ids of the freed tail after those that are held, and new
     # ids are appended after them: a packed request must never be granted a page.
     Symbol(f"{_RUNNER_V1}._update_states", "83443ff2b9da"),
     Symbol("vllm.v1.worker.block_table:BlockTable.append_row", "fabd4969f4fc"),
     Symbol("vllm.v1.worker.block_table:BlockTable.add_row", "9ca5a501b121"),
-    Symbol(f"{_RUNNER_V2}.execute_model", "72976ab315e4"),
+    Symbol(f"{_RUNNER_V2}.execute_model", {"0.32": "72976ab315e4", "0.33": "60c35dfe24b9"}),
     Symbol(f"{_RUNNER_V2}.gather_batch_req_state", "beaf91514f56"),
     Symbol("vllm.v1.worker.gpu.attn_utils:build_attn_metadata", "9bdd0e85fa1b"),
 )

@@ -12,4 +12,10 @@ from __future__ import annotations
 from vllm_h2o.patches._patch import Patch, Symbol
 from vllm_h2o.patches.engine_args__init import wrap
 
-PATCH = Patch(Symbol("vllm.engine.arg_utils:AsyncEngineArgs.__init__", "345f776b09d8"), wrap)
+PATCH = Patch(
+    Symbol(
+        "vllm.engine.arg_utils:AsyncEngineArgs.__init__",
+        {"0.32": "345f776b09d8", "0.33": "4dfce9f22e4e"},
+    ),
+    wrap,
+)

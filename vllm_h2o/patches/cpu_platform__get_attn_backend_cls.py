@@ -28,4 +28,10 @@ def wrap(original: Callable[..., str]) -> Callable[..., str]:
     return get_attn_backend_cls
 
 
-PATCH = Patch(Symbol("vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls", "6ebdf2153e19"), wrap)
+PATCH = Patch(
+    Symbol(
+        "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls",
+        {"0.32": "6ebdf2153e19", "0.33": "5196ad4605c8"},
+    ),
+    wrap,
+)

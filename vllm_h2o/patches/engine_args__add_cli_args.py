@@ -25,4 +25,10 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_cli_args
 
 
-PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.add_cli_args", "05618eb77fc4"), wrap)
+PATCH = Patch(
+    Symbol(
+        "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        {"0.32": "05618eb77fc4", "0.33": "a20638a5e820"},
+    ),
+    wrap,
+)

@@ -30,4 +30,10 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.create_engine_config", "483c1f351b6a"), wrap)
+PATCH = Patch(
+    Symbol(
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        {"0.32": "483c1f351b6a", "0.33": "6e2b45b72304"},
+    ),
+    wrap,
+)

@@ -33,4 +33,10 @@ def wrap(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-PATCH = Patch(Symbol("vllm.engine.arg_utils:EngineArgs.__init__", "4f32e0310dcd"), wrap)
+PATCH = Patch(
+    Symbol(
+        "vllm.engine.arg_utils:EngineArgs.__init__",
+        {"0.32": "4f32e0310dcd", "0.33": "83b23da6a357"},
+    ),
+    wrap,
+)

@@ -153,6 +153,6 @@ def _own(config: KVPolicyConfig, work: Workload, budget: Budget) -> Budget:
 def _label(config: KVPolicyConfig) -> str:
     if not config.policy.evicts:
         return config.name
-    is_fraction = isinstance(config.budget, float)
-    budget = f"{100 * config.budget:g} %" if is_fraction else f"{config.budget} tokens"
-    return f"{config.name} {budget}"
+    if isinstance(config.budget, float):
+        return f"{config.name} {100 * config.budget:g} %"
+    return f"{config.name} {config.budget}{' tokens' if isinstance(config.budget, int) else ''}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,9 +139,10 @@ def load(name: str, dtype: str = "auto") -> Model:
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
+        said = str(error).strip().splitlines()[0]
         raise UnsupportedError(
             f"the model {name!r}",
-            str(error).strip().splitlines()[0],
+            said if Path(name).is_dir() else f"no folder has that name; nor is it known: {said}",
             "its config says what it keeps of each token",
             "give a folder with a config.json, or the name of a model that transformers knows",
         ) from error

@@ -18,5 +18,5 @@ H2O2 = Policy(
     keeps_heavy=True,
     default_recent_ratio=0.3,
     default_score="combined",
-    options=H2O.options,
+    options=H2O.options - {"score", "window_score", "granularity"},
 )

@@ -103,9 +103,14 @@ class HeavyHitterScheduler(AsyncScheduler):
     def _prefix_caching(self) -> bool:
         return bool(self.cache_config.enable_prefix_caching)
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
-        """What a request finds computed, but for what it must compute itself."""
-        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request)
+    def _get_local_prefix_cache_hit(
+        self, request: Request, *limits: Any
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """What a request finds computed, but for what it must compute itself.
+
+        ``limits`` are vLLM's own; 0.33 has one, 0.32 none.
+        """
+        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request, *limits)
         if num_cached:
             limit = self.ledger.max_cached_tokens(self.manager.info_of(request))
             num_written = self.manager.num_written(blocks.blocks[0])
