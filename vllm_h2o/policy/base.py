@@ -42,6 +42,7 @@ class Policy:
         keeps_heavy: whether a part of the budget goes to the best-scored tokens;
             otherwise everything but the sinks is the recent window.
         default_num_sink_tokens: sinks when the user names none.
+        splits: whether KV heads share a layer's slots when the user does not say.
         default_score: how attention accumulates and ranks when the user does not say.
         evicts: False for the policy that keeps every token.
         options: fields of the configuration that it reads; any other would be a silent no-op.
@@ -53,6 +54,7 @@ class Policy:
     score: ScoreKind
     keeps_heavy: bool
     default_num_sink_tokens: int = 0
+    splits: bool = False
     default_score: str = "sum"
     evicts: bool = True
     options: frozenset[str] = BUDGET_OPTIONS

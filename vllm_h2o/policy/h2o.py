@@ -15,5 +15,6 @@ H2O = Policy(
         "window_score",
         "score",
         "score_skip_recent",
+        "split",
     },
 )

@@ -16,6 +16,7 @@ H2O2 = Policy(
     summary="what the prompt asks, what may be asked later + recent tokens (recommended)",
     score=ScoreKind.ATTENTION,
     keeps_heavy=True,
+    splits=True,
     default_score="combined",
     options=H2O.options,
 )

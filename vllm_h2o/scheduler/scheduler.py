@@ -47,6 +47,7 @@ class HeavyHitterScheduler(AsyncScheduler):
             evicts_blocks=config.granularity == "block",
             max_blocks_per_request=num_pages(self.max_model_len, block_size),
             prefix_caching=self._prefix_caching,
+            splits=config.splits,
         )
         # A liberty: the switch of a seam for Mamba, at which a chunk of a prompt may end early.
         self.need_mamba_block_aligned_split = (

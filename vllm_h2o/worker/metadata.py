@@ -103,10 +103,11 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
 
     def _passes(self, config: KVPolicyConfig, layer_names: list[str]) -> Iterator[ScoringPass]:
         """The scoring passes of a prompt; a second pass only where queries can be rotated."""
-        rotates = all(self.layers[name].impl.rotate is not None for name in layer_names)
         if config.ranking.second_pass is SecondPass.MEAN:
             yield MEAN_SECOND_PASS
-        if config.ranking.second_pass is SecondPass.LARGEST and rotates:
+        if config.ranking.second_pass is SecondPass.LARGEST and all(
+            self.layers[name].impl.rotate is not None for name in layer_names
+        ):
             yield LARGEST_SECOND_PASS
         if config.ranking.window:
             yield WINDOW_PASS
@@ -182,6 +183,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             first_scoring_query=plan.num_new if plan.pack_block_idx else first_scoring,
             first_window_query=first_window,
             destination_blocks=destination,
+            splits=plan.splits,
             window_scores=window_scores,
         )
 
@@ -192,6 +194,5 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             self.layers,
             self.kernels,
             self.scoring,
-            self.spec.head_size,
             self.random_scores,
         )
