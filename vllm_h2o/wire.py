@@ -35,6 +35,9 @@ class RequestPlan:
         first_block_idx: column of the block table's row in which the request's slots begin.
         pack_block_idx: column in which they begin once survivors are packed: after the prompt's
             blocks, which others read. 0: in place.
+        is_split: whether the KV heads of a layer hold unequal numbers of slots, ``capacity`` on
+            average; then the request is at its capacity for good.
+        splits: whether they do once survivors are packed.
 
     """
 
@@ -54,6 +57,8 @@ class RequestPlan:
     num_free_slots: int = 0
     first_block_idx: int = 0
     pack_block_idx: int = 0
+    is_split: bool = False
+    splits: bool = False
 
     @property
     def logical_end(self) -> int:
@@ -84,6 +89,7 @@ class RequestPlan:
     def num_evicted(self) -> int:
         """Tokens that each layer and KV head gives up in this step: packed away or overwritten.
 
+        Where heads share a layer's slots, on average.
         Of a victim that is a page all at once, with the first of its slots that is overwritten.
         """
         if self.num_survivors:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, OPTConfig
 from vllm import LLM, RequestOutput, SamplingParams
 
@@ -35,6 +37,18 @@ def tiny_llama(folder: Path, num_heads: int, num_kv_heads: int) -> str:
         max_position_embeddings=512,
     )
     return write_random(config, folder)
+
+
+def unlike_heads(folder: Path, num_kv_heads: int) -> str:
+    """A Llama's folder: its KV heads' queries become sharper from head to head."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if "q_proj" in name:
+            each = weight.unflatten(0, (num_kv_heads, -1))
+            each *= torch.linspace(0.1, 1.5, num_kv_heads)[:, None, None]
+    save_file(weights, path, {"format": "pt"})
+    return str(folder)
 
 
 def tiny_opt(folder: Path) -> str:

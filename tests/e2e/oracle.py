@@ -14,6 +14,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_h2o.kernels.batch import Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
+from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.step import PublishesSteps, Step, current_step
@@ -36,6 +37,7 @@ class Oracle:
         num_compared: retained sets that were compared.
         num_victims: victims that were compared.
         num_ties: victims that differ, between scores closer than ``TIE``.
+        num_unequal: times that KV heads of a layer got unequal numbers of slots.
         max_error: largest difference of an attention output from the reference's.
         waiting: layers of the running step, to be followed when its survivors are packed.
 
@@ -47,6 +49,7 @@ class Oracle:
     num_compared: int = 0
     num_victims: int = 0
     num_ties: int = 0
+    num_unequal: int = 0
     max_error: float = 0.0
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
@@ -59,7 +62,7 @@ class Oracle:
             result = original(impl, layer, query, key, value, kv_cache, metadata, output)
             step = current_step() if metadata is not None else None
             if step is not None:
-                cache = LayerCache.of(kv_cache, impl.head_size)
+                cache = impl.cache_of(kv_cache)
                 tensors = (query.clone(), key.clone(), value.clone(), output.clone())
                 follow = partial(self.follow, step, impl, layer.layer_name, cache, metadata)
                 self.waiting.append(partial(follow, *tensors))
@@ -99,8 +102,9 @@ class Oracle:
         for request_id in order:
             plan = step.plan.requests[request_id]
             tokens = slice(start, start := start + plan.num_new)
-            rows = cache_rows(tables[tokens.start], impl.num_kv_heads)
-            victims = None if impl.victims is None else impl.victims[tables[tokens.start][0]]
+            table = tables[tokens.start]
+            rows = cache_rows(table, impl.num_kv_heads)
+            victims = None if impl.victims is None else impl.victims[table[0]]
             for head in range(impl.num_kv_heads):
                 where = (layer_name, head, request_id)
                 new = (query[tokens], key[tokens], value[tokens])
@@ -110,13 +114,21 @@ class Oracle:
                 group = slice(head * out.shape[1], (head + 1) * out.shape[1])
                 error = (out - output[tokens].view(*query[tokens].shape)[:, group].double()).abs()
                 self.max_error = max(self.max_error, float(error.max()))
-                self._compare(
-                    where,
-                    plan,
-                    cache,
-                    rows[head][plan.pack_block_idx :],
-                    None if victims is None else victims[head],
-                )
+            if plan.splits:
+                heads = [
+                    self.heads[layer_name, head, request_id] for head in range(impl.num_kv_heads)
+                ]
+                pack_layer(heads, cache.block_size)
+                self.num_unequal += len({head.capacity for head in heads}) > 1
+            own = table[plan.pack_block_idx :]
+            is_split = plan.splits or plan.is_split
+            strips = cache.rows_of_split(own) if is_split else list(rows[:, plan.pack_block_idx :])
+            for head, strip in enumerate(strips):
+                num_slots = plan.resident_end
+                if is_split:
+                    num_slots = len(strip) * cache.block_size - plan.splits
+                victim = None if victims is None else victims[head]
+                self._compare((layer_name, head, request_id), plan, cache, strip, num_slots, victim)
 
     def _head(
         self,
@@ -149,6 +161,7 @@ class Oracle:
             page_size=self.scheduler.ledger.victim_size,
             by_maximum=scoring.by_maximum,
             reach=scoring.reach,
+            splits=self.scheduler.ledger.splits,
             logical_len=plan.logical_start,
         )
 
@@ -217,10 +230,16 @@ class Oracle:
         )
 
     def _compare(
-        self, where: Where, plan: RequestPlan, cache: LayerCache, rows: torch.Tensor, victim: Any
+        self,
+        where: Where,
+        plan: RequestPlan,
+        cache: LayerCache,
+        rows: torch.Tensor,
+        num_slots: int,
+        victim: Any,
     ) -> None:
         strip = self.heads[where].strip
-        slots = torch.arange(plan.resident_end)
+        slots = torch.arange(num_slots)
         if plan.num_free_slots:
             newest = int(victim) + plan.next_offset
             slots = slots[(slots <= newest) | (slots > newest + plan.num_free_slots)]

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, tiny_opt
+from tests.e2e.harness import (
+    TEXT,
+    Probe,
+    engine,
+    generate,
+    smollm2,
+    tiny_llama,
+    tiny_opt,
+    unlike_heads,
+)
 from tests.e2e.oracle import Oracle
 from tests.policy.scatter import add_scatter
 from vllm_h2o.worker import rotary
@@ -122,6 +131,30 @@ def test_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
     follow(monkeypatch, tiny_opt(tmp_path), "h2o2", {"budget": 32}, prompts, block_size=16)
     assert len(said) == 1 and said[0].endswith("does not scale, is left out.")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": "combined", "observation_window": 12, "num_sink_tokens": 1},
+        {"score": "sum_squares"},
+        {"prefill": "window", "observation_window": 20, "recent_ratio": 0.25},
+        {"prefill": "window", "enable_prefix_caching": True},
+        {"kernels": "torch", "score": "mean_squares", "budget": 0.4, "budget_basis": "request"},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_heads_that_share_slots(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three KV heads with unequal numbers of tokens, beside requests that are not evicted from."""
+    prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
+    tiny_llama(tmp_path, 6, 3)
+    model, options = unlike_heads(tmp_path, 3), {"budget": 64, "split": True, **options}
+    settings = {"block_size": 16, "max_num_batched_tokens": 128}
+    settings |= {k: options.pop(k) for k in ("enable_prefix_caching",) if k in options}
+    oracle = follow(monkeypatch, model, "h2o", options, prompts, **settings)
+    assert oracle.num_unequal > 0
 
 
 def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:

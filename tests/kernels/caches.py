@@ -22,10 +22,10 @@ def on_triton(shape: Shape) -> Kernels:
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 
 
-def filled(shape: Shape, num_blocks: int, seed: int) -> LayerCache:
+def filled(shape: Shape, num_blocks: int, seed: int, splits: bool = False) -> LayerCache:
     """Pages of random tokens; each page's positions follow one another."""
     draw = torch.Generator().manual_seed(seed)
-    cache = LayerCache.of(empty_cache(shape, num_blocks), shape.head_size)
+    cache = LayerCache.of(empty_cache(shape, num_blocks), shape.head_size, splits)
     for view in (cache.key, cache.value):
         view.copy_(torch.randn(view.shape, generator=draw))
     # Few levels: ties are common.
@@ -36,8 +36,9 @@ def filled(shape: Shape, num_blocks: int, seed: int) -> LayerCache:
 
 def copied(cache: LayerCache, shape: Shape) -> LayerCache:
     """The same tokens elsewhere."""
-    twin = LayerCache.of(empty_cache(shape, cache.num_blocks), shape.head_size)
-    for name in VIEWS:
+    splits = cache.first_rows is not None
+    twin = LayerCache.of(empty_cache(shape, cache.num_blocks), shape.head_size, splits)
+    for name in (*VIEWS, *(("first_rows",) if splits else ())):
         getattr(twin, name).copy_(getattr(cache, name))
     return twin
 

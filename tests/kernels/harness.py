@@ -16,8 +16,8 @@ from vllm.config import CacheConfig, ParallelConfig, VllmConfig, set_current_vll
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.reference import Strip
 from vllm_h2o.paths import WORKER
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger, RequestInfo
@@ -63,6 +63,7 @@ class Life:
         packs_chunks: whether survivors are packed after each chunk.
         observation_window: queries of the prompt that score; 0: all of them.
         evicts_blocks: whether victims are pages.
+        splits: whether KV heads share slots.
 
     """
 
@@ -75,6 +76,7 @@ class Life:
     packs_chunks: bool = False
     observation_window: int = 0
     evicts_blocks: bool = False
+    splits: bool = False
     num_computed: int = 0
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False, repr=False)
 
@@ -99,13 +101,17 @@ class Life:
         heads = (shape.num_kv_heads * shape.group, shape.num_kv_heads, shape.num_kv_heads)
         sizes = [(self.num_left, num, shape.head_size) for num in heads]
         query, key, value = (torch.randn(size, generator=draw).to(shape.dtype) for size in sizes)
-        self.inputs = (query * self.sharpness, key, value)
+        # Where heads share slots, they are unlike each other.
+        each = torch.linspace(0.2, 2.0, shape.num_kv_heads) if self.splits else torch.ones(1)
+        each = each.repeat_interleave(shape.group) if self.splits else each
+        self.inputs = ((query * self.sharpness * each[:, None]).to(shape.dtype), key, value)
         self.ledger = Ledger(
             self.budget,
             shape.block_size,
             packs_chunks=self.packs_chunks,
             observation_window=self.observation_window,
             evicts_blocks=self.evicts_blocks,
+            splits=self.splits,
         )
 
     def tokens(self, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -211,7 +217,7 @@ class Layer:
             num_heads = shape.num_kv_heads * shape.group
             self.impl = HeavyHitterImpl(num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
         self.kv_cache = empty_cache(shape, num_blocks)
-        self.cache = LayerCache.of(self.kv_cache, shape.head_size)
+        self.cache = self.impl.cache_of(self.kv_cache)
         self.free = list(range(1, num_blocks))
         self.random.shuffle(self.free)
         self.tables: dict[str, list[int]] = {}
@@ -259,6 +265,32 @@ class Layer:
     def slots(self, view: torch.Tensor, request_id: str, num_slots: int) -> torch.Tensor:
         """[H, num_slots, ...]: the first slots of a request in one of the page's views."""
         return view[self.rows(request_id, num_slots)].flatten(1, 2)[:, :num_slots]
+
+    def strips(self, request_id: str, num_slots: int, is_split: bool) -> list[torch.Tensor]:
+        """[P_h] rows of the page views that each KV head's slots lie in."""
+        rows = self.rows(request_id, num_slots)
+        if not is_split:
+            return list(rows)
+        return self.cache.rows_of_split(torch.tensor(self.tables[request_id])[: rows.shape[1]])
+
+    def held(self, request_id: str, plan: RequestPlan) -> list[Strip]:
+        """What each KV head holds after a step, in float64."""
+        is_split, strips = plan.is_split or plan.splits, []
+        for rows in self.strips(request_id, plan.held_end, is_split):
+            num_slots = plan.resident_end
+            if is_split:
+                num_slots = len(rows) * self.shape.block_size - (plan.splits > 0)
+            key, value, score, position = (
+                view[rows].flatten(0, 1)[:num_slots]
+                for view in (
+                    self.cache.key,
+                    self.cache.value,
+                    self.cache.score,
+                    self.cache.position,
+                )
+            )
+            strips.append(Strip(key.double(), value.double(), score.double(), position.long()))
+        return strips
 
     def victims(self, request_id: str) -> torch.Tensor | None:
         """[H] slots of the victims of a full request."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.caches import SHAPE, copied, filled, number, on_triton, same
+from tests.kernels.caches import SHAPE, VIEWS, copied, filled, number, on_triton, same
 from tests.kernels.harness import Shape
 from vllm_h2o.kernels.batch import (
     DECODE_FIELDS,
@@ -23,7 +23,7 @@ from vllm_h2o.kernels.batch import (
     ScoringPass,
     StepTensors,
 )
-from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.torch.kernels import TorchKernels
@@ -51,7 +51,9 @@ SCORINGS = [
 ]
 
 
-def decode_batch(shape: Shape, scoring: Scoring, seed: int) -> tuple[DecodeBatch, int]:
+def decode_batch(
+    shape: Shape, scoring: Scoring, seed: int, split: bool = False
+) -> tuple[DecodeBatch, int]:
     """Requests that append, overwrite, select or are padding, and the blocks that they own."""
     rng, owned, tables, fields = random.Random(seed), 0, [], []
     size = shape.block_size
@@ -73,6 +75,7 @@ def decode_batch(shape: Shape, scoring: Scoring, seed: int) -> tuple[DecodeBatch
             "num_free_slots": size - 1 - next_offset if overwrites and scoring.by_page else 0,
             "scores": token != 3,
             "in_prompt": token in (1, 3, 6),
+            "split": split and token in (2, 5, 6),
         }
         fields.append([int(values.get(name, 0)) for name in DECODE_FIELDS])
     # They lie as a graph's buffer has them, request by request.
@@ -102,11 +105,43 @@ def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
             real = DecodeBatch(batch.block_table[rows], batch.fields[:, rows])
         kernels.decode(cache, real, chosen, StepTensors(query, key, value, out, None, 0.2), scoring)
         results.append((out, chosen))
+    agree(results, victims)
+    same(ours, theirs, owned)
+
+
+def agree(results: list[tuple[torch.Tensor, torch.Tensor]], victims: torch.Tensor) -> None:
+    """Outputs and victims, where some were chosen; the fifth request is padding."""
     (expected, their_victims), (out, our_victims) = results
     expected[4] = 0.0
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(our_victims, their_victims)
     assert (our_victims != victims).any()
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("scoring", [s for s in SCORINGS if not s.by_page], ids=str)
+def test_decode_of_unequal_heads(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
+    """The same where the KV heads of some requests share slots, and of others do not."""
+    batch, owned = decode_batch(SHAPE, scoring, seed=1, split=True)
+    theirs = filled(SHAPE, owned + 1, seed=2, splits=True)
+    assert theirs.first_rows is not None
+    for request, bounds in ((2, (0, 1, 4)), (5, (0, 13, 18)), (6, (0, 2, 12))):
+        theirs.first_rows[batch.first_block_ids[request]] = torch.tensor(bounds).int()
+    ours = copied(theirs, SHAPE)
+    torch.manual_seed(3)
+    query = torch.randn(7, 6, 64)
+    key, value = torch.randn(2, 7, 2, 64)
+    victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
+    victims[batch.first_block_ids[2]] = torch.tensor([3, 3 * SHAPE.block_size - 1])
+    victims[batch.first_block_ids[5]] = torch.tensor([12 * SHAPE.block_size + 3, 5])
+    results = []
+    for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
+        out, chosen = torch.full_like(query, 7.0), victims.clone()
+        rows = [0, 1, 2, 3, 5, 6] if kernels.copies_kv else list(range(7))
+        real = DecodeBatch(batch.block_table[rows], batch.fields[:, rows])
+        kernels.decode(cache, real, chosen, StepTensors(query, key, value, out, None, 0.2), scoring)
+        results.append((out, chosen))
+    agree(results, victims)
     same(ours, theirs, owned)
 
 
@@ -198,6 +233,58 @@ def test_score_pass(
     # Products of halves are exact in float32, and nothing is rounded to halves again.
     assert not torch.equal(theirs.score, before)
     same(ours, theirs, owned)
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 5])
+@pytest.mark.parametrize("by_age", [False, True])
+@pytest.mark.parametrize("reach", [0, WINDOW_REACH])
+def test_pack_unequal_heads(
+    make: Callable[[Shape], Kernels], num_kv_heads: int, by_age: bool, reach: int
+) -> None:
+    """Where heads share slots: their rows, and survivors; beside prompts where they do not."""
+    shape, draw = Shape(num_kv_heads, 3, 64, 16), random.Random(num_kv_heads)
+    chunks, owned = prompt_chunks(shape, packs=True)
+    lengths = [(chunk.attended_len // 16 * 16 - draw.choice((0, 16))) for chunk in chunks]
+    chunks = [
+        replace(
+            chunk,
+            splits=length > 0 and index != 1,
+            num_survivors=max(length, 16) - 1 if chunk.attended_len > 16 else chunk.num_survivors,
+        )
+        for index, (chunk, length) in enumerate(zip(chunks, lengths, strict=True))
+        if chunk.attended_len > 16
+    ]
+    their_layers = [filled(shape, owned + 1, seed, splits=True) for seed in (6, 7, 8)]
+    for cache in their_layers:
+        # Heads are unlike, with many equal scores.
+        cache.score.mul_(torch.arange(1, num_kv_heads + 1).repeat(owned + 1)[:, None])
+        for chunk in chunks:
+            rows = cache_rows(chunk.block_table[: -(-chunk.attended_len // 16)], num_kv_heads)
+            cache.position[rows] = torch.arange(rows[0].numel() * 16).view(-1, 16).int()
+    our_layers = [copied(cache, shape) for cache in their_layers]
+    scoring = Scoring(by_age=by_age, reach=reach)
+    TorchKernels().pack_survivors(their_layers, chunks, scoring)
+    make(shape).pack_survivors(our_layers, chunks, scoring)
+    num_unequal = 0
+    for ours, theirs in zip(our_layers, their_layers, strict=True):
+        for chunk in chunks:
+            num_pages, blocks = (chunk.num_survivors + 1) // 16, chunk.block_table.long()
+            strips = list(cache_rows(blocks[:num_pages], num_kv_heads))
+            if chunk.splits:
+                bounds = [
+                    c.first_rows[blocks[0]] for c in (ours, theirs) if c.first_rows is not None
+                ]
+                assert torch.equal(*bounds)
+                strips = theirs.rows_of_split(blocks[:num_pages])
+                assert sum(map(len, strips)) == num_pages * num_kv_heads
+                num_unequal += len(set(map(len, strips))) > 1
+            for rows in strips:
+                kept = len(rows) * 16 - 1 if chunk.splits else chunk.num_survivors
+                for view in VIEWS:
+                    held = [getattr(c, view)[rows].flatten(0, 1)[:kept] for c in (ours, theirs)]
+                    assert torch.equal(*held), (view, chunk)
+    assert num_unequal > 0 if num_kv_heads == 5 else not num_unequal or num_kv_heads > 1
 
 
 def forget_others(cache: LayerCache, chunks: list[PromptChunk]) -> None:

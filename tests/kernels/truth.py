@@ -10,6 +10,7 @@ import torch
 from tests.kernels.harness import LAYER_INDEX, Layer, Life
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
+from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.policy import POLICIES, ScoreKind
 from vllm_h2o.wire import RequestPlan
 
@@ -21,10 +22,13 @@ NEAR = 1e-5
 
 @dataclass
 class Ranking:
-    """How often tokens were ranked, and how often a near tie came out the other way."""
+    """How often tokens were ranked, how often a near tie came out the other way, and how often KV
+    heads got unequal numbers of slots.
+    """
 
     num_selections: int = 0
     num_near_ties: int = 0
+    num_unequal: int = 0
 
     def check(self) -> None:
         """At most one selection in a thousand."""
@@ -74,6 +78,7 @@ class Truth:
                 page_size=life.ledger.victim_size,
                 by_maximum=self.layer.builder.scoring.by_maximum,
                 reach=self.layer.builder.scoring.reach,
+                splits=life.splits,
             )
             for _ in range(shape.num_kv_heads)
         ]
@@ -83,20 +88,20 @@ class Truth:
         name, group = life.request_id, self.layer.shape.group
         query, key, value = (t.double() for t in life.tokens(plan))
         ends_prompt = plan.in_prompt and plan.logical_end == life.prompt_len
-        cache, resident = self.layer.cache, plan.resident_end
-        views = (cache.key, cache.value, cache.score, cache.position)
-        held = [self.layer.slots(view, name, resident) for view in views]
-        victims = self.layer.victims(name)
-        for h, head in enumerate(self.heads[name]):
+        heads, victims = self.heads[name], self.layer.victims(name)
+        for h, head in enumerate(heads):
             of_group = slice(h * group, (h + 1) * group)
             tokens = (query[:, of_group], key[:, h], value[:, h])
             scores = self._initial_scores(plan, h)
             expected = head.step(*tokens, ends_prompt, scores, plan.scoring_start)
             same(output[:, of_group], expected, self.output_atol, f"{name}, head {h}: outputs")
-            strip = Strip(*(view[h].double() for view in held[:3]), held[3][h].long())
+        if plan.splits:
+            pack_layer(heads, self.layer.shape.block_size)
+            self.ranking.num_unequal += len({head.capacity for head in heads}) > 1
+        for h, (head, strip) in enumerate(zip(heads, self.layer.held(name, plan), strict=True)):
             if plan.num_survivors:
                 self._follow_packing(head, strip)
-            taken = torch.ones(resident, dtype=torch.bool)
+            taken = torch.ones(len(strip), dtype=torch.bool)
             if plan.num_free_slots:
                 assert victims is not None
                 last = int(victims[h]) + plan.next_offset
@@ -188,13 +193,12 @@ class Fence:
         scores = tokens.clone()
         block_size = self.layer.shape.block_size
         for name, plan in self.plans.items():
-            rows = self.layer.rows(name, plan.attended_len)
-            for h in range(self.layer.shape.num_kv_heads):
-                for slot in self._written(name, plan, h):
-                    tokens[rows[h, slot // block_size], slot % block_size] = True
-                attended = range(plan.attended_len) if self.accumulates else ()
-                for slot in attended:
-                    scores[rows[h, slot // block_size], slot % block_size] = True
+            for h, rows in enumerate(self.layer.strips(name, plan.attended_len, plan.is_split)):
+                length = len(rows) * block_size if plan.is_split else plan.attended_len
+                for slot in self._written(name, plan, h, length):
+                    tokens[rows[slot // block_size], slot % block_size] = True
+                for slot in range(length) if self.accumulates else ():
+                    scores[rows[slot // block_size], slot % block_size] = True
         then, now = LayerCache.of(self.before, self.layer.shape.head_size), self.layer.cache
         for view in ("key", "value", "position", "score"):
             changed = bits(getattr(then, view)) != bits(getattr(now, view))
@@ -202,13 +206,16 @@ class Fence:
             foreign = (changed if changed.dim() == 2 else changed.any(-1)) & ~allowed
             assert not foreign.any(), f"{view} written at (row, slot) {foreign.nonzero()}"
 
-    def _written(self, name: str, plan: RequestPlan, head: int) -> Sequence[int]:
-        """Slots that take a token: new ones, a victim's, or all that survivors move to."""
+    def _written(self, name: str, plan: RequestPlan, head: int, length: int) -> Sequence[int]:
+        """Slots that take a token: new ones, a victim's, or all that survivors move to.
+
+        The new token of heads that share slots takes the last one of each; ``length`` are there.
+        """
         if plan.overwrites:
             victims = self.victims[name]
             assert victims is not None
             return [int(victims[head]) + plan.next_offset]
-        return range(0 if plan.num_survivors else plan.resident_start, plan.attended_len)
+        return range(0 if plan.num_survivors else length - plan.num_new, length)
 
 
 def live(
@@ -253,7 +260,7 @@ def live(
             selects = plan.selects
             entry[name] = (outputs[name], layer.victims(name) if selects else None)
             if plan.num_survivors:
-                packed[name] = plan.num_survivors
+                packed[name] = plan.held_end
             if not running[name].num_left:
                 packed[name] = 0
                 del running[name]

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.e2e.harness import TEXT, Probe, engine, smollm2, tiny_llama
+from tests.e2e.harness import TEXT, Probe, engine, smollm2, tiny_llama, unlike_heads
 from tests.e2e.oracle import Oracle, Where
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.trace.record import Frame, merge, record, run, texts
+from vllm_h2o.trace.record import NOTHING, Frame, merge, record, run, texts
+from vllm_h2o.worker import recorder as worker_recorder
 from vllm_h2o.worker.recorder import Recorder
 
 PROMPT = [ord(c) % 256 for c in TEXT[:100]]
@@ -28,7 +29,9 @@ Held = dict[tuple[int, int], dict[int, float]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two layers of two KV heads."""
-    return tiny_llama(tmp_path_factory.mktemp("model"), 6, NUM_KV_HEADS)
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(folder, 6, NUM_KV_HEADS)
+    return unlike_heads(folder, NUM_KV_HEADS)
 
 
 class Truth:
@@ -36,6 +39,7 @@ class Truth:
 
     def __init__(self, patch: pytest.MonkeyPatch, oracle: Oracle) -> None:
         self.steps: dict[int, Held] = {}
+        self.oracle = oracle
         original = Recorder.add
 
         def add(recorder: Recorder, frame: dict[str, Any], due: bool) -> None:
@@ -59,9 +63,11 @@ class Truth:
 
 def held(frame: Frame) -> Held:
     """A frame in the form of the truth."""
-    rows = (frame.position, frame.score)
+    rows, there = (frame.position, frame.score), frame.position != NOTHING
     return {
-        (layer, head): dict(zip(*(own[layer, head].tolist() for own in rows), strict=True))
+        (layer, head): dict(
+            zip(*(own[layer, head, there[layer, head]].tolist() for own in rows), strict=True)
+        )
         for layer in range(NUM_LAYERS)
         for head in range(NUM_KV_HEADS)
     }
@@ -70,10 +76,11 @@ def held(frame: Frame) -> Held:
 OPTIONS: list[dict[str, Any]] = [
     {"budget": 32},
     {"granularity": "block", "recent_ratio": 0.1, "budget": 80, "num_sink_tokens": 2},
+    {"budget": 64, "score": "mean_squares", "split": True},
 ]
 
 
-@pytest.fixture(scope="module", params=OPTIONS, ids=["token", "block"])
+@pytest.fixture(scope="module", params=OPTIONS, ids=["token", "block", "split"])
 def recorded(
     request: pytest.FixtureRequest, model: str
 ) -> Iterator[tuple[list[Frame], list[Frame], Truth]]:
@@ -107,8 +114,15 @@ def test_each_step_is_what_the_reference_keeps(
             assert [*scores.values()] == pytest.approx(
                 [expected[pair][position] for position in scores], rel=1e-3, abs=1e-5
             )
-        assert (np.diff(frame.position) > 0).all()
+        assert ((np.diff(frame.position) > 0) | (frame.position[..., 1:] == NOTHING)).all()
+        lengths = {len(scores) for scores in found.values()}
+        assert (len(lengths) > 1) is truth.oracle.scheduler.ledger.splits
     assert len({frozenset(scores) for scores in held(frames[-1]).values()}) > 1
+
+
+def test_one_word_for_no_token() -> None:
+    """The worker's and the trace's."""
+    assert worker_recorder.NOTHING == NOTHING
 
 
 def test_fewer_steps(recorded: tuple[list[Frame], list[Frame], Truth]) -> None:

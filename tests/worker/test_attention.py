@@ -25,9 +25,9 @@ def test_no_view_outlives_a_cache(mode: Any) -> None:
         layer = HeavyHitterImpl(6, SHAPE.head_size, SHAPE.scale, SHAPE.num_kv_heads)
         cache = empty_cache(SHAPE, 4)
         storage, tensor = StorageWeakRef(cache.untyped_storage()), weakref.ref(cache)
-        views = layer._cache_of(cache)
-        assert layer._cache_of(cache) is views
+        views = layer.cache_of(cache)
+        assert layer.cache_of(cache) is views
         del views, cache
         assert tensor() is None and storage.expired()
         other = empty_cache(SHAPE, 5)
-        assert layer._cache_of(other).num_blocks == 5
+        assert layer.cache_of(other).num_blocks == 5

@@ -105,6 +105,7 @@ DECODE_FIELDS = (
     "num_free_slots",
     "scores",
     "in_prompt",
+    "split",
 )
 """Rows of :attr:`DecodeBatch.fields`. Triton's and C++'s constants are derived from these names."""
 
@@ -133,6 +134,8 @@ class DecodeBatch:
             num_free_slots: slots after the new token's that hold evicted tokens: not attended to.
             scores: 1 where the query adds to scores.
             in_prompt: 1 where the token is of the prompt: its query scores as those of a chunk do.
+            split: 1 where KV heads have unequal numbers of slots, which are all taken: rows of the
+                cache that :attr:`LayerCache.first_rows` tells, and ``attended_len`` on average.
 
     """
 
@@ -170,6 +173,8 @@ class PromptChunk:
             score into ``window_scores``, where there are any, and in its scoring pass.
         destination_blocks: [P'], int32: ids of the blocks that survivors are copied to, because
             others read the chunk's own; None: they move to the first slots of their own blocks.
+        splits: whether KV heads share the slots of all survivors, and those for the next tokens;
+            ``num_survivors`` is their mean then.
         window_scores: [num_layers, H, attended_len], float32: what the observation window gives to
             each token, of a chunk with ``destination_blocks``; written by each layer, read when
             survivors are packed. None where attention does not score.
@@ -187,6 +192,7 @@ class PromptChunk:
     first_scoring_query: int = 0
     first_window_query: int = 0
     destination_blocks: torch.Tensor | None = None
+    splits: bool = False
     window_scores: torch.Tensor | None = None
 
     def first_query(self, scoring_pass: ScoringPass) -> int:
@@ -219,6 +225,11 @@ class PromptChunk:
     def logical_end(self) -> int:
         """One past the position of the last token."""
         return self.logical_start + self.num_tokens
+
+    @property
+    def num_heavy(self) -> int:
+        """Survivors that are neither sinks nor recent."""
+        return self.num_survivors - self.num_sinks - (self.logical_end - self.recent_start)
 
     @property
     def attended_len(self) -> int:

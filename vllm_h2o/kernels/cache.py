@@ -4,7 +4,11 @@ Per (block, KV head), contiguous, N slots of head size D::
 
     K [N, D] | V [N, D] | score [N] float32 | position [N] int32
 
-A *row* is one (block, KV head): ``row = block_id * num_kv_heads + head``.
+A *row* is one (block, KV head): ``row = block_id * num_kv_heads + head``. Page i of a KV head is
+row ``first_row + i * row_step`` of its request, which counts the rows of its blocks one block after
+the other. As a rule each head has its own row of every block: ``first_row = head``, ``row_step =
+num_kv_heads``. Where heads share a layer's slots, each has rows that follow one another, ``row_step
+= 1``, and how many it has is its own.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ class LayerCache:
         score: [R, N], float32.
         position: [R, N], int32.
         num_kv_heads: KV heads on this rank.
+        first_rows: [num_blocks, H + 1], int32: of a request whose heads share slots, by its first
+            block, where each head's rows begin, and where the last one's end. Written when
+            survivors are packed, read by each decode step. None where no request's do.
 
     """
 
@@ -32,6 +39,7 @@ class LayerCache:
     score: torch.Tensor
     position: torch.Tensor
     num_kv_heads: int
+    first_rows: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -44,13 +52,14 @@ class LayerCache:
         return self.key.shape[0] // self.num_kv_heads
 
     @classmethod
-    def of(cls, kv_cache: torch.Tensor, head_size: int) -> LayerCache:
+    def of(cls, kv_cache: torch.Tensor, head_size: int, splits: bool = False) -> LayerCache:
         """View a layer's cache as pages. No copy.
 
         Args:
             kv_cache: [num_blocks, num_kv_heads, N, C] as vLLM binds it, head-major, where C
                 elements hold one slot's K, V, score and position.
             head_size: D, of K and of V.
+            splits: whether heads may share slots; allocates ``first_rows`` then.
 
         Raises:
             ValueError: when C has not the size of K, V, score and position, or the cache is not
@@ -70,13 +79,30 @@ class LayerCache:
         split = block_size * head_size
         words = rows.view(torch.float32)
         scores_at = words.shape[1] - 2 * block_size
+        first_rows = None
+        if splits:
+            shape = (num_blocks, num_kv_heads + 1)
+            first_rows = torch.zeros(shape, dtype=torch.int32, device=kv_cache.device)
         return cls(
             key=rows[:, :split].unflatten(1, (block_size, head_size)),
             value=rows[:, split : 2 * split].unflatten(1, (block_size, head_size)),
             score=words[:, scores_at : scores_at + block_size],
             position=words.view(torch.int32)[:, scores_at + block_size :],
             num_kv_heads=num_kv_heads,
+            first_rows=first_rows,
         )
+
+    def rows_of_split(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        """[P_h], int64, of each KV head h: the rows of a request whose heads share slots.
+
+        Args:
+            blocks: [P], integers: the request's.
+
+        """
+        assert self.first_rows is not None
+        bounds = self.first_rows[blocks[0]].tolist()
+        rows = cache_rows(blocks, self.num_kv_heads).T.flatten()
+        return [rows[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
 def cache_rows(block_table: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

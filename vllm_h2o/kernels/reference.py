@@ -261,6 +261,7 @@ class Head:
         by_maximum: whether a prompt's queries score by maximum.
         reach: when survivors are packed, a score becomes the largest of the token's own and of
             so many tokens' before it. A prompt that is not packed keeps its scores.
+        splits: whether a layer's heads share its slots at the prompt's end: see split.py.
         logical_len: tokens computed so far.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full: where pages are
@@ -281,6 +282,7 @@ class Head:
     page_size: int = 1
     by_maximum: bool = False
     reach: int = 0
+    splits: bool = False
     logical_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
@@ -325,8 +327,9 @@ class Head:
             score_pass(scoring_query, self.strip, self.scale, scoring_pass)
         full = len(self.strip) >= self.capacity
         if self.in_prompt:
-            if full and (ends_prompt or self.packs_chunks):
-                self._pack()
+            if full and (ends_prompt or self.packs_chunks) and not self.splits:
+                self.extend_scores()
+                self.pack()
             self.in_prompt = not ends_prompt
         elif full and not self.next_offset:
             self._select()
@@ -341,11 +344,16 @@ class Head:
         self.next_offset = (self.next_offset + 1) % self.page_size
         return slot
 
-    def _pack(self) -> None:
+    def extend_scores(self) -> None:
+        """Let scores reach later tokens."""
+        if self.reach:
+            held = self.strip
+            held.score = reached(held.score, held.position, self.reach)
+
+    def pack(self) -> None:
+        """Keep ``capacity - 1`` tokens."""
         limits = (self.num_recent, self.num_sinks, self.by_age)
         held = self.strip
-        if self.reach:
-            held.score = reached(held.score, held.position, self.reach)
         if self.page_size > 1:
             ranked = Strip(held.key, held.value, page_sums(held, self.page_size), held.position)
         else:

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_h2o.errors import ConfigError, IntegrityError
 from vllm_h2o.options.conflicts import (
+    can_split,
     check_cap,
     check_lengths,
     check_slots,
@@ -104,6 +105,12 @@ class KVPolicyConfig:
         "a query scores tokens that are at least so many positions older; a second pass scores all",
         bits=31,
     )
+    split: bool | None = option(
+        None,
+        "whether a layer's KV heads share its slots, in whole pages, by how many of the layer's "
+        "best tokens each has when a prompt is evicted from; or each has the same number",
+        shown="false; h2o2 true, where it can",
+    )
     seed: int = option(0, "of the random policy, for requests that bring no seed", bits=63)
     kernels: str = option(
         "auto",
@@ -146,6 +153,11 @@ class KVPolicyConfig:
     def scores_by_maximum(self) -> bool:
         """Whether an observation window scores by maximum, and not by sum."""
         return self.prefill == "window" and self.window_score == "max"
+
+    @property
+    def splits(self) -> bool:
+        """Whether the KV heads of a layer hold unequal numbers of tokens."""
+        return (self.policy.splits and can_split(self)) if self.split is None else self.split
 
     @property
     def _uses_attention(self) -> bool:

@@ -44,7 +44,30 @@ def _asks_window(config: Any) -> bool:
     return _has_window(config) or config.ranking.window
 
 
+def can_split(config: Any) -> bool:
+    """Whether KV heads may share slots: pages of a head stay its own, from the prompt's end on."""
+    return config.granularity == "token" and config.prefill != "chunked"
+
+
 CONFLICTS = (
+    Conflict(
+        lambda c: not isinstance(c.split, bool | None),
+        "split={c.split!r}",
+        "it is true or false",
+        "there is no such choice",
+    ),
+    Conflict(
+        lambda c: c.split and c.granularity == "block",
+        "split=true",
+        "granularity={c.granularity!r}",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.split and c.prefill == "chunked",
+        "split=true",
+        "prefill={c.prefill!r} evicts before the prompt is known",
+        NOT_BUILT,
+    ),
     Conflict(
         lambda c: _has_basis(c) and isinstance(c.budget, int),
         "budget_basis={c.budget_basis!r}",

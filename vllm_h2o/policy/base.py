@@ -43,6 +43,7 @@ class Policy:
             otherwise everything but the sinks is the recent window.
         default_num_sink_tokens: sinks when the user names none.
         default_recent_ratio: fraction of the budget that is recent when the user names none.
+        splits: whether KV heads share a layer's slots when the user does not say.
         default_score: how attention accumulates and ranks when the user does not say.
         evicts: False for the policy that keeps every token.
         options: fields of the configuration that it reads; any other would be a silent no-op.
@@ -55,6 +56,7 @@ class Policy:
     keeps_heavy: bool
     default_num_sink_tokens: int = 0
     default_recent_ratio: float = 0.5
+    splits: bool = False
     default_score: str = "sum"
     evicts: bool = True
     options: frozenset[str] = BUDGET_OPTIONS

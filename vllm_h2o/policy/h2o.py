@@ -19,5 +19,6 @@ H2O = Policy(
         "window_score",
         "score",
         "score_skip_recent",
+        "split",
     },
 )

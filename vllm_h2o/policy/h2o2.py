@@ -17,6 +17,7 @@ H2O2 = Policy(
     score=ScoreKind.ATTENTION,
     keeps_heavy=True,
     default_recent_ratio=0.3,
+    splits=True,
     default_score="combined",
     options=H2O.options - {"score", "window_score", "granularity"},
 )

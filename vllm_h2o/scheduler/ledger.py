@@ -54,6 +54,7 @@ class RequestState:
         next_offset: where pages are evicted, the offset in the victim block that the next token
             takes; 0: in another block.
         first_block_idx: column of the block table's row in which its slots begin.
+        is_split: whether the KV heads of a layer hold unequal numbers of slots.
 
     """
 
@@ -67,6 +68,7 @@ class RequestState:
     shared_end: int = 0
     next_offset: int = 0
     first_block_idx: int = 0
+    is_split: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -105,6 +107,7 @@ class Ledger:
         evicts_blocks: whether a victim is a whole block, filled again in place, and not one token.
         max_blocks_per_request: columns of the block table; None: as many as are needed.
         prefix_caching: whether requests share the pages of a common prefix.
+        splits: whether the KV heads of a layer share its slots once a prompt is evicted from.
 
     """
 
@@ -120,6 +123,7 @@ class Ledger:
         evicts_blocks: bool = False,
         max_blocks_per_request: int | None = None,
         prefix_caching: bool = False,
+        splits: bool = False,
     ) -> None:
         self.budget = budget
         self.block_size = block_size
@@ -131,6 +135,7 @@ class Ledger:
         self.victim_size = block_size if evicts_blocks else 1
         self.max_blocks_per_request = max_blocks_per_request
         self.prefix_caching = prefix_caching
+        self.splits = splits
         self.stats = LedgerStats()
         self._states: dict[str, RequestState] = {}
         self._step: dict[str, RequestPlan] = {}
@@ -260,13 +265,14 @@ class Ledger:
                 f"request {request_id}: token {num_tokens} does not fit into {budget.capacity} "
                 "slots, and was said to"
             )
+        num_survivors = min(budget.kept, held.resident_len + num_new) if packs else 0
         return RequestPlan(
             logical_start=num_computed,
             num_new=num_new,
             in_prompt=in_prompt,
             resident_start=held.resident_len,
             capacity=budget.capacity,
-            num_survivors=min(budget.kept, held.resident_len + num_new) if packs else 0,
+            num_survivors=num_survivors,
             num_recent=budget.num_recent,
             num_sinks=budget.num_sinks,
             seed=held.seed,
@@ -277,6 +283,8 @@ class Ledger:
             num_free_slots=self.victim_size - 1 - held.next_offset if overwrites else 0,
             first_block_idx=held.first_block_idx,
             pack_block_idx=pack_block_idx,
+            is_split=held.is_split,
+            splits=self.splits and packs and num_survivors == budget.kept,
         )
 
     def commit(self, request_id: str, plan: RequestPlan, info: RequestInfo | None) -> None:
@@ -301,6 +309,7 @@ class Ledger:
             held_len=held_len,
             next_offset=(plan.next_offset + 1) % self.victim_size if plan.overwrites else 0,
             first_block_idx=plan.pack_block_idx or plan.first_block_idx,
+            is_split=plan.is_split or plan.splits,
         )
 
     def close(self, request_id: str) -> None:

@@ -47,6 +47,7 @@ class HeavyHitterScheduler(AsyncScheduler):
             evicts_blocks=config.granularity == "block",
             max_blocks_per_request=num_pages(self.max_model_len, block_size),
             prefix_caching=self._prefix_caching,
+            splits=config.splits,
         )
         # A liberty: the switch of a seam for Mamba, at which a chunk of a prompt may end early.
         self.need_mamba_block_aligned_split = (
@@ -199,7 +200,7 @@ class HeavyHitterScheduler(AsyncScheduler):
         stock = Pool(num_bytes // spec.stock_page_size_bytes, pool.block_size)
         logger.info(
             "%s: past its prompt a sequence holds %s%d tokens (%d heavy, %d recent, %d sinks, "
-            "1 for the incoming token) = %d pages of %d; the pool of %d pages holds %d sequences "
+            "1 for the incoming token%s) = %d pages of %d; the pool of %d pages holds %d sequences "
             "of max_model_len=%d at once, stock vLLM in the same memory %d.",
             config.name,
             "" if config.budget_basis == "max_model_len" else "at most ",
@@ -207,6 +208,7 @@ class HeavyHitterScheduler(AsyncScheduler):
             budget.num_heavy,
             budget.num_recent,
             budget.num_sinks,
+            "; on average, KV heads share a layer's slots" if config.splits else "",
             pool.pages_of(slots),
             pool.block_size,
             pool.num_pages,

@@ -4,7 +4,8 @@ The data is JSON, and in it one blob: frame after frame, deflated, in base64::
 
     kept, a bit a position [pairs, ceil(len / 8)] | score's high bytes [pairs, kept] | low bytes
 
-for the pairs of layer and KV head, layer by layer. A bit mask has the positions in order, and the
+for the pairs of layer and KV head, layer by layer; ``kept`` is what the one with most tokens holds,
+and the scores of others end with -inf. A bit mask has the positions in order, and the
 scores follow that order, as bfloat16: two to three digits, in planes that deflate well.
 """
 
@@ -51,9 +52,10 @@ def payload(trace: Trace) -> dict[str, object]:
 def encode(frame: Frame) -> bytes:
     """One frame: the mask, then the scores."""
     pairs = frame.position.reshape(-1, frame.position.shape[2])
-    kept = np.zeros((len(pairs), frame.logical_len), dtype=bool)
-    np.put_along_axis(kept, pairs.astype(np.int64), True, axis=1)
-    mask = np.packbits(kept, axis=1, bitorder="little")
+    kept = np.zeros((len(pairs), frame.logical_len + 1), dtype=bool)
+    at = np.minimum(pairs.astype(np.int64), frame.logical_len)  # the last: where there is nothing
+    np.put_along_axis(kept, at, True, axis=1)
+    mask = np.packbits(kept[:, :-1], axis=1, bitorder="little")
     bits = np.ascontiguousarray(frame.score, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     high, low = (rounded >> 8).astype(np.uint8), (rounded & 0xFF).astype(np.uint8)

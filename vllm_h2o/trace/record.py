@@ -19,6 +19,9 @@ from vllm_h2o.policy import Budget
 if TYPE_CHECKING:
     from vllm import LLM
 
+NOTHING = 2**31 - 1
+"""In the place of a position, where a KV head holds no token: the worker's own word for it."""
+
 FRAMES = 60
 """Steps that are recorded when nobody says how many."""
 
@@ -29,8 +32,9 @@ class Frame:
 
     Args:
         logical_len: tokens computed by then.
-        position: [layers, heads, kept], int32, ascending.
-        score: [layers, heads, kept], float32, as the pages hold it.
+        position: [layers, heads, kept], int32, ascending; :data:`NOTHING` after the tokens of a
+            head that holds less than another.
+        score: [layers, heads, kept], float32, as the pages hold it; -inf where there is nothing.
 
     """
 
@@ -40,7 +44,8 @@ class Frame:
 
     def ranked_by_age(self) -> Frame:
         """With means over the queries since each token came, where those are what ranks."""
-        return replace(self, score=self.score / (self.logical_len - self.position))
+        age = np.maximum(self.logical_len - self.position, 1)
+        return replace(self, score=self.score / age)
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def run(
     budget = config.resolve_request(longest, block_size, len(prompt), max_tokens)
     budget = budget or config.resolve(longest, block_size)
     return Trace(
-        title=f"{Path(model).name}, {config.name}: {_meaning(budget)}",
+        title=f"{Path(model).name}, {config.name}: {_meaning(budget, config.splits)}",
         tokens=texts(tokenizer, token_ids),
         prompt_len=len(prompt),
         layers=layers,
@@ -136,9 +141,10 @@ def run(
     )
 
 
-def _meaning(budget: Budget) -> str:
+def _meaning(budget: Budget, splits: bool) -> str:
     parts = f"{budget.num_heavy} heavy, {budget.num_recent} recent, {budget.num_sinks} sinks"
-    return f"{budget.capacity} tokens a head ({parts}, 1 for the incoming token)"
+    head = "a head on average" if splits else "a head"
+    return f"{budget.capacity} tokens {head} ({parts}, 1 for the incoming token)"
 
 
 def _check_fit(prompt_len: int, max_tokens: int, max_len: int) -> None:
@@ -230,17 +236,18 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[Fr
     heads = max((p["first_head"] + p["num_kv_heads"] for r in ranks for p in r[:1]), default=0)
     frames = []
     for parts in zip(*ranks, strict=True):
-        kept = len(parts[0]["positions"]) // (
-            4 * len(parts[0]["layers"]) * parts[0]["num_kv_heads"]
-        )
-        position = np.empty((len(layers), heads, kept), dtype=np.int32)
-        score = np.empty(position.shape, dtype=np.float32)
-        for part in parts:
+        kept = [
+            len(part["positions"]) // (4 * len(part["layers"]) * part["num_kv_heads"])
+            for part in parts
+        ]
+        position = np.full((len(layers), heads, max(kept)), NOTHING, dtype=np.int32)
+        score = np.full(position.shape, -np.inf, dtype=np.float32)
+        for part, num in zip(parts, kept, strict=True):
             rows = [layers.index(layer) for layer in part["layers"]]
             own = slice(part["first_head"], part["first_head"] + part["num_kv_heads"])
-            shape = (len(rows), part["num_kv_heads"], kept)
-            position[rows, own] = np.frombuffer(part["positions"], np.int32).reshape(shape)
-            score[rows, own] = np.frombuffer(part["scores"], np.float32).reshape(shape)
+            shape = (len(rows), part["num_kv_heads"], num)
+            position[rows, own, :num] = np.frombuffer(part["positions"], np.int32).reshape(shape)
+            score[rows, own, :num] = np.frombuffer(part["scores"], np.float32).reshape(shape)
         order = position.argsort(axis=-1)
         frames.append(
             Frame(

@@ -14,6 +14,7 @@ from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.prefill import window_scores
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
 from vllm_h2o.worker.random import RandomScores
@@ -24,7 +25,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
 
     ``victims`` ([num_blocks, num_kv_heads], int32) keeps, under a full request's first block, the
     slot that its next token takes in each KV head. It is written before it is read: a request
-    becomes full in a step that selects, and a block's next owner is not full.
+    becomes full in a step that selects, and a block's next owner is not full. Likewise the cache's
+    ``first_rows``, where KV heads share slots.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
-        self.random_scores = RandomScores.of(get_current_vllm_config(), self.num_kv_heads)
+        vllm_config = get_current_vllm_config()
+        self.random_scores = RandomScores.of(vllm_config, self.num_kv_heads)
+        self.splits = KVPolicyConfig.required(vllm_config).splits
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
         self._cache: tuple[weakref.ref[torch.Tensor], LayerCache] | None = None
@@ -102,7 +106,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if attn_metadata.zero_output:
             output.zero_()
         kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
-        cache = self._cache_of(kv_cache)
+        cache = self.cache_of(kv_cache)
         name, chunks = str(layer.layer_name), attn_metadata.prompts
         initial_score = None
         if self.random_scores is not None:
@@ -120,14 +124,14 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             kernels.decode(cache, batch, self._victims(cache), tensors, scoring)
         return output
 
-    def _cache_of(self, kv_cache: torch.Tensor) -> LayerCache:
+    def cache_of(self, kv_cache: torch.Tensor) -> LayerCache:
         """Its views, made again when vLLM binds another cache, and dropped with this one.
 
         vLLM profiles with a small cache of its own, whose memory must be free when the real one is
         allocated: neither the tensor nor, by views of it, its storage may be held here.
         """
         if self._cache is None or self._cache[0]() is not kv_cache:
-            views = LayerCache.of(kv_cache.detach(), self.head_size)
+            views = LayerCache.of(kv_cache.detach(), self.head_size, self.splits)
             self._cache = (weakref.ref(kv_cache, self._forget), views)
         return self._cache[1]
 

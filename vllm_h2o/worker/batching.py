@@ -56,6 +56,7 @@ class Rows:
             plan.num_free_slots,
             not plan.fits and plan.logical_start >= plan.scoring_start,
             plan.in_prompt,
+            plan.is_split,
         )
 
 
@@ -92,7 +93,8 @@ class CopiedBatches:
         """Group rows so that a batch is not padded to one long request.
 
         The longest of a group has less than twice the pages of the shortest, and the group's K has
-        at most ``MAX_BATCH_ELEMENTS`` elements, unless one row alone has more.
+        at most ``MAX_BATCH_ELEMENTS`` elements, unless one row alone has more, or KV heads share
+        slots: they are padded to the longest.
         """
         groups: list[list[int]] = []
         room: dict[int, int] = {}

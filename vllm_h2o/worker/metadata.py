@@ -189,6 +189,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             first_scoring_query=plan.num_new if plan.pack_block_idx else first_scoring,
             first_window_query=first_window,
             destination_blocks=destination,
+            splits=plan.splits,
             window_scores=window_scores,
         )
 
@@ -199,6 +200,5 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             self.layers,
             self.kernels,
             self.scoring,
-            self.spec.head_size,
             self.random_scores,
         )

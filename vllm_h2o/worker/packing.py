@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
-from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.torch.pack import pack_survivors
 from vllm_h2o.worker.random import RandomScores
@@ -30,7 +29,6 @@ class Packing:
         layers: vLLM's attention layers, by name; those of other groups among them.
         kernels: what moves survivors within their own pages.
         scoring: what is ranked.
-        head_size: D.
         random_scores: what ranks where attention does not; None where it does, or nothing ranks.
 
     """
@@ -40,13 +38,13 @@ class Packing:
     layers: Mapping[str, Any]
     kernels: Kernels
     scoring: Scoring
-    head_size: int
     random_scores: RandomScores | None = None
 
+    @torch.inference_mode()
     def run(self) -> None:
         """Move them, in every layer."""
-        kv_caches = [self.layers[name].kv_cache for name in self.layer_names]
-        caches = [LayerCache.of(kv_cache, self.head_size) for kv_cache in kv_caches]
+        layers = [self.layers[name] for name in self.layer_names]
+        caches = [layer.impl.cache_of(layer.kv_cache) for layer in layers]
         in_place = [chunk for chunk in self.chunks if chunk.destination_blocks is None]
         if in_place:
             self.kernels.pack_survivors(caches, in_place, self.scoring)

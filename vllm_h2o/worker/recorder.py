@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -25,7 +26,11 @@ Frame = dict[str, Any]
 
 ``request_id``, ``logical_len``; ``layers``: their indices; ``first_head``, ``num_kv_heads``: the KV
 heads of this rank; ``positions`` and ``scores``: bytes of [layers, heads, kept], int32 and float32.
+A head that holds less than another ends with :data:`NOTHING`, and scores of -inf.
 """
+
+NOTHING = 2**31 - 1
+"""In the place of a position, where there is no token."""
 
 
 @dataclass
@@ -95,16 +100,19 @@ class RecordsPages:
             for name, layer in context.items()
             if name in cached and isinstance(layer.impl, HeavyHitterImpl)
         }
-        held = [self._held(layer, request_id, plan) for _, layer in sorted(layers.items())]
-        num_kv_heads = held[0][0].shape[0]
+        names = sorted(layers)
+        held = [pair for i in names for pair in self._held(layers[i], request_id, plan)]
+        num_kv_heads = len(held) // len(names)
+        positions = pad_sequence([position for position, _ in held], True, NOTHING)
+        scores = pad_sequence([score for _, score in held], True, float("-inf"))
         return {
             "request_id": request_id,
             "logical_len": plan.logical_end,
-            "layers": sorted(layers),
+            "layers": names,
             "first_head": heads_of_rank(self.vllm_config, num_kv_heads).start,
             "num_kv_heads": num_kv_heads,
-            "positions": torch.stack([position for position, _ in held]).cpu().numpy().tobytes(),
-            "scores": torch.stack([score for _, score in held]).cpu().numpy().tobytes(),
+            "positions": positions.cpu().numpy().tobytes(),
+            "scores": scores.cpu().numpy().tobytes(),
         }
 
     def _layer_names(self) -> set[str]:
@@ -113,29 +121,36 @@ class RecordsPages:
 
     def _held(
         self, layer: Any, request_id: str, plan: RequestPlan
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[H, kept] positions and scores, in the order of slots; free slots are left out."""
-        cache = LayerCache.of(layer.kv_cache, layer.impl.head_size)
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each KV head: [kept] positions and scores by slot; free slots are left out."""
+        cache: LayerCache = layer.impl.cache_of(layer.kv_cache)
         blocks = self._blocks(request_id, layer.layer_name, plan, cache.block_size)
+        if plan.is_split or plan.splits:
+            strips, free = cache.rows_of_split(blocks), int(plan.splits)
+            views = [
+                (cache.position[rows].flatten(), cache.score[rows].flatten()) for rows in strips
+            ]
+            return [
+                (position[: len(position) - free], score[: len(score) - free])
+                for position, score in views
+            ]
         rows = cache_rows(blocks, cache.num_kv_heads)
-        position = cache.position[rows].flatten(1)[:, : plan.resident_end]
-        score = cache.score[rows].flatten(1)[:, : plan.resident_end]
-        if not plan.num_free_slots:
-            return position, score
-        slots = torch.arange(plan.resident_end, device=position.device)
-        newest = layer.impl.victims[blocks[0]][:, None] + plan.next_offset
-        taken = (slots <= newest) | (slots > newest + plan.num_free_slots)
-        return (
-            position[taken].view(cache.num_kv_heads, -1),
-            score[taken].view(cache.num_kv_heads, -1),
+        slots = torch.arange(plan.resident_end, device=rows.device)
+        taken = (slots >= 0).expand(cache.num_kv_heads, -1)
+        if plan.num_free_slots:
+            newest = layer.impl.victims[blocks[0]][:, None] + plan.next_offset
+            taken = (slots <= newest) | (slots > newest + plan.num_free_slots)
+        position, score = (
+            view[rows].flatten(1)[:, : plan.resident_end] for view in (cache.position, cache.score)
         )
+        return [(position[h, taken[h]], score[h, taken[h]]) for h in range(cache.num_kv_heads)]
 
     def _blocks(
         self, request_id: str, layer_name: str, plan: RequestPlan, block_size: int
     ) -> torch.Tensor:
         """The request's pages after the step, from the runner's block table."""
         start = plan.pack_block_idx or plan.first_block_idx
-        own = slice(start, start + num_pages(plan.resident_end, block_size))
+        own = slice(start, start + num_pages(plan.held_end, block_size))
         runner = self.model_runner
         groups = runner.kv_cache_config.kv_cache_groups
         (group,) = (i for i, group in enumerate(groups) if layer_name in group.layer_names)

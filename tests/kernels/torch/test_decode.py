@@ -30,9 +30,10 @@ def make_batch(tables: list[list[int]], attended: list[int], **fields: list[int]
 
 def attend(cache: LayerCache, batch: DecodeBatch, scale: float, power: int = 1) -> torch.Tensor:
     """Random queries of three heads a group, each new token in the last slot."""
-    slot = decode.new_slots(batch, torch.zeros(cache.num_blocks, 2, dtype=torch.int32))
+    strips, victims = decode.Strips.of(cache, batch), torch.zeros(cache.num_blocks, 2).int()
+    slot = decode.new_slots(batch, victims, strips)
     query = torch.randn(batch.block_table.shape[0], 6, 64)
-    return decode.attend_and_score(cache, batch, slot, query, scale, Scoring(power))
+    return decode.attend_and_score(cache, batch, strips, slot, query, scale, Scoring(power))
 
 
 def random_page(num_blocks: int) -> LayerCache:
@@ -75,7 +76,7 @@ def test_ties(seed: int) -> None:
         num_sinks=num_sinks,
     )
     victims = torch.full((9, 2), -7, dtype=torch.int32)
-    decode.select_victims(cache, batch, victims)
+    decode.select_victims(cache, batch, decode.Strips.of(cache, batch), victims)
     expected = [
         select_victim(strip, attended[i // 2], num_recent[i // 2], num_sinks[i // 2])
         for i, strip in enumerate(strips)
@@ -90,7 +91,7 @@ def test_only_full_requests_select(selects: list[int]) -> None:
     """Requests with room left write no victim, and with none full nothing is written."""
     cache, victims = random_page(5), torch.full((5, 2), -7, dtype=torch.int32)
     batch = make_batch([[1, 2], [3, 4]], [20, 32], selects=selects, recent_start=[16, 8])
-    decode.select_victims(cache, batch, victims)
+    decode.select_victims(cache, batch, decode.Strips.of(cache, batch), victims)
     written = (victims != -7).all(dim=1).tolist()
     assert written == [False, False, False, bool(selects[1]), False]
 
@@ -103,7 +104,9 @@ def test_store_takes_one_slot() -> None:
     victims = torch.full((6, 2), 99, dtype=torch.int32)
     victims[4] = torch.tensor([5, 20])
     key, value, score = torch.ones(2, 2, 64), torch.full((2, 2, 64), 2.0), torch.full((2, 2), 0.5)
-    decode.store(cache, batch, decode.new_slots(batch, victims), key, value, score)
+    strips = decode.Strips.of(cache, batch)
+    slot = decode.new_slots(batch, victims, strips)
+    decode.store(cache, batch, strips, slot, key, value, score)
     places = {(4 * 2, 5): 70, (2 * 2 + 1, 4): 70, (3 * 2, 2): 18, (3 * 2 + 1, 2): 18}
     for (row, slot), position in places.items():
         assert (cache.key[row, slot] == 1).all() and (cache.value[row, slot] == 2).all()
@@ -132,7 +135,7 @@ def test_strangers_pages(stale: list[int]) -> None:
         )
         before, victims = snapshot(cache), torch.zeros(7, 2, dtype=torch.int32)
         outputs.append(attend(cache, batch, 0.1))
-        decode.select_victims(cache, batch, victims)
+        decode.select_victims(cache, batch, decode.Strips.of(cache, batch), victims)
         touched = bits(cache.score) != bits(before.score)
         assert touched[2:4].all() and touched[4:6, :4].all() and touched[6:10].all()
         assert not touched[:2].any() and not touched[4:6, 4:].any() and not touched[10:].any()

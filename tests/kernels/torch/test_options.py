@@ -111,6 +111,44 @@ def test_any_lives_by_page(
     live(layer, "h2o", lives, ranking)
 
 
+UNEQUAL = {
+    "plain": ((), 0),
+    "means of squares": ((("score", "mean_squares"),), 0),
+    "window": (LARGEST, 20),
+}
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+@pytest.mark.parametrize("score", UNEQUAL)
+@given(data=st.data())
+def test_any_lives_of_unequal_heads(
+    native: bool, score: str, data: st.DataObject, ranking: Ranking
+) -> None:
+    """The same where KV heads share a layer's slots, among requests where they do not."""
+    options, window = UNEQUAL[score]
+    lives = []
+    for i in range(data.draw(st.integers(1, 4))):
+        capacity, sinks = 8 * data.draw(st.integers(1, 6)), data.draw(st.sampled_from([0, 0, 3]))
+        recent = data.draw(st.integers(0, capacity - 1 - sinks))
+        budget = Budget(capacity, capacity - 1 - recent - sinks, recent, sinks)
+        chunks = data.draw(st.lists(st.integers(1, 2 * capacity), min_size=1, max_size=3))
+        life = Life(f"r{i}", budget, chunks, data.draw(st.integers(0, 60)), seed=i)
+        lives.append(replace(life, splits=i != 2, observation_window=window))
+    shape = Shape(
+        data.draw(st.sampled_from([1, 2, 3, 5])), data.draw(st.sampled_from([1, 3])), 32, 8
+    )
+    num_blocks = pool_size(lives, shape.block_size, 1.0)
+    kernels = load() if native else TorchKernels()
+    layer = Layer(shape, "h2o", num_blocks, kernels=kernels, options=(*options, ("split", True)))
+    live(layer, "h2o", lives, ranking)
+
+
 def retained(prompt: str, chunks: list[int], score: str = "plain") -> list[int]:
     """Positions that one KV head holds after a prompt in these chunks and three tokens more."""
     (life,) = make_lives([(32, 7, 0, chunks, 3)])

@@ -18,17 +18,19 @@ import sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_h2o.kernels.triton import decode, pack, prefill, scoring_pass
+from vllm_h2o.kernels.triton import decode, pack, prefill, scoring_pass, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS, PAGE_LANES, SELECT_TILE, STORE_TILE, padded_group, precision, prompt_tiles,
     tile_of)
 
 CAPABILITY, LIMIT = int(sys.argv[1]), int(sys.argv[2])
 NAMES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-CACHE = {"key_ptr", "value_ptr", "query_ptr", "out_ptr", "key_pages", "value_pages", "key_type"}
+CACHE = {"key_ptr", "value_ptr", "query_ptr", "out_ptr", "key_pages", "value_pages", "key_type",
+         "kept_key", "kept_value"}
 FLOAT = {"initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
-         "lse_ptr"}
-INT = {"position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr"}
+         "lse_ptr", "kept_score"}
+INT = {"position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
+       "kept_position"}
 ALIGNED = {"query_stride", "key_stride", "value_stride", "out_stride", "page_stride", "word_stride"}
 
 def build(kernel, dtype, fields, **constants):
@@ -68,12 +70,13 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     grouped = dict(G=group, G_PAD=padded_group(group), TILE=tile)
     exact = dict(PRECISION=precision(dtype))
     paged = head == 64
-    build(decode.store_token, dtype, "*i64", **shape, HAS_INITIAL_SCORE=paged)
+    build(decode.store_token, dtype, "*i64", **shape, HAS_INITIAL_SCORE=paged,
+          CAN_SPLIT=not paged)
     build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_FREE_SLOTS=paged,
-          KEEPS_LOGITS=not paged)
+          KEEPS_LOGITS=not paged, CAN_SPLIT=not paged)
     build(decode.merge_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
           PAGES=PAGE_LANES // block, MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=2 if paged else 1,
-          BY_PAGE=paged, BY_AGE=not paged, BY_MAXIMUM=paged)
+          BY_PAGE=paged, BY_AGE=not paged, BY_MAXIMUM=paged, CAN_SPLIT=not paged)
     build(prefill.store_chunk, dtype, "*i32", **shape, TILE=STORE_TILE, HAS_INITIAL_SCORE=paged)
     by_query, by_key = prompt_tiles(shape["D_PAD"], dtype.itemsize, CAPABILITY)
     dots = dict(**shape, G=group, **exact)
@@ -84,8 +87,12 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     build(scoring_pass.weighted_scores, dtype, "*i32", **dots, **by_key, POWER=2, ROTATED=not paged,
           BY_MAXIMUM=group > 1, REACH=8 if paged else 0)
     build(pack.select_survivors, dtype, "*i32", N=block, TILE=SELECT_TILE, BY_PAGE=paged,
-          BY_AGE=not paged, REACH=8 if paged else 0, num_warps=8)
+          BY_AGE=not paged, REACH=8 if paged else 0, CAN_SPLIT=not paged, num_warps=8)
     build(pack.pack_survivors, dtype, "*i32", **shape, TILE=STORE_TILE, ALIGNED=16)
+    build(share.share_rows, dtype, "*i32", N=block, TILE=SELECT_TILE, H_PAD=16,
+          BY_AGE=not paged, REACH=8 if paged else 0, num_warps=8)
+    for stores in (False, True):
+        build(share.move_shared, dtype, "*i32", **shape, TILE=STORE_TILE, STORES=stores)
 print("compiled")
 """
 

@@ -10,23 +10,35 @@ namespace h2o {
 
 static_assert(kHeadMultiple % kLanes == 0, "a head is made of whole vectors");
 
-// What one KV head holds of one request: slot s is in the request's page s / N.
+// What one KV head holds of one request: slot s is in the head's page s / N, which is a row of a
+// block of its own, or, where heads share slots, one of rows that follow one another.
 template <class T>
 struct Strip {
-  char* base;  // of this head's row of block 0
+  char* base;  // of this head's row of block 0; where heads share slots, of block 0
+  int64_t row_bytes;
   int64_t block_bytes;
   const int32_t* block_table;
   int32_t block_size;
   int32_t head_size;
+  int32_t first_row;     // of the request's, where heads share slots
+  int32_t num_kv_heads;  // 0 where they do not
 
-  Strip(const H2oCache& cache, const int32_t* blocks, int head)
-      : base(cache.base + head * cache.row_bytes),
+  // `first_rows`: [H + 1] of the request, or null.
+  Strip(const H2oCache& cache, const int32_t* blocks, int head, const int32_t* first_rows = nullptr)
+      : base(cache.base + (first_rows ? 0 : head * cache.row_bytes)),
+        row_bytes(cache.row_bytes),
         block_bytes(cache.row_bytes * cache.num_kv_heads),
         block_table(blocks),
         block_size(cache.block_size),
-        head_size(cache.head_size) {}
+        head_size(cache.head_size),
+        first_row(first_rows ? first_rows[head] : 0),
+        num_kv_heads(first_rows ? cache.num_kv_heads : 0) {}
 
-  char* row(int64_t page) const { return base + block_table[page] * block_bytes; }
+  char* row(int64_t page) const {
+    if (!num_kv_heads) return base + block_table[page] * block_bytes;
+    const int32_t at = first_row + static_cast<int32_t>(page);
+    return base + block_table[at / num_kv_heads] * block_bytes + at % num_kv_heads * row_bytes;
+  }
   // Bytes from a row's K to its V.
   int64_t value_offset() const {
     return static_cast<int64_t>(block_size) * head_size * static_cast<int64_t>(sizeof(T));

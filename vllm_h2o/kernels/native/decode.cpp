@@ -28,7 +28,7 @@ class Decode {
         scoring_(scoring),
         victims_(victims),
         group_(tensors.num_heads / cache.num_kv_heads),
-        work_(batch, cache.num_kv_heads,
+        work_(cache, batch,
               scoring.by_page ? round_up(kTile, cache.block_size) : kTile) {
     stride_ = round_up(work_.max_strip_len, kTile) + kLanes;
     part_floats_ = round_up(group_ * (stride_ + 3 + cache.head_size), 16);
@@ -58,7 +58,7 @@ class Decode {
 
   int64_t field(H2oDecodeField row, int request) const { return batch_.field(row, request); }
   Strip<T> strip(const Part& part) const {
-    return {cache_, batch_.blocks(part.request), part.head};
+    return {cache_, batch_.blocks(part.request), part.head, work_.first_rows(part.request)};
   }
   int32_t& victim(const Part& part) const {
     const int64_t first_block_id = batch_.blocks(part.request)[0];
@@ -67,7 +67,7 @@ class Decode {
 
   // The slot that the new token takes.
   int64_t new_slot(const Part& part) const {
-    if (!field(kOverwrites, part.request)) return field(kAttendedLen, part.request) - 1;
+    if (!field(kOverwrites, part.request)) return part.strip_len - 1;
     return victim(part) + field(kNextOffset, part.request);
   }
 
@@ -106,11 +106,12 @@ class Decode {
     float* memory = floats_ + index * thread_floats_;
     const Cut &begin = split.begin, &end = split.end;
     for (int b = begin.request; b <= end.request && b < batch_.num_requests; ++b) {
-      const int64_t length = field(kAttendedLen, b);
-      if (length == 0 && b < end.request) pad(b);
+      const bool empty = field(kAttendedLen, b) == 0;
+      if (empty && b < end.request) pad(b);
       const int head_begin = b == begin.request ? begin.head : 0;
       const int head_last = b == end.request ? end.head : cache_.num_kv_heads - 1;
-      for (int h = head_begin; h <= head_last && length; ++h) {
+      for (int h = head_begin; h <= head_last && !empty; ++h) {
+        const int64_t length = work_.strip_len(b, h);
         Part part;
         part.request = b;
         part.head = h;

@@ -22,6 +22,7 @@ const H2oEntry* h2o_layout_entries() {
   static const H2oEntry entries[] = {
       H2O_STRUCT(H2oCache),
       H2O_FIELD(H2oCache, base),
+      H2O_FIELD(H2oCache, first_rows),
       H2O_FIELD(H2oCache, row_bytes),
       H2O_FIELD(H2oCache, num_kv_heads),
       H2O_FIELD(H2oCache, block_size),
@@ -68,6 +69,7 @@ const H2oEntry* h2o_layout_entries() {
       H2O_FIELD(H2oPacked, recent_start),
       H2O_FIELD(H2oPacked, num_sinks),
       H2O_FIELD(H2oPacked, logical_end),
+      H2O_FIELD(H2oPacked, splits),
       H2O_STRUCT(H2oRuntime),
       H2O_FIELD(H2oRuntime, parallel),
       H2O_FIELD(H2oRuntime, barrier),
@@ -91,6 +93,7 @@ const H2oEntry* h2o_layout_entries() {
       H2O_CONSTANT(kNumFreeSlots),
       H2O_CONSTANT(kScores),
       H2O_CONSTANT(kInPrompt),
+      H2O_CONSTANT(kSplit),
       H2O_CONSTANT(kNumDecodeFields),
       {nullptr, 0, 0},
   };

@@ -25,6 +25,7 @@ enum H2oDecodeField : int32_t {
   kNumFreeSlots,
   kScores,
   kInPrompt,
+  kSplit,
   kNumDecodeFields
 };
 
@@ -33,6 +34,7 @@ extern "C" {
 // One layer's pages.
 struct H2oCache {
   char* base;
+  int32_t* first_rows;  // [num_blocks, H + 1], or null: no request's heads share slots
   int64_t row_bytes;
   int32_t num_kv_heads;
   int32_t block_size;
@@ -101,6 +103,7 @@ struct H2oPacked {
   int64_t recent_start;
   int64_t num_sinks;
   int64_t logical_end;
+  int64_t splits;
 };
 
 // What compilers call for `#pragma omp parallel` and `#pragma omp barrier`. All null: one thread.

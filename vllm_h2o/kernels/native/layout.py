@@ -28,6 +28,7 @@ class H2oCache(ctypes.Structure):
 
     _fields_ = (
         ("base", c_void_p),
+        ("first_rows", c_void_p),
         ("row_bytes", c_int64),
         ("num_kv_heads", c_int32),
         ("block_size", c_int32),
@@ -104,6 +105,7 @@ class H2oPacked(ctypes.Structure):
         ("recent_start", c_int64),
         ("num_sinks", c_int64),
         ("logical_end", c_int64),
+        ("splits", c_int64),
     )
 
 
@@ -206,8 +208,9 @@ def cache_bytes(cache: LayerCache) -> bytes:
         raise ValueError(f"a head size of {head_size} is more than {LARGEST_HEAD}")
     if key.dtype not in TYPES:
         raise ValueError(f"the cache holds {key.dtype}, not one of {list(TYPES)}")
-    heads = cache.num_kv_heads
-    return _CACHE.pack(base, row * size, heads, block_size, head_size, TYPES[key.dtype])
+    heads, first_rows = cache.num_kv_heads, cache.first_rows
+    shared = 0 if first_rows is None else first_rows.data_ptr()
+    return _CACHE.pack(base, shared, row * size, heads, block_size, head_size, TYPES[key.dtype])
 
 
 def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
@@ -304,6 +307,7 @@ def packed_bytes(chunk: PromptChunk) -> bytes:
         chunk.recent_start,
         chunk.num_sinks,
         chunk.logical_end,
+        chunk.splits,
     )
 
 

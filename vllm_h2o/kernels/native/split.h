@@ -46,33 +46,52 @@ struct Split {
 
 // The slots of a batch, and where to cut them.
 struct Work {
+  const H2oCache& cache;
   const H2oBatch& batch;
-  int num_kv_heads;
   int64_t unit;           // slots: cuts within a strip lie at multiples of it
-  int64_t num_slots = 0;  // of all requests, in one KV head
+  int64_t num_slots = 0;  // of all requests, in one KV head on average
   int64_t max_strip_len = 0;
 
-  Work(const H2oBatch& batch_, int num_kv_heads_, int64_t unit_)
-      : batch(batch_), num_kv_heads(num_kv_heads_), unit(unit_) {
+  Work(const H2oCache& cache_, const H2oBatch& batch_, int64_t unit_)
+      : cache(cache_), batch(batch_), unit(unit_) {
     for (int b = 0; b < batch.num_requests; ++b) {
       num_slots += batch.field(kAttendedLen, b);
-      max_strip_len = std::max(max_strip_len, batch.field(kAttendedLen, b));
+      const int num_lengths = first_rows(b) ? cache.num_kv_heads : 1;
+      for (int h = 0; h < num_lengths; ++h) {
+        max_strip_len = std::max(max_strip_len, strip_len(b, h));
+      }
     }
+  }
+
+  // [H + 1] of a request whose heads share slots; else null.
+  const int32_t* first_rows(int request) const {
+    if (!batch.field(kSplit, request)) return nullptr;
+    const int64_t first_block_id = batch.blocks(request)[0];
+    return cache.first_rows + first_block_id * (cache.num_kv_heads + 1);
+  }
+
+  int64_t strip_len(int request, int head) const {
+    const int32_t* rows = first_rows(request);
+    if (!rows) return batch.field(kAttendedLen, request);
+    return static_cast<int64_t>(rows[head + 1] - rows[head]) * cache.block_size;
   }
 
   // The cut before split i: at a strip's edge if one is near.
   Cut cut(int i, int num_kv_splits) const {
+    const int num_kv_heads = cache.num_kv_heads;
     const int64_t total = num_slots * num_kv_heads;
     int64_t left = i == num_kv_splits ? total : total * i / num_kv_splits;
     const int64_t near = std::max<int64_t>(unit, total / num_kv_splits / 32);
     for (int b = 0; b < batch.num_requests; ++b) {
-      const int64_t length = batch.field(kAttendedLen, b);
-      if (left >= length * num_kv_heads) {
-        left -= length * num_kv_heads;
+      const int64_t in_request = batch.field(kAttendedLen, b) * num_kv_heads;
+      if (left >= in_request) {
+        left -= in_request;
         continue;
       }
-      const int head = static_cast<int>(left / length);
-      const int64_t slot = (left % length + unit / 2) / unit * unit;
+      int head = 0;
+      for (; left >= strip_len(b, head); ++head) left -= strip_len(b, head);
+      const int64_t length = strip_len(b, head);
+      const int64_t slot = (left + unit / 2) / unit * unit;
       if (slot < near) return {b, head, 0};
       if (slot + near <= length) return {b, head, slot};
       return head + 1 < num_kv_heads ? Cut{b, head + 1, 0} : Cut{b + 1, 0, 0};

@@ -1,30 +1,68 @@
 """One new token for each of B requests: store, attend, score, select.
 
 Twins of ``reference.Strip.store``, ``attend_and_score`` and ``select_victim``, batched over
-requests and KV heads. L = P * N slots of the longest request.
+requests and KV heads. L = P * N slots of the longest strip.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from vllm_h2o.kernels.batch import DecodeBatch, Scoring
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.pages import num_pages
 
 PLAIN = Scoring()
 
 
-def new_slots(batch: DecodeBatch, victims: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True)
+class Strips:
+    """Where the KV heads of a batch lie.
+
+    Args:
+        rows: [B, H, P], int64: rows of the cache; those past a head's own are of its request, too,
+            or nobody's.
+        length: [B, H], int64: slots that are attended to, less the free ones.
+
+    """
+
+    rows: torch.Tensor
+    length: torch.Tensor
+
+    @classmethod
+    def of(cls, cache: LayerCache, batch: DecodeBatch) -> Strips:
+        """Those of every request; heads that share slots have lengths of their own."""
+        num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
+        rows = cache_rows(batch.block_table, num_kv_heads)
+        length = batch.field("attended_len")[:, None].expand(rows.shape[:2])
+        split = batch.field("split").bool()
+        if cache.first_rows is None or not split.any():
+            return cls(rows, length)
+        bounds = cache.first_rows[batch.first_block_ids].to(torch.int64)  # [B, H + 1]
+        length = torch.where(split[:, None], bounds.diff() * block_size, length)
+        page = torch.arange(num_pages(int(length.max()), block_size), device=rows.device)
+        head = torch.arange(num_kv_heads, device=rows.device)
+        first = torch.where(split[:, None], bounds[:, :-1], head)[:, :, None]
+        flat = first + page * torch.where(split, 1, num_kv_heads)[:, None, None]  # [B, H, P]
+        flat = flat.clamp_(max=rows[0].numel() - 1)
+        rows = rows.transpose(1, 2).flatten(1)  # a request's rows, block after block
+        return cls(rows.gather(1, flat.flatten(1)).view(flat.shape), length)
+
+
+def new_slots(batch: DecodeBatch, victims: torch.Tensor, strips: Strips) -> torch.Tensor:
     """[B, H], int64: the slot that each head's new token takes."""
     victim = victims[batch.first_block_ids].to(torch.int64)
     overwrites = batch.field("overwrites").bool()[:, None]
     next_offset = batch.field("next_offset")[:, None]
-    return torch.where(overwrites, victim + next_offset, batch.field("attended_len")[:, None] - 1)
+    return torch.where(overwrites, victim + next_offset, strips.length - 1)
 
 
 def store(
     cache: LayerCache,
     batch: DecodeBatch,
+    strips: Strips,
     slot: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -35,14 +73,14 @@ def store(
     Args:
         cache: written.
         batch: the requests.
+        strips: theirs.
         slot: [B, H], int64.
         key: [B, H, D].
         value: [B, H, D].
         score: [B, H], float32: initial scores; zeros when None.
 
     """
-    rows = cache_rows(batch.block_table, cache.num_kv_heads)  # [B, H, P]
-    row = rows.gather(2, (slot // cache.block_size)[:, :, None]).squeeze(2)
+    row = strips.rows.gather(2, (slot // cache.block_size)[:, :, None]).squeeze(2)
     offset = slot % cache.block_size
     position = batch.field("logical_start").to(torch.int32)
     cache.key[row, offset] = key.to(cache.key.dtype)
@@ -55,6 +93,7 @@ def store(
 def attend_and_score(
     cache: LayerCache,
     batch: DecodeBatch,
+    strips: Strips,
     slot: torch.Tensor,
     query: torch.Tensor,
     scale: float,
@@ -65,6 +104,7 @@ def attend_and_score(
     Args:
         cache: read; scores written.
         batch: the requests.
+        strips: theirs.
         slot: [B, H], int64: of the new tokens; free slots follow it.
         query: [B, Hq, D].
         scale: of the logits.
@@ -74,14 +114,14 @@ def attend_and_score(
         [B, Hq, D], float32.
 
     """
-    rows = cache_rows(batch.block_table, cache.num_kv_heads)  # [B, H, P]
-    num_requests, num_kv_heads, num_pages = rows.shape
-    length, head_size = num_pages * cache.block_size, query.shape[-1]
+    rows = strips.rows
+    num_requests, num_kv_heads, longest = rows.shape
+    length, head_size = longest * cache.block_size, query.shape[-1]
     shape = (num_requests, num_kv_heads, length, head_size)
     key = cache.key[rows].view(shape).to(torch.float32)
     value = cache.value[rows].view(shape).to(torch.float32)
-    slots, attended_len = torch.arange(length, device=query.device), batch.field("attended_len")
-    hidden = (slots >= attended_len[:, None])[:, None, :].expand(shape[:3])  # [B, H, L]
+    slots = torch.arange(length, device=query.device)
+    hidden = slots >= strips.length[:, :, None]  # [B, H, L]
     if scoring.by_page:
         distance = slots - slot[:, :, None]
         num_free = batch.field("num_free_slots")[:, None, None]
@@ -93,18 +133,19 @@ def attend_and_score(
     # A slot that nobody owns may hold anything, a NaN too, and 0 * NaN is NaN.
     value.masked_fill_(hidden[..., None], 0.0)
     if scoring.power:
-        _add_scores(cache, batch, rows, probs, scoring)
+        _add_scores(cache, batch, strips, probs, scoring)
     return torch.matmul(probs, value).view(num_requests, -1, head_size)
 
 
 def _add_scores(
     cache: LayerCache,
     batch: DecodeBatch,
-    rows: torch.Tensor,
+    strips: Strips,
     probs: torch.Tensor,
     scoring: Scoring,
 ) -> None:
-    """Add probabilities ([B, H, G, L]) to the scores of the pages (``rows``: [B, H, P])."""
+    """Add probabilities, [B, H, G, L], to the scores of the pages."""
+    rows = strips.rows
     each = probs.pow(scoring.power)
     in_prompt = batch.field("in_prompt").bool()[:, None, None, None]
     added = each.sum(dim=2).view(*rows.shape, cache.block_size)  # [B, H, P, N]
@@ -116,19 +157,23 @@ def _add_scores(
     added *= batch.field("scores")[:, None, None, None]
     # A hidden slot of an owned page gets 0; a page that is not owned may be another's.
     page_start = torch.arange(rows.shape[2], device=rows.device) * cache.block_size
-    own = (page_start < batch.field("attended_len")[:, None])[:, None, :].expand_as(rows)
+    own = page_start < strips.length[:, :, None]  # [B, H, P]
     held = cache.score[rows[own]]
     new = held + added[own]
     if scoring.by_maximum:
         slots = page_start[:, None] + torch.arange(cache.block_size, device=rows.device)
-        live = slots < batch.field("attended_len")[:, None, None]  # [B, P, N]
-        largest = (in_prompt & live[:, None]).expand_as(added)[own]
+        live = slots < strips.length[:, :, None, None]  # [B, H, P, N]
+        largest = (in_prompt & live).expand_as(added)[own]
         new = torch.where(largest, torch.maximum(held, added[own]), new)
     cache.score[rows[own]] = new
 
 
 def select_victims(
-    cache: LayerCache, batch: DecodeBatch, victims: torch.Tensor, scoring: Scoring = PLAIN
+    cache: LayerCache,
+    batch: DecodeBatch,
+    strips: Strips,
+    victims: torch.Tensor,
+    scoring: Scoring = PLAIN,
 ) -> None:
     """For every full request and KV head, the slot that the next token takes.
 
@@ -137,23 +182,23 @@ def select_victims(
     Args:
         cache: read.
         batch: the requests.
+        strips: theirs.
         victims: [num_blocks, H], int32: written for the full ones, by first block.
         scoring: what is ranked; where pages are, the victim is a page's first slot.
 
     """
     chosen = batch.field("selects").bool()
-    rows = cache_rows(batch.block_table[chosen], cache.num_kv_heads)
+    rows = strips.rows[chosen]
     if rows.shape[0] == 0:
         return
     position = cache.position[rows].flatten(2).to(torch.int64)  # [B', H, L]
     score = cache.score[rows].flatten(2)
     length = position.shape[-1]
-    attended_len, recent_start, num_sinks = (
-        batch.field(name)[chosen, None] for name in ("attended_len", "recent_start", "num_sinks")
+    recent_start, num_sinks = (
+        batch.field(name)[chosen, None] for name in ("recent_start", "num_sinks")
     )
-    resident = torch.arange(length, device=rows.device) < attended_len
     candidate = (
-        resident[:, None, :]
+        (torch.arange(length, device=rows.device) < strips.length[chosen][:, :, None])
         & (position < recent_start[:, :, None])
         & (position >= num_sinks[:, :, None])
     )

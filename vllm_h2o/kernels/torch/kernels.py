@@ -32,13 +32,14 @@ class TorchKernels:
     ) -> None:
         """One new token of each request."""
         token, initial = batch.field("token"), tensors.initial_score
-        slot = decode.new_slots(batch, victims)
+        strips = decode.Strips.of(cache, batch)
+        slot = decode.new_slots(batch, victims, strips)
         score = None if initial is None else initial[token]
-        decode.store(cache, batch, slot, tensors.key[token], tensors.value[token], score)
+        decode.store(cache, batch, strips, slot, tensors.key[token], tensors.value[token], score)
         query = tensors.query[token]
-        out = decode.attend_and_score(cache, batch, slot, query, tensors.scale, scoring)
+        out = decode.attend_and_score(cache, batch, strips, slot, query, tensors.scale, scoring)
         tensors.out[token] = out.to(tensors.out.dtype)
-        decode.select_victims(cache, batch, victims, scoring)
+        decode.select_victims(cache, batch, strips, victims, scoring)
 
     def prefill(
         self,

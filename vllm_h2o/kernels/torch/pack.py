@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
-from vllm_h2o.kernels.cache import LayerCache, cache_rows
-from vllm_h2o.kernels.torch.prefill import chunk_rows, chunk_slots
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.torch.prefill import chunk_slots
 
 PLAIN = Scoring()
 
@@ -21,10 +21,11 @@ def pack_survivors(
     scoring: Scoring = PLAIN,
     score: torch.Tensor | None = None,
 ) -> None:
-    """Move each KV head's survivors into slots [0, num_survivors), in order of position.
+    """Move each KV head's survivors into its first slots, in order of position.
 
     Args:
-        cache: rewritten: in place, or in the pages ``chunk.destination_blocks``.
+        cache: rewritten: in place, or in the pages ``chunk.destination_blocks``; ``first_rows``,
+            too, where heads share slots.
         chunk: the last chunk of a prompt.
         scoring: what is ranked.
         score: [H, attended_len], float32, of slots [0, attended_len); None: those of the pages.
@@ -34,17 +35,31 @@ def pack_survivors(
         score = chunk_slots(cache, cache.score, chunk)
     if scoring.reach and chunk.num_survivors < chunk.attended_len:
         score = reached(score, chunk_slots(cache, cache.position, chunk), scoring.reach)
-    survivor = _select_survivors(cache, chunk, scoring, score)
-    rows = chunk_rows(cache, chunk)
-    destination = rows
-    if chunk.destination_blocks is not None:
-        destination = cache_rows(chunk.destination_blocks, cache.num_kv_heads)
-    source = _at(rows, survivor, cache.block_size)
-    slots = torch.arange(chunk.num_survivors, device=survivor.device).expand_as(survivor)
-    target = _at(destination, slots, cache.block_size)
+    ranked = _ranked(cache, chunk, scoring, score)
+    blocks = chunk.block_table if chunk.destination_blocks is None else chunk.destination_blocks
+    num_heads, block_size = cache.num_kv_heads, cache.block_size
+    head = torch.arange(num_heads, device=ranked.device)[:, None]
+    first_row, row_step, num_survivors, width = head, num_heads, None, chunk.num_survivors
+    if chunk.splits:
+        assert cache.first_rows is not None
+        bounds = _split_rows(ranked, chunk, block_size)
+        cache.first_rows[blocks[0]] = bounds.to(torch.int32)
+        first_row, row_step = bounds[:-1, None], 1
+        num_survivors = (bounds.diff() * block_size - 1)[:, None]
+        width = int(num_survivors.max())
+    # Slots of a prompt are in order of position: a stable sort leaves the older of equals in front.
+    best = ranked.sort(dim=1, descending=True, stable=True).indices[:, :width]
+    slot = torch.arange(width, device=best.device).expand_as(best)
+    if num_survivors is not None:
+        best = best.masked_fill(slot >= num_survivors, chunk.attended_len)
+        slot = slot.clamp(max=num_survivors - 1)  # what a head has no room for is its last again
+    survivor = best.sort(dim=1).values.gather(1, slot)
+    source = _at(cache, chunk.block_table, head + survivor // block_size * num_heads)
+    target = _at(cache, blocks, first_row + slot // block_size * row_step)
+    source_at, target_at = (source, survivor % block_size), (target, slot % block_size)
     for view in (cache.key, cache.value, cache.position):
-        view[target] = view[source]
-    cache.score[target] = score.gather(1, survivor)
+        view[target_at] = view[source_at]
+    cache.score[target_at] = score.gather(1, survivor)
 
 
 def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Tensor:
@@ -64,13 +79,12 @@ def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Te
     return largest
 
 
-def _select_survivors(
+def _ranked(
     cache: LayerCache, chunk: PromptChunk, scoring: Scoring, score: torch.Tensor
 ) -> torch.Tensor:
-    """[H, num_survivors]: slots, ascending.
+    """[H, attended_len]: what tokens are ranked by; infinite of sinks and recent ones.
 
-    Sinks and the recent window survive, then the best scores; of equals, the older ones. Where
-    pages are ranked, tokens are by the sum of their page's scores.
+    Where pages are ranked, tokens are by the sum of their page's scores.
     """
     position = chunk_slots(cache, cache.position, chunk).to(torch.int64)
     length, block_size = chunk.attended_len, cache.block_size
@@ -81,12 +95,41 @@ def _select_survivors(
         sums = whole.unflatten(1, (-1, block_size)).sum(dim=2)
         score = sums.repeat_interleave(block_size, dim=1)[:, :length]
     safe = (position >= chunk.recent_start) | (position < chunk.num_sinks)
-    ranked = score.masked_fill(safe, float("inf"))
-    # Slots of a prompt are in order of position: a stable sort leaves the older of equals in front.
-    best = ranked.sort(dim=1, descending=True, stable=True).indices[:, : chunk.num_survivors]
-    return best.sort(dim=1).values
+    return score.masked_fill(safe, float("inf"))
 
 
-def _at(rows: torch.Tensor, slot: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row, offset) of each slot."""
-    return rows.gather(1, slot // size), slot % size
+def _split_rows(ranked: torch.Tensor, chunk: PromptChunk, block_size: int) -> torch.Tensor:
+    """[H + 1], int64: where each KV head's rows begin; twin of ``split.split_capacity``.
+
+    Args:
+        ranked: [H, attended_len]; infinite what survives in any case.
+        chunk: the last one of a prompt.
+        block_size: slots of a page.
+
+    """
+    num_heads, length = ranked.shape
+    capacity, num_heavy = chunk.num_survivors + 1, chunk.num_heavy
+    competing = ranked.masked_fill(ranked == float("inf"), float("-inf")).flatten()
+    best = competing.sort(descending=True, stable=True).indices[: num_heads * num_heavy]
+    count = torch.bincount(best // length, minlength=num_heads)
+    unit = 10 * block_size
+    tenths = 10 * capacity - 7 * num_heavy + 7 * count
+    least = -(-(capacity - num_heavy + min(num_heavy, 1)) // block_size)
+    most = (length + 1) // block_size
+    pages = (tenths // unit).clamp(min=least)
+    total = num_heads * capacity // block_size
+    # Of each head less than a page was cut off, and less than a page was added.
+    for _ in range(num_heads):
+        missing = tenths - pages * unit
+        neediest = missing.masked_fill(pages >= most, missing.min() - 1).argmax()
+        richest = missing.masked_fill(pages <= least, missing.max() + 1).argmin()
+        more = total - pages.sum()
+        pages[neediest] += more.clamp(0, 1)
+        pages[richest] += more.clamp(-1, 0)
+    return torch.nn.functional.pad(pages.cumsum(0), (1, 0))
+
+
+def _at(cache: LayerCache, blocks: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Rows of the cache, int64, of rows of a request's blocks, counted block after block."""
+    num_heads = cache.num_kv_heads
+    return blocks[row // num_heads].to(torch.int64) * num_heads + row % num_heads

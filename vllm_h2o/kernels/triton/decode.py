@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.kernels.batch import DECODE_FIELDS
-from vllm_h2o.kernels.triton.tiles import load_slots, locate
+from vllm_h2o.kernels.triton.tiles import load_slots, page_row
 
 TOKEN = tl.constexpr(DECODE_FIELDS.index("token"))
 ATTENDED_LEN = tl.constexpr(DECODE_FIELDS.index("attended_len"))
@@ -32,16 +32,33 @@ NEXT_OFFSET = tl.constexpr(DECODE_FIELDS.index("next_offset"))
 NUM_FREE_SLOTS = tl.constexpr(DECODE_FIELDS.index("num_free_slots"))
 SCORES = tl.constexpr(DECODE_FIELDS.index("scores"))
 IN_PROMPT = tl.constexpr(DECODE_FIELDS.index("in_prompt"))
+SPLIT = tl.constexpr(DECODE_FIELDS.index("split"))
 
 
 @triton.jit
-def new_slot(fields, field_stride, victims_ptr, first_block, h, num_kv_heads):
+def strip_of(
+    fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads,
+    N: tl.constexpr, CAN_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(first row, row step, slots attended to) of a KV head; see cache.py."""
+    length = tl.load(fields + ATTENDED_LEN * field_stride).to(tl.int32)
+    first_row, row_step = h, num_kv_heads
+    if CAN_SPLIT:
+        split = tl.load(fields + SPLIT * field_stride) != 0
+        bounds = first_rows_ptr + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1) + h
+        begin = tl.load(bounds)
+        length = tl.where(split, (tl.load(bounds + 1) - begin) * N, length)
+        first_row, row_step = tl.where(split, begin, h), tl.where(split, 1, num_kv_heads)
+    return first_row, row_step, length
+
+
+@triton.jit
+def new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads):
     """The slot that a head's new token takes. ``fields`` points at the request's."""
-    attended_len = tl.load(fields + ATTENDED_LEN * field_stride).to(tl.int32)
     overwrites = tl.load(fields + OVERWRITES * field_stride) != 0
     victim = tl.load(victims_ptr + first_block.to(tl.int64) * num_kv_heads + h)
     next_offset = tl.load(fields + NEXT_OFFSET * field_stride).to(tl.int32)
-    return tl.where(overwrites, victim + next_offset, attended_len - 1)
+    return tl.where(overwrites, victim + next_offset, length - 1)
 
 
 @triton.jit
@@ -56,6 +73,7 @@ def store_token(
     block_table_ptr,  # [B, P], int32
     fields_ptr,  # [len(DECODE_FIELDS), B], int64
     victims_ptr,  # [num_blocks, H], int32
+    first_rows_ptr,  # [num_blocks, H + 1], int32; read when CAN_SPLIT
     key_stride,
     value_stride,
     page_stride,  # of K and V, in elements
@@ -68,6 +86,7 @@ def store_token(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     HAS_INITIAL_SCORE: tl.constexpr,
+    CAN_SPLIT: tl.constexpr,
 ):
     """Write K, V, position and initial score of (request, head) into the new token's slot."""
     b, h = tl.program_id(0), tl.program_id(1)
@@ -75,8 +94,12 @@ def store_token(
     if tl.load(fields + ATTENDED_LEN * field_stride) == 0:
         return
     block_table = block_table_ptr + b.to(tl.int64) * table_stride
-    slot = new_slot(fields, field_stride, victims_ptr, tl.load(block_table), h, num_kv_heads)
-    row = tl.load(block_table + slot // N).to(tl.int64) * num_kv_heads + h
+    first_row, row_step, length = strip_of(
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
+    )
+    first_block = tl.load(block_table)
+    slot = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
+    row = page_row(block_table, slot // N, slot >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT)
     offset = slot % N
     token = tl.load(fields + TOKEN * field_stride)
     dim = tl.arange(0, D_PAD)
@@ -106,6 +129,7 @@ def attend_split(
     block_table_ptr,
     fields_ptr,
     victims_ptr,
+    first_rows_ptr,
     logits_ptr,  # [num_blocks, H, G, N], float32: written
     partial_out_ptr,  # [B, H, splits, G, D], float32: written, each split's own mean of V
     partial_max_sum_ptr,  # [B, H, splits, G, 2], float32: written, largest logit and sum of exp
@@ -126,31 +150,39 @@ def attend_split(
     HAS_FREE_SLOTS: tl.constexpr,
     KEEPS_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAN_SPLIT: tl.constexpr,
 ):
     """Attend to one split of (request, KV head); G_PAD = 1 multiplies without matrix units."""
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     fields = fields_ptr + b * request_stride
-    attended_len = tl.load(fields + ATTENDED_LEN * field_stride).to(tl.int32)
-    size = split_size(attended_len, num_kv_splits, TILE)
-    begin = s * size
-    if begin >= attended_len:
+    if tl.load(fields + ATTENDED_LEN * field_stride) == 0:
         return
     block_table = block_table_ptr + b.to(tl.int64) * table_stride
+    first_row, row_step, length = strip_of(
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
+    )
+    size = split_size(length, num_kv_splits, TILE)
+    begin = s * size
+    if begin >= length:
+        return
     token = tl.load(fields + TOKEN * field_stride)
     group, dim = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
     group_mask = (group < G)[:, None] & (dim < D)[None, :]
     query_ptrs = query_ptr + token * query_stride + (h * G + group[:, None]) * D + dim[None, :]
     query = tl.load(query_ptrs, mask=group_mask, other=0.0)  # [G_PAD, D_PAD]
-    slot_new = new_slot(fields, field_stride, victims_ptr, tl.load(block_table), h, num_kv_heads)
+    first_block = tl.load(block_table)
+    slot_new = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
     num_free_slots = tl.load(fields + NUM_FREE_SLOTS * field_stride).to(tl.int32)
     row_max = tl.full([G_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([G_PAD], tl.float32)
     # A single query keeps a sum for each slot of a tile; they are added up at the end.
     out = tl.zeros([TILE if G_PAD == 1 else G_PAD, D_PAD], tl.float32)
-    for start in range(begin, tl.minimum(begin + size, attended_len), TILE):
+    for start in range(begin, tl.minimum(begin + size, length), TILE):
         slot = start + tl.arange(0, TILE)
-        resident = slot < attended_len
-        row, offset = locate(block_table, slot, resident, h, num_kv_heads, N)
+        resident, offset = slot < length, slot % N
+        row = page_row(
+            block_table, slot // N, resident, first_row, row_step, num_kv_heads, CAN_SPLIT
+        )
         live = resident
         if HAS_FREE_SLOTS:
             live = live & ((slot <= slot_new) | (slot > slot_new + num_free_slots))
@@ -228,6 +260,7 @@ def merge_and_score(
     block_table_ptr,
     fields_ptr,
     victims_ptr,  # written where a request selects
+    first_rows_ptr,
     logits_ptr,
     partial_out_ptr,
     partial_max_sum_ptr,
@@ -252,19 +285,23 @@ def merge_and_score(
     BY_PAGE: tl.constexpr,
     BY_AGE: tl.constexpr,
     BY_MAXIMUM: tl.constexpr,
+    CAN_SPLIT: tl.constexpr,
 ):
     """Merge the splits of (request, KV head), add to scores, and find the next victim."""
     b, h = tl.program_id(0), tl.program_id(1)
     fields = fields_ptr + b * request_stride
-    attended_len = tl.load(fields + ATTENDED_LEN * field_stride).to(tl.int32)
     token = tl.load(fields + TOKEN * field_stride)
     group, dim = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
     out_ptrs = out_ptr + token * out_stride + (h * G + group[:, None]) * D + dim[None, :]
     group_mask = (group < G)[:, None] & (dim < D)[None, :]
-    if attended_len == 0:
+    if tl.load(fields + ATTENDED_LEN * field_stride) == 0:
         tl.store(out_ptrs, tl.zeros([G_PAD, D_PAD], out_ptr.dtype.element_ty), mask=group_mask)
         return
-    num_splits = tl.cdiv(attended_len, split_size(attended_len, num_kv_splits, TILE))
+    block_table = block_table_ptr + b.to(tl.int64) * table_stride
+    first_row, row_step, length = strip_of(
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
+    )
+    num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
     partial = (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * G + group
     out, lse = merge_splits(
         partial_out_ptr, partial_max_sum_ptr, partial, num_splits, MAX_KV_SPLITS, D, G, group, dim
@@ -276,7 +313,6 @@ def merge_and_score(
     # A query that scores nothing is one that no token is old enough for.
     min_age = tl.where(scores, skip_recent, 1 << 30)
     if (POWER > 0) | selects:
-        block_table = block_table_ptr + b.to(tl.int64) * table_stride
         query_position = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
         recent_start = tl.load(fields + RECENT_START * field_stride).to(tl.int32)
         num_sinks = tl.load(fields + NUM_SINKS * field_stride)
@@ -286,12 +322,13 @@ def merge_and_score(
         lowest = tl.full([lanes], float("inf"), tl.float32)
         newest = tl.full([lanes], -1, tl.int32)
         lowest_slot = tl.zeros([lanes], tl.int32)
-        for start in range(0, tl.cdiv(attended_len, N), PAGES):
+        for start in range(0, tl.cdiv(length, N), PAGES):
             page = start + tl.arange(0, PAGES)
             slot = page[:, None] * N + offset[None, :]  # [PAGES, N_PAD]
-            live = (slot < attended_len) & (offset < N)[None, :]
-            block = tl.load(block_table + page, mask=page * N < attended_len, other=0).to(tl.int64)
-            row = block * num_kv_heads + h
+            live = (slot < length) & (offset < N)[None, :]
+            row = page_row(
+                block_table, page, page * N < length, first_row, row_step, num_kv_heads, CAN_SPLIT
+            )
             words = row[:, None] * word_stride + offset[None, :]
             position = tl.load(position_pages + words, mask=live, other=-1)  # [PAGES, N_PAD]
             score = tl.load(score_pages + words, mask=live, other=0.0)  # [PAGES, N_PAD]

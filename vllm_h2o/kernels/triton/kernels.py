@@ -17,7 +17,7 @@ from vllm_h2o.kernels.batch import (
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.triton import decode, pack, prefill, scoring_pass
+from vllm_h2o.kernels.triton import decode, pack, prefill, scoring_pass, share
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
@@ -99,14 +99,16 @@ class TritonKernels:
             self._logits = torch.empty(num_logits, device=self.device)
             self._compile(cache, initial is not None, scoring)
         shape = self._shape(cache)
-        request_args = (batch.block_table, batch.fields, victims)
+        can_split = {"CAN_SPLIT": cache.first_rows is not None}
+        first_rows = victims if cache.first_rows is None else cache.first_rows
+        request_args = (batch.block_table, batch.fields, victims, first_rows)
         strides = (batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads)
         page_stride, word_stride = cache.key.stride(0), cache.score.stride(0)
         decode.store_token[(num_requests, num_kv_heads)](
             key, value, key if initial is None else initial,
             cache.key, cache.value, cache.score, cache.position, *request_args,
             key.stride(0), value.stride(0), page_stride, word_stride, *strides,
-            **shape, HAS_INITIAL_SCORE=initial is not None,
+            **shape, **can_split, HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
         num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size)
         tile = tile_of(self.padded_head, cache.key.element_size())
@@ -116,7 +118,7 @@ class TritonKernels:
             self._logits, self._partial_out, self._partial_max_sum,
             tensors.scale, query.stride(0), page_stride, *strides, num_kv_splits,
             **shape, **group, HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
-            PRECISION=precision(cache.key.dtype),
+            PRECISION=precision(cache.key.dtype), **can_split,
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
         decode.merge_and_score[(num_requests, num_kv_heads)](
@@ -126,7 +128,7 @@ class TritonKernels:
             **shape, **group, N_PAD=padded_block, PAGES=max(1, PAGE_LANES // padded_block),
             MAX_KV_SPLITS=MAX_KV_SPLITS,
             POWER=scoring.power, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
-            BY_MAXIMUM=scoring.by_maximum,
+            BY_MAXIMUM=scoring.by_maximum, **can_split,
         )  # fmt: skip
 
     def prefill(
@@ -194,33 +196,66 @@ class TritonKernels:
     def pack_survivors(
         self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring
     ) -> None:
-        """Two launches for every layer, request and KV head."""
+        """Two launches for every layer, request and KV head; more where heads share slots."""
         cache = caches[0]
         sent = DeviceChunks.of(chunks, pack.PACK_FIELDS, self.device)
-        views = ("key", "value", "score", "position")
+        shares = any(chunk.splits for chunk in chunks)
+        views = ("key", "value", "score", "position", "first_rows" if shares else "position")
         # An even number, so that every row begins where 16 bytes do, however many the layers.
         addresses = [
             [getattr(layer, view).data_ptr() for layer in caches] + [0] * (len(caches) % 2)
             for view in views
         ]
         host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
-        keys, values, scores, positions = host.to(self.device, non_blocking=True)
-        max_survivors = max(chunk.num_survivors for chunk in chunks)
+        keys, values, scores, positions, first_rows = host.to(self.device, non_blocking=True)
+        most = (share.most_survivors(c, self.num_kv_heads, cache.block_size) for c in chunks)
+        max_survivors = max(most)
         grid = (self.num_kv_heads, len(sent), len(caches))
         survivors = torch.empty(*grid, max_survivors, dtype=torch.int32, device=self.device)
         chunk_args = (sent.block_table, sent.fields, survivors)
-        sizes = (sent.block_table.stride(0), len(sent), self.num_kv_heads, max_survivors)
+        sizes = (sent.block_table.stride(0), len(sent), self.num_kv_heads)
+        ranking = {"N": cache.block_size, "BY_AGE": scoring.by_age, "REACH": scoring.reach}
+        if shares:
+            share.share_rows[grid[1:]](
+                scores, positions, first_rows, *chunk_args[:2], cache.score.stride(0), *sizes,
+                **ranking, TILE=SELECT_TILE, num_warps=8,
+                H_PAD=triton.next_power_of_2(self.num_kv_heads),
+            )  # fmt: skip
         pack.select_survivors[grid](
-            scores, positions, *chunk_args, cache.score.stride(0), *sizes,
-            N=cache.block_size, TILE=SELECT_TILE, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
-            REACH=scoring.reach, num_warps=8,
+            scores, positions, first_rows, *chunk_args, cache.score.stride(0), *sizes,
+            max_survivors, **ranking, TILE=SELECT_TILE, BY_PAGE=scoring.by_page, CAN_SPLIT=shares,
+            num_warps=8,
         )  # fmt: skip
         pack.pack_survivors[grid](
             keys, values, scores, positions, *chunk_args, cache.key,
-            cache.key.stride(0), cache.score.stride(0), *sizes,
+            cache.key.stride(0), cache.score.stride(0), *sizes, max_survivors,
             **self._shape(cache), TILE=STORE_TILE,
             ALIGNED=math.gcd(16, *addresses[0], *addresses[1]),
         )  # fmt: skip
+        if shares:
+            self._move_shared(caches, sent, survivors)
+
+    def _move_shared(
+        self, caches: Sequence[LayerCache], sent: DeviceChunks, survivors: torch.Tensor
+    ) -> None:
+        """Layer by layer, by way of a copy of one layer's survivors."""
+        cache, max_survivors = caches[0], survivors.shape[-1]
+        slots = self.num_kv_heads * max(chunk.num_survivors + 1 for chunk in sent.source)
+        tokens = len(sent) * slots
+        kept = [
+            torch.empty(tokens, *view.shape[2:], dtype=view.dtype, device=self.device)
+            for view in (cache.key, cache.value, cache.score, cache.position)
+        ]
+        grid = (self.num_kv_heads, len(sent), triton.cdiv(max_survivors, STORE_TILE))
+        for index, layer in enumerate(caches):
+            for stores in (False, True):
+                share.move_shared[grid](
+                    layer.key, layer.value, layer.score, layer.position, layer.first_rows,
+                    sent.block_table, sent.fields, survivors, *kept, index,
+                    cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0),
+                    len(sent), self.num_kv_heads, max_survivors, slots,
+                    **self._shape(cache), TILE=STORE_TILE, STORES=stores,
+                )  # fmt: skip
 
     def _attend(
         self, cache: LayerCache, chunks: Sequence[PromptChunk], tensors: StepTensors

@@ -14,13 +14,21 @@ import triton.language as tl
 
 from vllm_h2o.kernels.triton.tiles import kv_offsets, locate
 
-PACK_FIELDS = ("attended_len", "num_survivors", "recent_start", "num_sinks", "logical_end")
+PACK_FIELDS = (
+    "attended_len",
+    "num_survivors",
+    "recent_start",
+    "num_sinks",
+    "logical_end",
+    "splits",
+)
 """Attributes of PromptChunk: rows of ``fields_ptr``, [len(PACK_FIELDS), R] int32."""
 ATTENDED_LEN = tl.constexpr(PACK_FIELDS.index("attended_len"))
 NUM_SURVIVORS = tl.constexpr(PACK_FIELDS.index("num_survivors"))
 RECENT_START = tl.constexpr(PACK_FIELDS.index("recent_start"))
 NUM_SINKS = tl.constexpr(PACK_FIELDS.index("num_sinks"))
 LOGICAL_END = tl.constexpr(PACK_FIELDS.index("logical_end"))
+SPLITS = tl.constexpr(PACK_FIELDS.index("splits"))
 
 
 @triton.jit
@@ -94,6 +102,7 @@ def extend_scores(
 def select_survivors(
     score_bases,  # [L], int64: address of each layer's scores
     position_bases,  # [L], int64
+    first_row_bases,  # [L], int64; read when CAN_SPLIT
     block_table_ptr,  # [R, P], int32
     fields_ptr,
     survivors_ptr,  # [L, R, H, max_survivors], int32: written
@@ -107,6 +116,7 @@ def select_survivors(
     BY_PAGE: tl.constexpr,
     BY_AGE: tl.constexpr,
     REACH: tl.constexpr,
+    CAN_SPLIT: tl.constexpr,
 ):
     """The slots that survive in (layer, chunk, KV head), in order; first, how far scores reach."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -119,10 +129,16 @@ def select_survivors(
     num_sinks = tl.load(fields + NUM_SINKS * num_chunks)
     logical_end = tl.load(fields + LOGICAL_END * num_chunks)
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
+    splits = tl.load(fields + SPLITS * num_chunks) != 0
     if REACH > 0:
-        # Where all survive, scores stay as they are.
-        length = tl.where(num_survivors < attended_len, attended_len, 0)
+        # Where all survive, scores stay as they are; where heads share slots, it is done.
+        length = tl.where((num_survivors < attended_len) & (splits == 0), attended_len, 0)
         extend_scores(scores, block_table, length, word_stride, num_kv_heads, h, N, TILE, REACH)
+    if CAN_SPLIT:
+        first_rows = tl.load(first_row_bases + layer).to(tl.pointer_type(tl.int32))
+        bounds = first_rows + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1) + h
+        own = (tl.load(bounds + 1) - tl.load(bounds)) * N - 1
+        num_survivors = tl.where(splits, own, num_survivors)
     num_safe = 0
     for start in range(0, attended_len, TILE):
         candidate, safe, sort_key = ranked_tile(
@@ -196,9 +212,14 @@ def pack_survivors(
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Move the survivors of (layer, chunk, KV head) into slots [0, num_survivors)."""
+    """Move the survivors of (layer, chunk, KV head) into slots [0, num_survivors).
+
+    Where heads share slots, ``share.move_shared`` does.
+    """
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_survivors = tl.load(fields_ptr + r + NUM_SURVIVORS * num_chunks)
+    if tl.load(fields_ptr + r + SPLITS * num_chunks) != 0:
+        return
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
     # What the compiler knows of an argument, and not of an address that is read: whole vectors.
     keys = tl.multiple_of(tl.load(key_bases + layer).to(key_type.dtype), ALIGNED)

@@ -14,8 +14,22 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def locate(block_table, slot, live, h, num_kv_heads, N: tl.constexpr):
     """(cache row, int64; offset in its page) of each slot of a KV head of one request."""
-    block = tl.load(block_table + slot // N, mask=live, other=0).to(tl.int64)
-    return block * num_kv_heads + h, slot % N
+    return page_row(block_table, slot // N, live, h, num_kv_heads, num_kv_heads, False), slot % N
+
+
+@triton.jit
+def page_row(block_table, page, live, first_row, row_step, num_kv_heads, CAN_SPLIT: tl.constexpr):
+    """Cache row, int64, of each page of a KV head of one request: see cache.py.
+
+    Without CAN_SPLIT every head has its own row of each block.
+    """
+    if CAN_SPLIT:
+        at = first_row + page * row_step
+        block = tl.load(block_table + at // num_kv_heads, mask=live, other=0).to(tl.int64)
+        return block * num_kv_heads + at % num_kv_heads
+    else:
+        block = tl.load(block_table + page, mask=live, other=0).to(tl.int64)
+        return block * num_kv_heads + first_row
 
 
 @triton.jit

@@ -1,0 +1,71 @@
+"""The truth, where the KV heads of a layer share its slots: how many each has; see reference.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_h2o.kernels.reference import Head, Strip
+
+
+def split_capacity(
+    strips: Sequence[Strip],
+    logical_len: int,
+    capacity: int,
+    num_recent: int,
+    num_sinks: int,
+    page_size: int,
+    by_age: bool = False,
+) -> list[int]:
+    """Slots of each of a layer's H KV heads from its prompt's end on; H * capacity in all.
+
+    Not of the paper. Heads differ in how many tokens they need: the best H * heavy of all heads
+    compete. Of the slots for heavy hitters a head gets three tenths as if heads were equal, and
+    seven by how many of its own are among the best (of equals, those of lower heads). Sinks and
+    recent tokens are as many in every head. A head has whole pages, one heavy hitter at least, and
+    no more slots than tokens and one; what rounding leaves goes to where most was cut off.
+
+    Args:
+        strips: what the heads hold, each as much.
+        logical_len: tokens computed so far.
+        capacity: slots of a head on average, whole pages.
+        num_recent: most recent positions that stay in any case.
+        num_sinks: first positions that stay in any case.
+        page_size: slots of a page.
+        by_age: compare means over the queries since a token was stored.
+
+    """
+    num_heads, num_heavy = len(strips), capacity - 1 - num_sinks - num_recent
+    candidates = [
+        (-rank, head)
+        for head, strip in enumerate(strips)
+        for rank, position in zip(
+            strip.ranks(logical_len, by_age).tolist(), strip.position.tolist(), strict=True
+        )
+        if num_sinks <= position < logical_len - num_recent
+    ]
+    best = [head for _, head in sorted(candidates)[: num_heads * num_heavy]]
+    tenths = [10 * capacity - 7 * num_heavy + 7 * best.count(head) for head in range(num_heads)]
+    least = -(-(capacity - num_heavy + min(num_heavy, 1)) // page_size)
+    most = (len(strips[0]) + 1) // page_size
+    pages = [max(wanted // (10 * page_size), least) for wanted in tenths]
+
+    def missing(head: int) -> int:
+        return tenths[head] - pages[head] * 10 * page_size
+
+    while sum(pages) < num_heads * capacity // page_size:
+        pages[max((h for h in range(num_heads) if pages[h] < most), key=missing)] += 1
+    while sum(pages) > num_heads * capacity // page_size:
+        pages[min((h for h in range(num_heads) if pages[h] > least), key=missing)] -= 1
+    return [num * page_size for num in pages]
+
+
+def pack_layer(heads: Sequence[Head], page_size: int) -> None:
+    """At a prompt's end, the KV heads of a layer share its slots, and keep their survivors."""
+    for head in heads:
+        head.extend_scores()
+    one, strips = heads[0], [head.strip for head in heads]
+    budget = (one.capacity, one.num_recent, one.num_sinks)
+    capacities = split_capacity(strips, one.logical_len, *budget, page_size, one.by_age)
+    for head, capacity in zip(heads, capacities, strict=True):
+        head.capacity = capacity
+        head.pack()

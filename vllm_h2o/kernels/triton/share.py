@@ -1,0 +1,196 @@
+"""At a prompt's end, where the KV heads of a layer share its slots: how many pages each has.
+
+``share_rows`` finds, for each (layer, request), the score of the last of the best tokens of all KV
+heads, bit by bit as ``pack.select_survivors`` does in one, and counts how many each has. Rows of
+one head may become another's, so survivors move in two launches: ``move_shared`` copies all of a
+layer's, and then stores them. Twin of ``split.split_capacity``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_h2o.kernels.batch import PromptChunk
+from vllm_h2o.kernels.triton.pack import (
+    ATTENDED_LEN,
+    LOGICAL_END,
+    NUM_SINKS,
+    NUM_SURVIVORS,
+    RECENT_START,
+    SPLITS,
+    extend_scores,
+    ranked_tile,
+)
+from vllm_h2o.kernels.triton.tiles import kv_offsets, locate, page_row
+
+
+def most_survivors(chunk: PromptChunk, num_kv_heads: int, block_size: int) -> int:
+    """An upper bound of what a KV head keeps, known before scores are: with all the best tokens."""
+    if not chunk.splits:
+        return chunk.num_survivors
+    more = 7 * chunk.num_heavy * (num_kv_heads - 1) // 10
+    return min(chunk.attended_len, chunk.num_survivors + more + block_size)
+
+
+@triton.jit
+def share_pages(
+    count,  # [H_PAD]: of the best tokens, those of each head
+    head,  # [H_PAD]
+    num_kv_heads,
+    capacity,
+    num_heavy,
+    attended_len,
+    N: tl.constexpr,
+):
+    """[H_PAD]: pages of each head; what rounding leaves goes to where most was cut off."""
+    live = head < num_kv_heads
+    tenths = 10 * capacity - 7 * num_heavy + 7 * count
+    least = tl.cdiv(capacity - num_heavy + tl.minimum(num_heavy, 1), N)
+    most = (attended_len + 1) // N
+    pages = tl.where(live, tl.maximum(tenths // (10 * N), least), 0)
+    total = num_kv_heads * (capacity // N)
+    # Of each head less than a page was cut off, and less than a page was added.
+    for _ in range(num_kv_heads):
+        left = total - tl.sum(pages, axis=0)
+        missing = tl.where(left > 0, 1, -1) * (tenths - pages * 10 * N)
+        able = live & tl.where(left > 0, pages < most, pages > least)
+        missing = tl.where(able, missing, -2147483648)
+        neediest = able & (missing == tl.max(missing, axis=0))
+        chosen = tl.min(tl.where(neediest, head, 2147483647), axis=0)
+        change = tl.where(left > 0, 1, tl.where(left < 0, -1, 0))
+        pages += tl.where(head == chosen, change, 0)
+    return pages
+
+
+@triton.jit(do_not_specialize=["num_chunks", "table_stride"])
+def share_rows(
+    score_bases,  # [L], int64: address of each layer's scores
+    position_bases,  # [L], int64
+    first_row_bases,  # [L], int64: address of each layer's [num_blocks, H + 1], int32: written
+    block_table_ptr,  # [R, P], int32
+    fields_ptr,
+    word_stride,
+    table_stride,
+    num_chunks,
+    num_kv_heads,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+    H_PAD: tl.constexpr,
+    BY_AGE: tl.constexpr,
+    REACH: tl.constexpr,
+):
+    """Where the rows of each KV head begin in (layer, chunk); first, how far scores reach."""
+    r, layer = tl.program_id(0), tl.program_id(1)
+    fields = fields_ptr + r
+    if tl.load(fields + SPLITS * num_chunks) == 0:
+        return
+    scores = tl.load(score_bases + layer).to(tl.pointer_type(tl.float32))
+    positions = tl.load(position_bases + layer).to(tl.pointer_type(tl.int32))
+    first_rows = tl.load(first_row_bases + layer).to(tl.pointer_type(tl.int32))
+    attended_len = tl.load(fields + ATTENDED_LEN * num_chunks)
+    num_survivors = tl.load(fields + NUM_SURVIVORS * num_chunks)
+    recent_start = tl.load(fields + RECENT_START * num_chunks)
+    num_sinks = tl.load(fields + NUM_SINKS * num_chunks)
+    logical_end = tl.load(fields + LOGICAL_END * num_chunks)
+    block_table = block_table_ptr + r.to(tl.int64) * table_stride
+    if REACH > 0:
+        for h in range(num_kv_heads):
+            extend_scores(
+                scores, block_table, attended_len, word_stride, num_kv_heads, h, N, TILE, REACH
+            )
+    num_heavy = num_survivors - num_sinks - (logical_end - recent_start)
+    wanted = num_heavy * num_kv_heads
+    # The largest threshold that at least `wanted` candidates of all heads reach.
+    threshold = tl.full([], 0, tl.int64)
+    for i in range(32):
+        trial = threshold + (tl.full([], 2147483648, tl.int64) >> i)
+        reached = 0
+        for h in range(num_kv_heads):
+            for start in range(0, attended_len, TILE):
+                candidate, safe, sort_key = ranked_tile(
+                    scores, positions, block_table, start, attended_len, recent_start, num_sinks,
+                    logical_end, word_stride, num_kv_heads, h, N, TILE, False, BY_AGE,
+                )  # fmt: skip
+                reached += tl.sum((candidate & (sort_key >= trial)).to(tl.int32), axis=0)
+        threshold = tl.where(reached >= wanted, trial, threshold)
+    head = tl.arange(0, H_PAD)
+    above, tied = tl.zeros([H_PAD], tl.int32), tl.zeros([H_PAD], tl.int32)
+    for h in range(num_kv_heads):
+        for start in range(0, attended_len, TILE):
+            candidate, safe, sort_key = ranked_tile(
+                scores, positions, block_table, start, attended_len, recent_start, num_sinks,
+                logical_end, word_stride, num_kv_heads, h, N, TILE, False, BY_AGE,
+            )  # fmt: skip
+            more = tl.sum((candidate & (sort_key > threshold)).to(tl.int32), axis=0)
+            same = tl.sum((candidate & (sort_key == threshold)).to(tl.int32), axis=0)
+            above += tl.where(head == h, more, 0)
+            tied += tl.where(head == h, same, 0)
+    # Of those at the threshold, the ones of lower heads.
+    ties_left = wanted - tl.sum(above, axis=0) - (tl.cumsum(tied, axis=0) - tied)
+    count = above + tl.minimum(tl.maximum(ties_left, 0), tied)
+    pages = share_pages(count, head, num_kv_heads, num_survivors + 1, num_heavy, attended_len, N)
+    bounds = first_rows + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1)
+    tl.store(bounds, 0)
+    tl.store(bounds + 1 + head, tl.cumsum(pages, axis=0), mask=head < num_kv_heads)
+
+
+@triton.jit(do_not_specialize=["layer", "num_chunks", "table_stride", "max_survivors"])
+def move_shared(
+    key_pages,
+    value_pages,
+    score_pages,
+    position_pages,
+    first_rows_ptr,  # [num_blocks, H + 1], int32
+    block_table_ptr,
+    fields_ptr,
+    survivors_ptr,  # [L, R, H, max_survivors], int32
+    kept_key,  # [R * max_slots, D]: of all KV heads of a request, one after the other
+    kept_value,
+    kept_score,  # [R * max_slots], float32
+    kept_position,  # [R * max_slots], int32
+    layer,
+    page_stride,
+    word_stride,
+    table_stride,
+    num_chunks,
+    num_kv_heads,
+    max_survivors,
+    max_slots,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    STORES: tl.constexpr,
+):
+    """TILE survivors of (chunk, KV head) of one layer: copied, or stored in their new slots."""
+    h, r, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if tl.load(fields_ptr + r + SPLITS * num_chunks) == 0:
+        return
+    block_table = block_table_ptr + r.to(tl.int64) * table_stride
+    bounds = first_rows_ptr + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1) + h
+    first_row = tl.load(bounds)
+    slot = t * TILE + tl.arange(0, TILE)
+    live = slot < (tl.load(bounds + 1) - first_row) * N - 1
+    dim = tl.arange(0, D_PAD)
+    mask = live[:, None] & (dim < D)[None, :]
+    kept = r.to(tl.int64) * max_slots + first_row * N + slot
+    kept_kv = (kept * D)[:, None] + dim[None, :]
+    if STORES:
+        row = page_row(block_table, slot // N, live, first_row, 1, num_kv_heads, True)
+        kv, word = kv_offsets(row, slot % N, dim, page_stride, D), row * word_stride + slot % N
+        tl.store(key_pages + kv, tl.load(kept_key + kept_kv, mask=mask), mask=mask)
+        tl.store(value_pages + kv, tl.load(kept_value + kept_kv, mask=mask), mask=mask)
+        tl.store(score_pages + word, tl.load(kept_score + kept, mask=live), mask=live)
+        tl.store(position_pages + word, tl.load(kept_position + kept, mask=live), mask=live)
+    else:
+        survivors = survivors_ptr + (
+            ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * max_survivors
+        )
+        old_slot = tl.load(survivors + slot, mask=live, other=0)
+        row, offset = locate(block_table, old_slot, live, h, num_kv_heads, N)
+        kv, word = kv_offsets(row, offset, dim, page_stride, D), row * word_stride + offset
+        tl.store(kept_key + kept_kv, tl.load(key_pages + kv, mask=mask), mask=mask)
+        tl.store(kept_value + kept_kv, tl.load(value_pages + kv, mask=mask), mask=mask)
+        tl.store(kept_score + kept, tl.load(score_pages + word, mask=live), mask=live)
+        tl.store(kept_position + kept, tl.load(position_pages + word, mask=live), mask=live)
