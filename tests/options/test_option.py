@@ -16,6 +16,9 @@ from vllm_h2o.options.flags import add_flags
 from vllm_h2o.options.option import help_line, table_row
 
 CONFLICTING = (
+    {"split": "yes"},
+    {"split": True, "granularity": "block"},
+    {"split": True, "prefill": "chunked"},
     {"budget": 64, "budget_basis": "prompt"},
     {"name": "local", "prefill": "window"},
     {"observation_window": 16},
@@ -41,6 +44,14 @@ def test_each_conflict_is_reached(index: int, options: dict[str, object]) -> Non
     assert caught.value.why == CONFLICTS[index].why
     fixed = CONFLICTS[index].found.partition("{")[0]
     assert caught.value.found.startswith(fixed)
+
+
+def test_split_by_default_where_it_can() -> None:
+    """h2o2 does, and where it cannot it does not; others where they are asked to."""
+    assert KVPolicyConfig("h2o2").splits and not KVPolicyConfig("h2o2", split=False).splits
+    assert not KVPolicyConfig("h2o2", prefill="chunked").splits
+    assert not KVPolicyConfig("h2o").splits and KVPolicyConfig("h2o_mean", split=True).splits
+    assert KVPolicyConfig.from_options("h2o2", '{"split": false}').split is False
 
 
 def test_help_lists_every_option() -> None:

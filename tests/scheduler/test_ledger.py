@@ -130,3 +130,16 @@ def test_a_plan_that_is_not_the_schedule_raises() -> None:
         ledger.commit("r", plan, RequestInfo(5))
     with pytest.raises(IntegrityError, match="the ledger"):
         ledger.take_step({"r": 5, "other": 1})
+
+
+def test_which_requests_are_split() -> None:
+    """Those whose prompts are evicted from, from then on, where heads share slots; no others."""
+    for splits, prompt_len, split in ((True, 16, True), (True, 15, False), (False, 16, False)):
+        ledger = Ledger(BUDGET, block_size=4, splits=splits)
+        first = run(ledger, 0, 10, prompt_len)
+        last = run(ledger, 10, prompt_len, prompt_len)
+        later = [run(ledger, prompt_len + i, prompt_len + i + 1, prompt_len) for i in range(5)]
+        assert (first.splits, last.splits) == (False, split)
+        assert not first.is_split and not last.is_split
+        assert [plan.is_split for plan in later] == [split] * 5
+        assert later[-1].overwrites

@@ -13,6 +13,7 @@ from tests.kernels.caches import on_triton
 from tests.kernels.harness import Layer, Shape, builder, common_metadata, empty_cache
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.paths import WORKER
@@ -142,6 +143,7 @@ FIELDS = {
     "num_free_slots": [0, 0, 0],
     "scores": [1, 1, 1],
     "in_prompt": [0, 0, 0],
+    "split": [0, 0, 0],
 }
 
 
@@ -253,7 +255,8 @@ def test_packing_waits_for_the_forward_pass() -> None:
     made.layer_names = ["one", "two"]
     layers = made.vllm_config.compilation_config.static_forward_context
     for name in made.layer_names:
-        layers[name] = SimpleNamespace(kv_cache=empty_cache(SHAPE, 3))
+        impl = SimpleNamespace(cache_of=lambda kv_cache: LayerCache.of(kv_cache, SHAPE.head_size))
+        layers[name] = SimpleNamespace(kv_cache=empty_cache(SHAPE, 3), impl=impl)
     lengths = [plan.num_new for plan in PLANS.values()]
     with publish(step):
         made.build(0, common_metadata(lengths, TABLE[:5]))

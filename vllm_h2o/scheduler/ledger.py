@@ -243,16 +243,7 @@ class Ledger:
         held = self._states.get(request_id) or self._fresh(request_id, info, num_computed)
         num_new = num_tokens - num_computed
         in_prompt = num_computed < held.prompt_end
-        if num_computed != held.logical_len or num_new < 1:
-            raise IntegrityError(
-                f"request {request_id}: tokens [{num_computed}, {num_tokens}) are scheduled while "
-                f"{held.logical_len} are computed"
-            )
-        if num_tokens > (held.prompt_end if in_prompt else num_computed + 1):
-            raise IntegrityError(
-                f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
-                f"prompt at {held.prompt_end}, or are more than one past it"
-            )
+        self._check_tokens(request_id, held, num_computed, num_tokens)
         budget, window = held.budget, self.observation_window
         window_start = max(held.prompt_end - window, 0) if window else held.prompt_end
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
@@ -337,6 +328,22 @@ class Ledger:
             self.stats.evicted_tokens += plan.num_evicted
             self.stats.packs += plan.num_survivors > 0
         return ResidencyPlan(step)
+
+    def _check_tokens(
+        self, request_id: str, held: RequestState, num_computed: int, num_tokens: int
+    ) -> None:
+        """Tokens [num_computed, num_tokens) come next, of the prompt or one past it."""
+        if num_computed != held.logical_len or num_tokens <= num_computed:
+            raise IntegrityError(
+                f"request {request_id}: tokens [{num_computed}, {num_tokens}) are scheduled while "
+                f"{held.logical_len} are computed"
+            )
+        in_prompt = num_computed < held.prompt_end
+        if num_tokens > (held.prompt_end if in_prompt else num_computed + 1):
+            raise IntegrityError(
+                f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
+                f"prompt at {held.prompt_end}, or are more than one past it"
+            )
 
     def _fresh(self, request_id: str, info: RequestInfo | None, num_cached: int) -> RequestState:
         """The state of a request that holds nothing but what it found in the prefix cache."""

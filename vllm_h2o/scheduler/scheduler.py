@@ -198,9 +198,11 @@ class HeavyHitterScheduler(AsyncScheduler):
         pool = Pool(self.kv_cache_config.num_blocks, self.manager.block_size)
         num_bytes = pool.num_blocks * spec.unpadded_page_size_bytes
         stock = Pool(num_bytes // spec.stock_page_size_bytes, pool.block_size)
+        if config.splits:
+            logger.info("%s: a layer's KV heads share its slots; counts are means.", config.name)
         logger.info(
             "%s: past its prompt a sequence holds %s%d tokens (%d heavy, %d recent, %d sinks, "
-            "1 for the incoming token%s) = %d pages of %d; the pool of %d pages holds %d sequences "
+            "1 for the incoming token) = %d pages of %d; the pool of %d pages holds %d sequences "
             "of max_model_len=%d at once, stock vLLM in the same memory %d.",
             config.name,
             "" if config.budget_basis == "max_model_len" else "at most ",
@@ -208,7 +210,6 @@ class HeavyHitterScheduler(AsyncScheduler):
             budget.num_heavy,
             budget.num_recent,
             budget.num_sinks,
-            "; on average, KV heads share a layer's slots" if config.splits else "",
             pool.pages_of(slots),
             pool.block_size,
             pool.num_pages,
