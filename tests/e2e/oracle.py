@@ -34,6 +34,7 @@ class Oracle:
         retained: positions that the engine holds now.
         num_compared: retained sets that were compared.
         num_victims: victims that were compared.
+        num_packs: packs behind prompts that were compared.
         num_ties: victims that differ, between scores closer than ``TIE``.
         max_error: largest difference of an attention output from the reference's.
         waiting: layers of the running step, to be followed when its survivors are packed.
@@ -45,6 +46,7 @@ class Oracle:
     retained: dict[Where, frozenset[int]] = field(default_factory=dict)
     num_compared: int = 0
     num_victims: int = 0
+    num_packs: int = 0
     num_ties: int = 0
     max_error: float = 0.0
     waiting: list[Callable[[], None]] = field(default_factory=list)
@@ -182,6 +184,7 @@ class Oracle:
         rotated_query = None
         if impl.rotate is not None and plan.num_new > 1:
             rotated_query = self._rotated(grouped[:, head], plan.num_new)
+        self.heads[where].grows = plan.grows and not plan.num_survivors
         return self.heads[where].step(
             grouped[:, head],
             key[:, head].double(),
@@ -218,6 +221,7 @@ class Oracle:
         assert len(self.retained[where]) == len(positions)
         assert self.retained[where] == {p for p in strip.position.tolist() if p >= 0}, (where, plan)
         self.num_compared += 1
+        self.num_packs += plan.falls_back
         if plan.selects:
             self.num_victims += 1
             self._compare_victim(where, positions[int(victim)])

@@ -24,6 +24,8 @@ CONFLICTING = (
     {"prefill": "window", "score": "mean"},
     {"granularity": "block", "score": "mean"},
     {"granularity": "block", "budget_basis": "prompt"},
+    {"eviction": "pressure", "prefill": "chunked"},
+    {"pressure_watermark": 0.1},
 )
 """Of each conflict, in the order of the table, a configuration that has it and no earlier one."""
 

@@ -250,6 +250,8 @@ class Head:
         by_maximum: whether a prompt's queries score by maximum.
         reach: when survivors are packed, a score becomes the largest of the token's own and of
             so many tokens' before it. A prompt that is not packed keeps its scores.
+        grows: whether nothing is evicted for now, however many tokens there are. Set to false, the
+            strip is packed after its next step.
         logical_len: tokens computed so far.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full: where pages are
@@ -270,6 +272,7 @@ class Head:
     page_size: int = 1
     by_maximum: bool = False
     reach: int = 0
+    grows: bool = False
     logical_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
@@ -312,11 +315,13 @@ class Head:
         out = attend_and_score(query, self.strip, self.scale, *limits)
         if rotated_query is not None:
             score_second_pass(rotated_query[first:], self.strip, self.scale, self.power)
-        full = len(self.strip) >= self.capacity
+        full = len(self.strip) >= self.capacity and not self.grows
         if self.in_prompt:
             if full and (ends_prompt or self.packs_chunks):
                 self._pack()
             self.in_prompt = not ends_prompt
+        elif full and len(self.strip) > self.capacity:
+            self._pack()
         elif full and not self.next_offset:
             self._select()
         return out

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any
 
 from vllm_h2o.errors import ConfigError, IntegrityError
+from vllm_h2o.options.checks import check_fields
 from vllm_h2o.options.conflicts import check_together, check_unread
 from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
@@ -47,7 +47,9 @@ class KVPolicyConfig:
         None, "most that a request may ask for as kv_budget, given like budget", shown="no limit"
     )
     recent_ratio: float = option(
-        0.5, "fraction of the budget that is the recent window; the rest are heavy hitters"
+        0.5,
+        "fraction of the budget that is the recent window; the rest are heavy hitters",
+        fraction="of the budget",
     )
     num_sink_tokens: int | None = option(
         None,
@@ -72,6 +74,19 @@ class KVPolicyConfig:
         "last observation_window queries alone; chunked, after each chunk, so that a prompt may be "
         "longer than the pool",
         choices=("full", "window", "chunked"),
+    )
+    eviction: str = option(
+        "always",
+        "when a sequence is cut to its budget: always, at its prompt's end, whether memory is "
+        "short or not; pressure, once the pool runs short, and only those that it takes: until "
+        "then a sequence keeps every token",
+        choices=("always", "pressure"),
+    )
+    pressure_watermark: float = option(
+        0.02,
+        "with eviction=pressure: fraction of the pool's pages that is free again, beyond what is "
+        "needed, when sequences have been cut",
+        fraction="of the pool",
     )
     observation_window: int = option(
         32, "with prefill=window: how many of the prompt's last queries score", bits=31
@@ -101,23 +116,7 @@ class KVPolicyConfig:
     )
 
     def __post_init__(self) -> None:
-        self._check_name()
-        self._check_budget("budget", self.budget)
-        if self.max_budget is not None:
-            self._check_budget("max_budget", self.max_budget)
-        for field in fields(self):
-            if field.metadata["bits"]:
-                self._check_count(field.name, field.metadata["bits"])
-        if not _is_number(self.recent_ratio) or not 0 <= self.recent_ratio <= 1:
-            raise ConfigError(
-                f"recent_ratio={self.recent_ratio!r}",
-                "a fraction of the budget is a number in [0, 1]",
-                "there is no such fraction",
-                "give a number in [0, 1]; 0.5 is the paper's",
-            )
-        for field in fields(self):
-            if field.metadata["choices"]:
-                self._check_choice(field.name, field.metadata["choices"])
+        check_fields(self)
         check_unread(self)
         check_together(self)
         self._check_size()
@@ -296,26 +295,6 @@ class KVPolicyConfig:
             raise IntegrityError("a part of the policy's engine runs without a kv_policy")
         return config
 
-    def _check_name(self) -> None:
-        if not isinstance(self.name, str) or self.name not in POLICIES:
-            close = get_close_matches(str(self.name), POLICIES, n=1)
-            raise ConfigError(
-                f"policy {self.name!r}",
-                f"the policies are {', '.join(POLICIES)}",
-                "there is no policy of that name",
-                f"did you mean {close[0]!r}?" if close else "choose one of them",
-            )
-
-    def _check_budget(self, field: str, budget: object) -> None:
-        good = _is_number(budget) and (0 < budget <= 1 or (isinstance(budget, int) and budget > 0))
-        if not good and budget != "full":
-            raise ConfigError(
-                f"{field}={budget!r}",
-                "a budget is an int > 0 (slots), a float in (0, 1] (a fraction), or 'full'",
-                "no number of slots follows from it",
-                "give e.g. 512 or 0.2",
-            )
-
     def _check_cap(self, slots: int, whole: int, max_model_len: int) -> None:
         if self.max_budget is None:
             return
@@ -327,29 +306,6 @@ class KVPolicyConfig:
                 "this server gives a request no more",
                 f"ask for at most {self.max_budget!r}",
             )
-
-    def _check_count(self, field: str, bits: int) -> None:
-        value = getattr(self, field)
-        if field == "num_sink_tokens" and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**bits:
-            raise ConfigError(
-                f"{field}={value!r}",
-                f"{field} is a whole number of at most {bits} bits",
-                "it counts things, or seeds them",
-                f"give an int in [0, 2**{bits})",
-            )
-
-    def _check_choice(self, field: str, works: tuple[str, ...]) -> None:
-        value = getattr(self, field)
-        if value in works or (field == "score" and value is None):
-            return
-        raise ConfigError(
-            f"{field}={value!r}",
-            f"what works is {', '.join(works)}",
-            "there is no such choice",
-            f"use {field}={works[0]!r}",
-        )
 
     def _check_size(self) -> None:
         if not self.policy.evicts:
@@ -392,9 +348,3 @@ class KVPolicyConfig:
 def _parsed(text: str) -> KVPolicyConfig | None:
     """A configuration from the JSON of what ``additional_config`` carries of it."""
     return KVPolicyConfig.from_additional_config({ADDITIONAL_CONFIG_KEY: json.loads(text)})
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool)
