@@ -38,21 +38,28 @@ def test_room_for_all_gives_stock_s_tokens(tmp_path: Path) -> None:
     assert assert_same_tokens(stock, ours) <= 1
 
 
-def test_a_tight_pool_runs_as_many_as_always(tmp_path: Path) -> None:
-    """A pool for three whole sequences runs twelve at a quarter: none of them is thrown out."""
+@pytest.mark.parametrize("pages", [48, 72])
+def test_a_tight_pool_runs_as_many_as_always(pages: int, tmp_path: Path) -> None:
+    """A pool for three or four whole sequences runs twelve at a quarter: none is thrown out.
+
+    In the smaller one all reach their budgets in one step, and stop growing: nothing is packed.
+    """
     model = tiny_llama(tmp_path, 4, 4)
-    outputs = {}
+    outputs, evicted = {}, {}
     for eviction in ("always", "pressure"):
         options = {"budget": 64, "eviction": eviction}
-        with engine(model, "h2o", options, num_gpu_blocks_override=49, **SETTINGS) as llm:
+        with engine(model, "h2o", options, num_gpu_blocks_override=1 + pages, **SETTINGS) as llm:
             probe = Probe(llm)
             outputs[eviction] = token_ids(generate(llm, PROMPTS, max_tokens=200))
             assert max(len(step) for step in probe.held) == 12
             assert probe.num_preemptions == 0
             assert probe.num_free == probe.num_total
             stats = probe.scheduler.ledger.stats
-    assert 0 < stats.pressure_packs <= 12
-    assert stats.pressure_evicted_tokens > 0
+            evicted[eviction] = stats.evicted_tokens
+    assert (stats.pressure_packs > 0) == (stats.pressure_evicted_tokens > 0) == (pages == 72)
+    assert (evicted["pressure"] < evicted["always"]) == (pages == 72)
+    if pages == 48:
+        assert outputs["pressure"] == outputs["always"]
     assert list(map(len, outputs["pressure"])) == [200] * 12
 
 
