@@ -74,10 +74,12 @@ def plain_doors(module: Module) -> Iterator[str]:
     """Policy, config, wire, errors and ledger know neither vLLM nor torch."""
     plain = (
         "options/config.py",
+        "options/checks.py",
         "options/parsing.py",
         "wire.py",
         "errors.py",
         "scheduler/ledger.py",
+        "scheduler/pressure.py",
         "policy/",
     )
     if module.path.startswith(tuple(f"vllm_h2o/{start}" for start in plain)):

@@ -40,7 +40,7 @@ IMPORTED_BY_NO_TEST = {
     "vllm_h2o.kernels.triton.scoring_pass": "tests/kernels/test_agree.py calls its launcher",
     "vllm_h2o.kernels.triton.share": "tests/kernels/test_agree.py calls its launcher",
     "vllm_h2o.kernels.triton.tiles": "every kernel of a prompt loads its tiles with it",
-    "vllm_h2o.options.values": "tests/options/test_config.py gives values of every kind",
+    "vllm_h2o.options.checks": "tests/options/test_config.py meets each of its refusals",
     "vllm_h2o.planner.show": "tests/test_cli.py reads what it prints",
     "vllm_h2o.scheduler.stats": "tests/scheduler/test_stats.py asks the scheduler",
     "vllm_h2o.worker.packing": "tests/worker/test_metadata.py runs what a step carries",

@@ -29,8 +29,11 @@ COUNTERS = {
     "evicted_tokens": "Tokens evicted from the KV cache. Each layer evicts as many, and each of "
     "its KV heads, if on average; they are counted once.",
     "packs": "Times that survivors were packed into a sequence's first pages: prompts, or, with "
-    "prefill=chunked, chunks of them.",
+    "prefill=chunked, chunks of them; with eviction=pressure, also later.",
     "pages_freed_early": "KV-cache pages that requests gave back while they ran.",
+    "pressure_packs": "Packs past a prompt: requests that fell back to their budget because "
+    "memory was short.",
+    "pressure_evicted_tokens": "Tokens evicted by those packs.",
 }
 """Field of PolicyStats -> what ``vllm:kv_policy_<field>_total`` counts."""
 

@@ -20,13 +20,16 @@ class RequestPlan:
         num_new: tokens computed in this step; always 1 during decode.
         in_prompt: whether the new tokens belong to the prompt (of a resumed request: to what is
             computed again), within which a token takes a slot of its own.
-        resident_start: slots in use before this step; never above ``capacity`` outside the prompt.
+        resident_start: slots in use before this step; above ``capacity`` in the prompt alone, or
+            while the request ``grows``.
         capacity: slots the request may hold after its prompt, C.
         num_survivors: tokens that survive this step; 0 means that nothing is packed.
         num_recent: most recent positions that are never victims.
         num_sinks: first positions that are never victims.
         seed: of the ``random`` policy.
         fits: whether prompt + max_tokens fit the budget: nothing is ever evicted, nothing scored.
+        grows: whether the new token takes a slot of its own, however many there are: with
+            ``eviction=pressure``, until the request is packed at the end of such a step.
         scoring_start: position from which on queries add to scores.
         window_start: position from which on queries are of the observation window.
         next_offset: where pages are evicted, the offset in the victim block that the new token
@@ -51,6 +54,7 @@ class RequestPlan:
     num_sinks: int = 0
     seed: int = 0
     fits: bool = False
+    grows: bool = False
     scoring_start: int = 0
     window_start: int = 0
     next_offset: int = 0
@@ -71,9 +75,13 @@ class RequestPlan:
         return self.logical_end - self.num_recent
 
     @property
+    def _is_bounded(self) -> bool:
+        return not self.in_prompt and not self.grows
+
+    @property
     def overwrites(self) -> bool:
         """Whether the new token takes its victim's slot: the request was full already."""
-        return not self.in_prompt and self.resident_start == self.capacity
+        return self._is_bounded and self.resident_start == self.capacity
 
     @property
     def attended_len(self) -> int:
@@ -83,7 +91,12 @@ class RequestPlan:
     @property
     def selects(self) -> bool:
         """Whether a victim is chosen after this step: no slot is left for the next token."""
-        return not self.in_prompt and self.attended_len == self.capacity and not self.num_free_slots
+        return self._is_bounded and self.attended_len == self.capacity and not self.num_free_slots
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether survivors are packed past the prompt, because memory is short."""
+        return not self.in_prompt and self.num_survivors > 0
 
     @property
     def num_evicted(self) -> int:
@@ -128,6 +141,9 @@ class PolicyStats:
             many, and they are counted once.
         packs: times that survivors were packed since then: prompts, or chunks of them.
         pages_freed_early: pages that requests gave back while they ran, since then.
+        pressure_packs: packs past a prompt since then: of requests that fell back to their
+            budget because memory was short.
+        pressure_evicted_tokens: tokens evicted by those.
         requests_at_capacity: requests now whose slots are all taken: a new token evicts one.
         resident_tokens: tokens now in the cache.
         logical_tokens: tokens now that have been computed of the requests that hold pages: what
@@ -140,6 +156,8 @@ class PolicyStats:
     evicted_tokens: int
     packs: int
     pages_freed_early: int
+    pressure_packs: int
+    pressure_evicted_tokens: int
     requests_at_capacity: int
     resident_tokens: int
     logical_tokens: int

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.throughput.models import MODELS
+
 MARGIN = 32
 """Tokens that a random prompt may come out longer than asked, having gone through text."""
 
@@ -20,6 +22,7 @@ class Side:
         budget: of ``h2o``, as a share of ``max_model_len`` or in tokens; None for stock vLLM.
         pool_tokens: tokens that the pool holds, in pages of stock vLLM; None for what fits.
         max_num_seqs: sequences at once at most; None for vLLM's default.
+        eviction: of ``h2o``: whether memory has to be short.
 
     """
 
@@ -27,11 +30,12 @@ class Side:
     budget: float | int | None = None
     pool_tokens: int | None = None
     max_num_seqs: int | None = None
+    eviction: str = "always"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Two sides of one workload.
+    """Sides of one workload.
 
     Args:
         id: short.
@@ -40,7 +44,7 @@ class Profile:
         input_len: tokens of each prompt.
         output_len: tokens generated for each.
         num_prompts: requests, all sent at once.
-        sides: the one that is measured, and the one that it is divided by.
+        sides: the one that is measured, and the one that it is divided by; others after these.
         figure: ``tokens`` per second, or ``step`` (time per output token, its inverse ratio).
         target: least ratio aimed at.
         block_size: tokens of a page.
@@ -53,7 +57,7 @@ class Profile:
     input_len: int
     output_len: int
     num_prompts: int
-    sides: tuple[Side, Side]
+    sides: tuple[Side, ...]
     target: float
     figure: str = "tokens"
     block_size: int = 32
@@ -96,6 +100,7 @@ class Profile:
         if side.budget is not None:
             options["--kv-policy"] = "h2o"
             options["--kv-policy-config.budget"] = side.budget
+            options["--kv-policy-config.eviction"] = side.eviction
         flags = [str(part) for pair in options.items() if pair[1] is not None for part in pair]
         return [*flags, "--no-enable-prefix-caching"]
 
@@ -142,6 +147,26 @@ CPU = (
     Profile("P6-20", "one sequence, 20 %", "smollm2", 512, 512, 1, free(0.2, 1, 1024), 0.97),
 )  # fmt: skip
 """With SmolLM2-135M in bfloat16."""
+
+
+def pressed(num_seqs: int, length: tuple[int, int], num_prompts: int, budget: float) -> Profile:
+    """Pressure, stock vLLM and always in one memory: so many whole sequences with their scores."""
+    model, whole = "smollm2", sum(length) + MARGIN
+    slot = MODELS[model].bytes_per_slot
+    pool = num_seqs * whole * (slot + 8) // slot
+    sides = (
+        Side("h2o, pressure", budget, pool, eviction="pressure"),
+        Side("stock vLLM", None, pool),
+        Side("h2o, always", budget, pool),
+    )
+    what = f"pool for {num_seqs} whole sequences"
+    return Profile(f"P7-{num_seqs}", what, model, *length, num_prompts, sides, 1.0)
+
+
+PRESSURE = tuple(pressed(num_seqs, (512, 1024), 32, 0.2) for num_seqs in (4, 8, 16, 32))
+"""The work of P1 in four pools."""
+QUICK_PRESSURE = (pressed(2, (64, 64), 4, 64),)
+"""For its functioning."""
 
 _T4, _A100, _L4 = 2304, 112_000, 42_000
 """Tokens of KV cache beside the weights on cards of 16 and 80 GB (OPT-6.7B) and 24 GB (8B)."""

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_h2o.wire import PolicyStats
+
 
 @dataclass
 class Watch:
@@ -28,6 +30,8 @@ class Watch:
         generated: tokens generated, by step.
         peak_usage: largest share of the pool that was held.
         preemptions: sequences thrown out, to be computed again.
+        evicted_tokens: as the policy's metrics count them; 0 for stock vLLM.
+        pressure_packs: likewise.
 
     """
 
@@ -36,6 +40,8 @@ class Watch:
     generated: list[int] = field(default_factory=list)
     peak_usage: float = 0.0
     preemptions: int = 0
+    evicted_tokens: int = 0
+    pressure_packs: int = 0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         """One step."""
@@ -46,6 +52,11 @@ class Watch:
         self.generated.append(iteration_stats.num_generation_tokens)
         self.peak_usage = max(self.peak_usage, scheduler_stats.kv_cache_usage)
         self.preemptions += iteration_stats.num_preempted_reqs
+        # A copy: the policy's own logger takes its numbers out later.
+        policy = PolicyStats.take_from(dict(scheduler_stats.running_lora_adapters))
+        if policy is not None:
+            self.evicted_tokens += policy.evicted_tokens
+            self.pressure_packs += policy.pressure_packs
 
     def step_seconds(self) -> float:
         """Median time of the steps in which as many tokens came as in any: decoding at full width.
@@ -68,6 +79,8 @@ class Watch:
             "peak_sequences": max(self.running, default=0),
             "peak_usage": self.peak_usage,
             "preemptions": self.preemptions,
+            "evicted_tokens": self.evicted_tokens,
+            "pressure_packs": self.pressure_packs,
             "step_seconds": self.step_seconds(),
         }
 

@@ -11,13 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from benchmarks.throughput import chart
 from benchmarks.throughput.models import MODELS, write_tokenizer
-from benchmarks.throughput.profiles import CPU, GPU, QUICK, Profile, Side
+from benchmarks.throughput.profiles import CPU, GPU, PRESSURE, QUICK, Profile, Side
 from benchmarks.throughput.runs import ratio_of
 from benchmarks.throughput.watch import Watch
 from tests.house_rules import ROOT
+from vllm_h2o.wire import PolicyStats
 
 FREE = {
     "P3-4k",
@@ -67,7 +69,7 @@ def test_the_same_memory() -> None:
     assert PROFILE.num_blocks(replace(side, pool_tokens=None), 256) is None
 
 
-@pytest.mark.parametrize("profile", [*CPU, *GPU], ids=lambda profile: profile.id)
+@pytest.mark.parametrize("profile", [*CPU, *GPU, *PRESSURE], ids=lambda profile: profile.id)
 def test_a_sequence_fits(profile: Profile) -> None:
     """Each side's pool holds the longest sequence, or vLLM would not start."""
     for side in profile.sides:
@@ -80,7 +82,7 @@ def test_a_sequence_fits(profile: Profile) -> None:
 def test_watch() -> None:
     """Steps at full width are timed; means are over steps that gave tokens."""
     watch = Watch()
-    stats = SimpleNamespace(num_running_reqs=3, kv_cache_usage=0.5)
+    stats = SimpleNamespace(num_running_reqs=3, kv_cache_usage=0.5, running_lora_adapters={})
     for generated, preempted in ((0, 0), (1, 0), (2, 1), (2, 0), (2, 0), (1, 0)):
         watch.record(
             stats,
@@ -92,6 +94,29 @@ def test_watch() -> None:
     assert summary["step_seconds"] == (0.5 + 0.75) / 2
     assert summary["mean_sequences"] == 8 / 5 and summary["preemptions"] == 1
     assert summary["peak_usage"] == 0.5 and summary["peak_sequences"] == 3
+
+
+def test_watch_counts_what_is_evicted() -> None:
+    """And leaves it to those who show it."""
+    watch = Watch()
+    stats = SchedulerStats()
+    for count in (3, 4):
+        PolicyStats(count, 1, 2, 1, count - 1, 0, 5, 6, 7).put_into(stats.running_lora_adapters)
+        watch.record(stats, IterationStats())
+        assert PolicyStats.take_from(stats.running_lora_adapters) is not None
+    watch.record(stats, IterationStats())
+    summary = watch.summary()
+    assert (summary["evicted_tokens"], summary["pressure_packs"]) == (7, 2)
+
+
+def test_pressure_profiles() -> None:
+    """Three engines in one memory, which holds whole sequences with their scores."""
+    for profile, num_seqs in zip(PRESSURE, (4, 8, 16, 32), strict=True):
+        blocks = [profile.num_blocks(side, 256) for side in profile.sides]
+        assert blocks[0] == blocks[2] == num_seqs * 1568 // 32 + 1
+        options = [profile.options(side, 256) for side in profile.sides]
+        assert ["pressure" in flags for flags in options] == [True, False, False]
+        assert ["--kv-policy" in flags for flags in options] == [True, False, True]
 
 
 def test_ratio() -> None:

@@ -36,6 +36,7 @@ class Oracle:
         retained: positions that the engine holds now.
         num_compared: retained sets that were compared.
         num_victims: victims that were compared.
+        num_packs: packs behind prompts that were compared.
         num_ties: victims that differ, between scores closer than ``TIE``.
         num_unequal: times that KV heads of a layer got unequal numbers of slots.
         max_error: largest difference of an attention output from the reference's.
@@ -48,6 +49,7 @@ class Oracle:
     retained: dict[Where, frozenset[int]] = field(default_factory=dict)
     num_compared: int = 0
     num_victims: int = 0
+    num_packs: int = 0
     num_ties: int = 0
     num_unequal: int = 0
     max_error: float = 0.0
@@ -194,6 +196,7 @@ class Oracle:
         grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
         prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
         ends_prompt = plan.in_prompt and plan.logical_end == prompt_len
+        self.heads[where].grows = plan.grows and not plan.num_survivors
         return self.heads[where].step(
             grouped[:, head],
             key[:, head].double(),
@@ -250,6 +253,7 @@ class Oracle:
         assert len(self.retained[where]) == len(positions)
         assert self.retained[where] == {p for p in strip.position.tolist() if p >= 0}, (where, plan)
         self.num_compared += 1
+        self.num_packs += plan.falls_back
         if plan.selects:
             self.num_victims += 1
             self._compare_victim(where, positions[int(victim)])

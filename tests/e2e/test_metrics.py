@@ -50,7 +50,7 @@ def test_of_three_requests(tmp_path: Path) -> None:
         assert most > 0
         # A request's last token is sampled, but never computed. Of the long prompts' 7 and 5 pages
         # 2 are kept.
-        assert now == dict.fromkeys(GAUGES, 0) | {
+        assert now == dict.fromkeys((*COUNTERS, *GAUGES), 0) | {
             "evicted_tokens": sum(length + MAX_TOKENS - 1 - SLOTS for length in LENGTHS),
             "packs": 2,
             "pages_freed_early": (7 - 2) + (5 - 2),

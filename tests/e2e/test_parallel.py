@@ -25,6 +25,9 @@ PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 60, 90)]
 SLOTS = 32
 SETTINGS: dict[str, Any] = {"block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 64}
 OPTIONS: dict[str, Any] = {"budget": SLOTS}
+PRESSED = {**OPTIONS, "eviction": "pressure"}
+TIGHT = {**SETTINGS, "num_gpu_blocks_override": 17}
+"""16 pages: the prompts whole, or one longest sequence."""
 WINDOW = {**OPTIONS, "prefill": "window", "observation_window": 16}
 MAX_TOKENS = 16
 FIRST, LAST = (f(os.sched_getaffinity(0)) for f in (min, max))
@@ -182,6 +185,28 @@ def test_pipeline_parallel_and_shared_prefixes(model: str, two_workers: pytest.M
         probe = Probe(llm)
         assert_found(llm, expected, 16 + 32 + 64)
         assert probe.num_free == probe.num_total
+
+
+def under_pressure(model: str, **settings: Any) -> list[list[int]]:
+    """The tokens of requests of which some fall back; every page is back at the end."""
+    with engine(model, "h2o", PRESSED, **TIGHT, **settings) as llm:
+        probe = Probe(llm)
+        outputs = generate(llm, PROMPTS, MAX_TOKENS)
+        assert probe.num_free == probe.num_total
+        assert probe.num_preemptions == 0
+        assert probe.scheduler.ledger.stats.pressure_packs > 0
+    return token_ids(outputs)
+
+
+def test_ranks_under_pressure(model: str, two_ranks: pytest.MonkeyPatch) -> None:
+    """All pack the same requests in the same steps."""
+    assert under_pressure(model, tensor_parallel_size=2) == under_pressure(model)
+
+
+def test_stages_under_pressure(model: str, two_workers: pytest.MonkeyPatch) -> None:
+    """With two batches in flight a pack comes when its request's turn does."""
+    outputs = under_pressure(model, pipeline_parallel_size=2, **TRACED)
+    assert list(map(len, outputs)) == [MAX_TOKENS] * len(PROMPTS)
 
 
 def shown(name: str, model: str, rank: int) -> float:

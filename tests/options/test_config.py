@@ -122,12 +122,13 @@ def test_counts(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, True, "half", [0.5]])
-def test_recent_ratio(ratio: Any) -> None:
-    """A ratio is a number from nothing to all."""
+def test_fractions(ratio: Any) -> None:
+    """A fraction is a number from nothing to all."""
+    assert "is: a fraction of the pool is a number in [0, 1]" in refusal(pressure_watermark=ratio)
     assert refusal(recent_ratio=ratio) == (
         f"kv-policy: asked: recent_ratio={ratio!r}; is: a fraction of the budget is a number in "
         "[0, 1]; why not: there is no such fraction; "
-        "what to do: give a number in [0, 1]; 0.5 is the paper's."
+        "what to do: give a number in [0, 1]; the default is 0.5; h2o2 0.3."
     )
 
 
@@ -293,6 +294,7 @@ def test_full_takes_no_budget(budget: float) -> None:
     [
         ("full", "min_budget", 64),
         ("full", "num_sink_tokens", 4),
+        ("full", "eviction", "pressure"),
         ("local", "recent_ratio", 0.3),
         ("streaming", "recent_ratio", 0.3),
         ("h2o", "seed", 3),

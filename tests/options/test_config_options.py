@@ -18,6 +18,7 @@ from vllm_h2o.policy import Budget, SecondPass
         ("budget_basis", "max_model_len, prompt, request"),
         ("granularity", "token, block"),
         ("prefill", "full, window, chunked"),
+        ("eviction", "always, pressure"),
         ("score", "sum, sum_squares, mean, mean_squares, second_pass, combined"),
     ],
 )
@@ -70,6 +71,16 @@ def test_choices_that_all_work(field: str, works: str) -> None:
             {"granularity": "block", "budget_basis": "prompt"},
             "granularity='block' with budget_basis='prompt'",
             "the pages of a short request may all be recent",
+        ),
+        (
+            {"eviction": "pressure", "prefill": "chunked"},
+            "eviction='pressure' with prefill='chunked'",
+            "each chunk of a prompt is cut to the budget",
+        ),
+        (
+            {"pressure_watermark": 0.1},
+            "pressure_watermark=0.1",
+            "eviction='always' does not ask how much is free",
         ),
     ],
 )

@@ -27,6 +27,8 @@ CONFLICTING = (
     {"prefill": "window", "score": "mean"},
     {"granularity": "block", "score": "mean"},
     {"granularity": "block", "budget_basis": "prompt"},
+    {"eviction": "pressure", "prefill": "chunked"},
+    {"pressure_watermark": 0.1},
 )
 """Of each conflict, in the order of the table, a configuration that has it and no earlier one."""
 
@@ -50,7 +52,7 @@ def test_split_by_default_where_it_can() -> None:
     """h2o2 does, and where it cannot it does not; others where they are asked to."""
     assert KVPolicyConfig("h2o2").splits and not KVPolicyConfig("h2o2", split=False).splits
     assert not KVPolicyConfig("h2o2", prefill="chunked").splits
-    assert not KVPolicyConfig("h2o").splits and KVPolicyConfig("h2o_mean", split=True).splits
+    assert not KVPolicyConfig("h2o").splits and KVPolicyConfig("h2o", split=True).splits
     assert KVPolicyConfig.from_options("h2o2", '{"split": false}').split is False
 
 

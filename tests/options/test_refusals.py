@@ -213,10 +213,28 @@ def test_who_supports_prefix_caching(policy: str, options: dict[str, Any], suppo
     assert KVPolicyConfig.from_options(policy, options).supports_prefix_caching == supported
 
 
+PRESSED = "prefix caching, and eviction='pressure'"
+
+
+@pytest.mark.parametrize(
+    "policy", [{"name": "streaming"}, {"name": "h2o", "prefill": "window"}], ids=str
+)
+def test_shared_prefixes_under_pressure(models: Path, policy: dict[str, Any]) -> None:
+    """Refused where either alone is fine."""
+    model = folder(models, LLAMA)
+    pressed = {**policy, "budget": 64, "eviction": "pressure"}
+    engine_config(model, additional_config={"kv_policy": pressed})
+    with pytest.raises(UnsupportedError) as caught:
+        engine_config(model, enable_prefix_caching=True, additional_config={"kv_policy": pressed})
+    remedy = "use --kv-policy-config.eviction always, or leave --enable-prefix-caching out"
+    message = expected(PRESSED, remedy)
+    assert str(caught.value) == message.replace("--kv-policy h2o", f"--kv-policy {policy['name']}")
+
+
 def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
     tested = {what for what, *_ in [*REFUSED, *TURNED]} | {"a platform other than CPU and CUDA"}
-    tested |= {WINDOWS}
+    tested |= {WINDOWS, PRESSED}
     assert tested == {refusal.what for refusal in REFUSALS}
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.harness import Probe, engine, generate, tiny_llama
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.planner.capacity import Row, Workload, policy_row, stock_row
+from vllm_h2o.planner.capacity import Row, Workload, plan, policy_row, stock_row
 from vllm_h2o.planner.model import Model, load
 from vllm_h2o.scheduler import scheduler
 from vllm_h2o.scheduler.footprint import CacheShape
@@ -160,3 +160,12 @@ def test_the_policy_that_evicts_nothing() -> None:
     """It has the longest sequence, in pages with scores."""
     row = policy_row(CacheShape(2, 3, 8, 2), MEMORY, WORK, KVPolicyConfig(name="full"))
     assert (row.label, row.slots, row.pages) == ("full", 512, 16)
+
+
+def test_both_ends_of_pressure() -> None:
+    """Sequences that are kept whole, and as many as at their budgets."""
+    shape = CacheShape(num_layers=2, num_kv_heads=3, head_size=8, element_size=2)
+    configs = [KVPolicyConfig(budget=budget, eviction="pressure") for budget in (0.25, 0.5)]
+    rows = plan(shape, 100 * 32 * 240, WORK, configs)
+    assert [row.label for row in rows] == ["stock vLLM", "h2o, all kept", "h2o 25 %", "h2o 50 %"]
+    assert [row.sequences for row in rows] == [7, 6, 24, 12]

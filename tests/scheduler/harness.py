@@ -286,6 +286,7 @@ class Simulation:
         self.count["chunk"] += sum(p.in_prompt and p.logical_start > 0 for p in plans)
         self.count["decode"] += sum(not p.in_prompt for p in plans)
         self.count["pack"] += sum(p.num_survivors > 0 for p in plans)
+        self.count["fall back"] += sum(p.falls_back for p in plans)
         self.count["move"] += sum(p.pack_block_idx > 0 for p in plans)
         lives = zip(output.residency_plan.requests, plans, strict=True)
         self.count["hit"] += sum(p.logical_start > 0 for i, p in lives if i not in self.pool.tables)

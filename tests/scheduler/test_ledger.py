@@ -64,6 +64,43 @@ def test_a_request_that_fits_is_not_scored() -> None:
         assert not Ledger(BUDGET, 4).preview("r", 0, 9, info).fits
 
 
+@pytest.mark.parametrize("settles_at", [13, 14, 15, 16, 40])
+def test_under_pressure_a_request_grows_until_it_falls_back(settles_at: int) -> None:
+    """Its next token is appended, C - 1 survive; up to C tokens there is nothing to pack."""
+    ledger = Ledger(BUDGET, block_size=4, under_pressure=True)
+    run(ledger, 0, 10, prompt_len=10)
+    for length in range(10, settles_at):
+        plan = run(ledger, length, length + 1, prompt_len=10)
+        assert (plan.grows, plan.overwrites, plan.selects) == (True, False, False)
+        assert plan.attended_len == plan.resident_end == plan.held_end == length + 1
+        assert not ledger.states["r"].is_full
+    ledger.settling.add("r")
+    plan = run(ledger, settles_at, settles_at + 1, prompt_len=10)
+    packs = settles_at >= 16
+    assert (plan.attended_len, plan.overwrites) == (settles_at + 1, False)
+    assert (plan.falls_back, plan.num_survivors) == (packs, 15 if packs else 0)
+    assert plan.num_evicted == (settles_at + 1 - 15 if packs else 0)
+    assert plan.selects == (settles_at == 15)
+    assert plan.held_end == (16 if packs else settles_at + 1)
+    assert not ledger.settling
+    for length in range(settles_at + 1, 60):
+        plan = run(ledger, length, length + 1, prompt_len=10)
+        assert not plan.grows
+        assert plan.attended_len == min(16, length + 1)
+    assert ledger.states["r"].is_full
+
+
+@pytest.mark.parametrize(("prompt_len", "survivors"), [(10, 0), (15, 0), (16, 15), (40, 15)])
+def test_a_prompt_that_ends_while_memory_is_short(prompt_len: int, survivors: int) -> None:
+    """As ever: it keeps C - 1 tokens, and grows no further than its budget."""
+    ledger = Ledger(BUDGET, block_size=4, under_pressure=True)
+    run(ledger, 0, 5, prompt_len)
+    ledger.is_short = True
+    assert run(ledger, 5, prompt_len, prompt_len).num_survivors == survivors
+    ledger.is_short = False
+    assert not ledger.states["r"].grows
+
+
 def test_preview_changes_nothing() -> None:
     """It may be asked twice, and pages may not be granted."""
     ledger = Ledger(BUDGET, block_size=4)

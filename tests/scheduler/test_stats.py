@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,66 +10,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.harness import Simulation, make_scheduler, vllm_config
+from tests.scheduler.observed import COUNTERS, Observed
 from tests.scheduler.schedules import OPTIONS, operations
-from vllm_h2o.wire import PolicyStats, RequestPlan
+from vllm_h2o.wire import PolicyStats
 
-COUNTERS = ("evicted_tokens", "packs", "pages_freed_early")
 totals: Counter[str] = Counter()
-
-
-class Observed(Simulation):
-    """A simulation that counts by itself, and compares after every step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.plans: dict[str, RequestPlan] = {}
-        self.counted: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self.reported = Counter(self.counted)
-        kv_cache_manager = self.scheduler.kv_cache_manager
-        step_starts = kv_cache_manager.new_step_starts
-
-        def measured() -> None:
-            before = self.num_free
-            step_starts()
-            self.counted["pages_freed_early"] += self.num_free - before
-
-        kv_cache_manager.new_step_starts = measured
-
-    def step(self) -> Any:
-        """One step; what is reported then is what there is."""
-        output = super().step()
-        plans = output.residency_plan.requests
-        self.plans |= plans
-        self.counted["evicted_tokens"] = self.pool.num_gone
-        self.counted["packs"] += sum(plan.num_survivors > 0 for plan in plans.values())
-        self.compare()
-        return output
-
-    def compare(self) -> None:
-        """Ask for a report."""
-        stats = asdict(self.scheduler.stats_reporter.report())
-        self.reported.update({name: stats.pop(name) for name in COUNTERS})
-        assert dict(self.reported) == dict(self.counted)
-        assert stats == self._levels()
-        totals.update(stats)
-
-    def _levels(self) -> dict[str, int]:
-        """From vLLM's requests and pages, and from the slots."""
-        scheduler, size = self.scheduler, self.pool.block_size
-        with_pages = [i for i in scheduler.requests if self.pages_of(i)]
-        computed = {i: scheduler.requests[i].num_computed_tokens for i in with_pages}
-        last = [self.plans[i] for i in with_pages]
-        # One KV head of 32 + 32 floats of four bytes a slot, and eight bytes for the policy.
-        stock = sum(-(-tokens // size) for tokens in computed.values()) * size * 256
-        held = (self.num_total - self.num_free) * size * 264
-        return {
-            "requests_at_capacity": sum(
-                not p.in_prompt and p.attended_len == p.capacity for p in last
-            ),
-            "resident_tokens": sum(len(self.pool.held[i][1]) for i in with_pages),
-            "logical_tokens": sum(computed.values()),
-            "saved_bytes": stock - held,
-        }
 
 
 CROWD: dict[str, Any] = {
@@ -121,8 +65,9 @@ def random_schedules(
     simulation.stop_rate = stop_rate
     simulation.run(ops)
     simulation.compare()
-    assert simulation.scheduler.stats_reporter.report() == PolicyStats(0, 0, 0, 0, 0, 0, 0)
+    assert simulation.scheduler.stats_reporter.report() == PolicyStats(*[0] * 9)
     totals.update(simulation.reported)
+    totals.update(simulation.levels)
     totals.update(simulation.count)
 
 
@@ -130,7 +75,8 @@ def test_totals_are_what_was_executed() -> None:
     """Over random schedules, in which none of the numbers stays at nothing."""
     totals.clear()
     random_schedules()
-    events = (*COUNTERS, "requests_at_capacity", "resident_tokens", "preempt", "abort", "resume")
+    seen = [name for name in COUNTERS if not name.startswith("pressure")]  # in test_pressure.py
+    events = (*seen, "requests_at_capacity", "resident_tokens", "preempt", "abort", "resume")
     assert all(totals[event] >= 50 for event in events), totals
 
 
@@ -142,12 +88,12 @@ def test_of_one_request() -> None:
     page, stock_page = 4 * 264, 4 * 256
     report = simulation.scheduler.stats_reporter.report
     simulation.step()
-    assert report() == PolicyStats(29, 1, 0, 0, 11, 40, 10 * (stock_page - page))
+    assert report() == PolicyStats(29, 1, 0, 0, 0, 0, 11, 40, 10 * (stock_page - page))
     simulation.step()
-    assert report() == PolicyStats(0, 0, 7, 1, 12, 41, 11 * stock_page - 3 * page)
+    assert report() == PolicyStats(0, 0, 7, 0, 0, 1, 12, 41, 11 * stock_page - 3 * page)
     simulation.step()
     simulation.step()
-    assert report() == PolicyStats(2, 0, 0, 1, 12, 43, 11 * stock_page - 3 * page)
+    assert report() == PolicyStats(2, 0, 0, 0, 0, 1, 12, 43, 11 * stock_page - 3 * page)
 
 
 @pytest.mark.parametrize("log_stats", [False, True])
@@ -157,5 +103,5 @@ def test_statistics_carry_it_where_they_are_on(log_stats: bool) -> None:
     stats = make_scheduler(config, 40, 4, log_stats).make_stats()
     assert (stats is not None) is log_stats
     if stats is not None:
-        assert PolicyStats.take_from(stats.running_lora_adapters) == PolicyStats(*[0] * 7)
+        assert PolicyStats.take_from(stats.running_lora_adapters) == PolicyStats(*[0] * 9)
         assert stats.running_lora_adapters == {}

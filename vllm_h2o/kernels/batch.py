@@ -154,7 +154,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptChunk:
-    """T tokens of one request's prompt.
+    """T tokens of one request's prompt, or the one with which it falls back to its budget.
 
     Args:
         tokens: rows of the chunk in the step's tensors.

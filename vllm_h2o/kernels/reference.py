@@ -262,6 +262,8 @@ class Head:
         reach: when survivors are packed, a score becomes the largest of the token's own and of
             so many tokens' before it. A prompt that is not packed keeps its scores.
         splits: whether a layer's heads share its slots at the prompt's end: see split.py.
+        grows: whether nothing is evicted for now, however many tokens there are. Set to false, the
+            strip is packed after its next step.
         logical_len: tokens computed so far.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full: where pages are
@@ -283,6 +285,7 @@ class Head:
     by_maximum: bool = False
     reach: int = 0
     splits: bool = False
+    grows: bool = False
     logical_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
@@ -325,12 +328,15 @@ class Head:
         out = attend_and_score(query, self.strip, self.scale, *limits)
         for scoring_pass, scoring_query in passes:
             score_pass(scoring_query, self.strip, self.scale, scoring_pass)
-        full = len(self.strip) >= self.capacity
+        full = len(self.strip) >= self.capacity and not self.grows
         if self.in_prompt:
             if full and (ends_prompt or self.packs_chunks) and not self.splits:
                 self.extend_scores()
                 self.pack()
             self.in_prompt = not ends_prompt
+        elif full and len(self.strip) > self.capacity:
+            self.extend_scores()
+            self.pack()
         elif full and not self.next_offset:
             self._select()
         return out

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from vllm_h2o.errors import ConfigError, IntegrityError
+from vllm_h2o.options.checks import check_fields
 from vllm_h2o.options.conflicts import (
     can_split,
     check_cap,
@@ -20,7 +21,6 @@ from vllm_h2o.options.conflicts import (
 )
 from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
-from vllm_h2o.options.values import check_values
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import POLICIES, SCORES, Budget, Policy, Score, ScoreKind, split_budget
 from vllm_h2o.policy.budget import minimum_slots
@@ -57,6 +57,7 @@ class KVPolicyConfig:
         None,
         "fraction of the budget that is the recent window; the rest are heavy hitters",
         shown="0.5; h2o2 0.3",
+        fraction="of the budget",
     )
     num_sink_tokens: int | None = option(
         None,
@@ -81,6 +82,19 @@ class KVPolicyConfig:
         "last observation_window queries alone; chunked, after each chunk, so that a prompt may be "
         "longer than the pool",
         choices=("full", "window", "chunked"),
+    )
+    eviction: str = option(
+        "always",
+        "when a sequence is cut to its budget: always, at its prompt's end, whether memory is "
+        "short or not; pressure, once the pool runs short, and only those that it takes: until "
+        "then a sequence keeps every token",
+        choices=("always", "pressure"),
+    )
+    pressure_watermark: float = option(
+        0.02,
+        "with eviction=pressure: fraction of the pool's pages that is free again, beyond what is "
+        "needed, when sequences have been cut",
+        fraction="of the pool",
     )
     observation_window: int = option(
         64,
@@ -119,7 +133,7 @@ class KVPolicyConfig:
     )
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_fields(self)
         check_unread(self)
         check_together(self)
         self._check_size()

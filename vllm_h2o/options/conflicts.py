@@ -36,6 +36,10 @@ def _has_basis(config: Any) -> bool:
     return config.budget_basis != type(config).budget_basis
 
 
+def _has_pressure(config: Any) -> bool:
+    return config.eviction == "pressure"
+
+
 def _has_window(config: Any) -> bool:
     return config.prefill == "window"
 
@@ -46,7 +50,8 @@ def _asks_window(config: Any) -> bool:
 
 def can_split(config: Any) -> bool:
     """Whether KV heads may share slots: pages of a head stay its own, from the prompt's end on."""
-    return config.granularity == "token" and config.prefill != "chunked"
+    whole = config.granularity == "token" and config.prefill != "chunked"
+    return whole and config.eviction == "always"
 
 
 CONFLICTS = (
@@ -60,6 +65,12 @@ CONFLICTS = (
         lambda c: c.split and c.granularity == "block",
         "split=true",
         "granularity={c.granularity!r}",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.split and c.eviction == "pressure",
+        "split=true",
+        "eviction={c.eviction!r}",
         NOT_BUILT,
     ),
     Conflict(
@@ -115,6 +126,18 @@ CONFLICTS = (
         "granularity='block' with budget_basis={c.budget_basis!r}",
         "the pages of a short request may all be recent",
         NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: _has_pressure(c) and c.prefill == "chunked",
+        "eviction='pressure' with prefill='chunked'",
+        "each chunk of a prompt is cut to the budget",
+        "nothing would be left to give back when memory is short",
+    ),
+    Conflict(
+        lambda c: c.pressure_watermark != type(c).pressure_watermark and not _has_pressure(c),
+        "pressure_watermark={c.pressure_watermark!r}",
+        "eviction={c.eviction!r} does not ask how much is free",
+        NO_OP,
     ),
 )
 

@@ -13,6 +13,7 @@ def option(
     *,
     choices: Sequence[str] = (),
     bits: int = 0,
+    fraction: str = "",
     shown: str | None = None,
 ) -> Any:
     """A field of the configuration.
@@ -22,6 +23,7 @@ def option(
         meaning: what it does, for users.
         choices: the values that it takes, if they are names.
         bits: largest size of a whole number, if it is one.
+        fraction: what it is a fraction of, in [0, 1], if it is one.
         shown: the default in words, where the value does not say it.
 
     """
@@ -29,6 +31,7 @@ def option(
         "meaning": meaning,
         "choices": tuple(choices),
         "bits": bits,
+        "fraction": fraction,
         "shown": shown if shown is not None else str(default),
     }
     return field(default=default, metadata=metadata)

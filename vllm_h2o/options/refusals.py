@@ -190,6 +190,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "or leave --enable-prefix-caching out",
     ),
     Refusal(
+        "prefix caching, and eviction='pressure'",
+        lambda c: c.cache_config.enable_prefix_caching and _config(c).eviction == "pressure",
+        "tokens after a prompt would score, and later be packed, in pages that others read",
+        "use --kv-policy-config.eviction always, or leave --enable-prefix-caching out",
+    ),
+    Refusal(
         "chunks of prompts that may be smaller than the observation window",
         _cuts_windows,
         "with prefix caching and with score=combined, the queries that score are computed together",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import Budget
@@ -127,7 +127,7 @@ def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyC
 def plan(
     shape: CacheShape, memory: int, work: Workload, configs: Sequence[KVPolicyConfig]
 ) -> list[Row]:
-    """Stock vLLM, and then each policy.
+    """Stock vLLM, and then each policy; with ``eviction=pressure`` at both its ends.
 
     Args:
         shape: the model's cache.
@@ -140,7 +140,13 @@ def plan(
 
     """
     rows = [policy_row(shape, memory, work, config) for config in configs]
-    return [stock_row(shape, memory, work), *rows]
+    # While there is room every token stays, whatever the budget: one row for all.
+    whole = [
+        replace(row, label=f"{config.name}, all kept", slots=work.max_model_len)
+        for config, row in zip(configs[:1], rows, strict=False)
+        if config.eviction == "pressure"
+    ]
+    return [stock_row(shape, memory, work), *whole, *rows]
 
 
 def _own(config: KVPolicyConfig, work: Workload, budget: Budget) -> Budget:

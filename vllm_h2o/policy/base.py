@@ -26,6 +26,8 @@ BUDGET_OPTIONS = frozenset(
         "num_sink_tokens",
         "protect_prompt_tokens",
         "prefill",
+        "eviction",
+        "pressure_watermark",
     }
 )
 """What every policy reads that evicts."""

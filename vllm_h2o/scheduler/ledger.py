@@ -55,6 +55,9 @@ class RequestState:
             takes; 0: in another block.
         first_block_idx: column of the block table's row in which its slots begin.
         is_split: whether the KV heads of a layer hold unequal numbers of slots.
+        grows: whether it keeps every token for as long as there is room; never again once it has
+            fallen back to its budget.
+        max_len: ``RequestInfo.max_len``.
 
     """
 
@@ -69,12 +72,19 @@ class RequestState:
     next_offset: int = 0
     first_block_idx: int = 0
     is_split: bool = False
+    grows: bool = False
+    max_len: int | None = None
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the next token is of the prompt."""
+        return self.logical_len < self.prompt_end
 
     @property
     def is_full(self) -> bool:
         """Whether every slot that the request may hold is taken: the next token evicts one."""
-        ended = self.logical_len >= self.prompt_end
-        return ended and self.resident_len == self.budget.capacity
+        bounded = not self.in_prompt and not self.grows
+        return bounded and self.resident_len == self.budget.capacity
 
     def num_sharable(self, num_tokens: int) -> int:
         """Of the first ``num_tokens`` tokens, those that may lie in pages that others read."""
@@ -91,6 +101,8 @@ class LedgerStats:
     evicted_tokens: int = 0
     packs: int = 0
     pages_freed_early: int = 0
+    pressure_packs: int = 0
+    pressure_evicted_tokens: int = 0
 
 
 class Ledger:
@@ -108,6 +120,12 @@ class Ledger:
         max_blocks_per_request: columns of the block table; None: as many as are needed.
         prefix_caching: whether requests share the pages of a common prefix.
         splits: whether the KV heads of a layer share its slots once a prompt is evicted from.
+        under_pressure: whether a request is evicted from only when memory is short.
+
+    Attributes:
+        settling: requests past their prompts that fall back to their budget when their next token
+            is computed.
+        is_short: whether prompts that end in this step are packed at once.
 
     """
 
@@ -124,6 +142,7 @@ class Ledger:
         max_blocks_per_request: int | None = None,
         prefix_caching: bool = False,
         splits: bool = False,
+        under_pressure: bool = False,
     ) -> None:
         self.budget = budget
         self.block_size = block_size
@@ -136,6 +155,9 @@ class Ledger:
         self.max_blocks_per_request = max_blocks_per_request
         self.prefix_caching = prefix_caching
         self.splits = splits
+        self.under_pressure = under_pressure
+        self.settling: set[str] = set()
+        self.is_short = False
         self.stats = LedgerStats()
         self._states: dict[str, RequestState] = {}
         self._step: dict[str, RequestPlan] = {}
@@ -242,15 +264,20 @@ class Ledger:
         """
         held = self._states.get(request_id) or self._fresh(request_id, info, num_computed)
         num_new = num_tokens - num_computed
-        in_prompt = num_computed < held.prompt_end
-        self._check_tokens(request_id, held, num_computed, num_tokens)
+        in_prompt = held.in_prompt
+        _check_span(request_id, held, num_computed, num_tokens)
         budget, window = held.budget, self.observation_window
         window_start = max(held.prompt_end - window, 0) if window else held.prompt_end
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
         # Survivors leave pages that others read, however few tokens there are.
         pack_block_idx = self.num_pages(held.shared_end) if due and not held.fits else 0
-        packs = due and (pack_block_idx > 0 or held.resident_len + num_new > budget.kept)
-        overwrites = not in_prompt and held.resident_len == budget.capacity
+        settles = held.grows and (self.is_short if due else request_id in self.settling)
+        room = budget.capacity if settles and not due else budget.kept
+        packs = pack_block_idx > 0 or held.resident_len + num_new > room
+        packs = packs and (settles if held.grows else due)
+        # One that holds no more than its capacity settles without moving anything.
+        grows = held.grows and (packs or not settles)
+        overwrites = not in_prompt and not grows and held.resident_len == budget.capacity
         if held.fits and (packs or overwrites):
             raise IntegrityError(
                 f"request {request_id}: token {num_tokens} does not fit into {budget.capacity} "
@@ -270,6 +297,7 @@ class Ledger:
             fits=held.fits,
             scoring_start=window_start if window and self.scores_window_only else 0,
             window_start=window_start,
+            grows=grows,
             next_offset=held.next_offset if overwrites else 0,
             num_free_slots=self.victim_size - 1 - held.next_offset if overwrites else 0,
             first_block_idx=held.first_block_idx,
@@ -291,6 +319,8 @@ class Ledger:
         held = self._states.get(request_id) or self._fresh(request_id, info, start)
         # Before the prompt's end nothing is freed: a worker's block table only grows meanwhile.
         ends_prompt = plan.logical_end >= held.prompt_end
+        if not plan.in_prompt:
+            self.settling.discard(request_id)
         held_len = plan.held_end if ends_prompt else max(held.held_len, plan.attended_len)
         self._step[request_id] = plan
         self._states[request_id] = replace(
@@ -301,12 +331,14 @@ class Ledger:
             next_offset=(plan.next_offset + 1) % self.victim_size if plan.overwrites else 0,
             first_block_idx=plan.pack_block_idx or plan.first_block_idx,
             is_split=plan.is_split or plan.splits,
+            grows=plan.grows and not plan.num_survivors,
         )
 
     def close(self, request_id: str) -> None:
         """Forget a request whose pages go back: finished, aborted or preempted."""
         self._states.pop(request_id, None)
         self._step.pop(request_id, None)
+        self.settling.discard(request_id)
 
     def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> ResidencyPlan:
         """The plan of the step that has just been scheduled; the next step starts empty.
@@ -327,23 +359,10 @@ class Ledger:
         for plan in step.values():
             self.stats.evicted_tokens += plan.num_evicted
             self.stats.packs += plan.num_survivors > 0
+            if plan.falls_back:
+                self.stats.pressure_packs += 1
+                self.stats.pressure_evicted_tokens += plan.num_evicted
         return ResidencyPlan(step)
-
-    def _check_tokens(
-        self, request_id: str, held: RequestState, num_computed: int, num_tokens: int
-    ) -> None:
-        """Tokens [num_computed, num_tokens) come next, of the prompt or one past it."""
-        if num_computed != held.logical_len or num_tokens <= num_computed:
-            raise IntegrityError(
-                f"request {request_id}: tokens [{num_computed}, {num_tokens}) are scheduled while "
-                f"{held.logical_len} are computed"
-            )
-        in_prompt = num_computed < held.prompt_end
-        if num_tokens > (held.prompt_end if in_prompt else num_computed + 1):
-            raise IntegrityError(
-                f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
-                f"prompt at {held.prompt_end}, or are more than one past it"
-            )
 
     def _fresh(self, request_id: str, info: RequestInfo | None, num_cached: int) -> RequestState:
         """The state of a request that holds nothing but what it found in the prefix cache."""
@@ -366,6 +385,27 @@ class Ledger:
             seed=_int64(self.seed if info.seed is None else info.seed),
             fits=fits,
             shared_end=0 if fits else self.shared_end(info),
+            grows=self.under_pressure and not fits,
+            max_len=info.max_len,
+        )
+
+
+def _check_span(request_id: str, held: RequestState, num_computed: int, num_tokens: int) -> None:
+    """Whether tokens [num_computed, num_tokens) may follow what a request holds.
+
+    Raises:
+        IntegrityError: when the lengths contradict each other.
+
+    """
+    if num_computed != held.logical_len or num_tokens <= num_computed:
+        raise IntegrityError(
+            f"request {request_id}: tokens [{num_computed}, {num_tokens}) are scheduled while "
+            f"{held.logical_len} are computed"
+        )
+    if num_tokens > (held.prompt_end if held.in_prompt else num_computed + 1):
+        raise IntegrityError(
+            f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
+            f"prompt at {held.prompt_end}, or are more than one past it"
         )
 
 

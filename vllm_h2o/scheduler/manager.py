@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger, RequestInfo
+from vllm_h2o.scheduler.pressure import pages_to_admit
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import RequestPlan
 
@@ -54,6 +55,7 @@ class HeavyHitterManager(FullAttentionManager):
         self._max_overshoot = 0
         self._packed: list[str] = []
         self._unwritten: set[int] = set()
+        self._reserved = 0
 
     def bind(
         self,
@@ -77,6 +79,10 @@ class HeavyHitterManager(FullAttentionManager):
         self._budget_of = budget_of or _no_budget_of_its_own
         self._largest_chunk = largest_chunk
         self._max_overshoot = max_overshoot
+
+    def reserve(self, num_pages: int) -> None:
+        """Keep pages that running requests will take from those that this step admits."""
+        self._reserved = num_pages
 
     @property
     def ledger(self) -> Ledger:
@@ -122,12 +128,16 @@ class HeavyHitterManager(FullAttentionManager):
 
         Those that are found computed and that nobody holds are taken from it, too.
         """
-        plan, _ = self._preview(request_id, total_computed_tokens, num_tokens)
+        plan, info = self._preview(request_id, total_computed_tokens, num_tokens)
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         needed = self.ledger.num_row_blocks(plan)
         if apply_admission_cap and self.ledger.packs_chunks and plan.in_prompt:
             # The whole prompt at once, which never comes: each chunk leaves C - 1 tokens.
             needed = min(needed, self.ledger.num_pages(plan.capacity - 1 + self._largest_chunk))
+        if apply_admission_cap and self.ledger.under_pressure:
+            if info is not None and not plan.num_survivors:
+                needed = pages_to_admit(info, self.block_size)
+            needed += self._reserved
         return max(needed - held, 0) + self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(
@@ -140,8 +150,13 @@ class HeavyHitterManager(FullAttentionManager):
         num_slots = self.ledger.num_row_blocks(plan) * self.block_size
         new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
         self.ledger.commit(request_id, plan, info)
-        if plan.num_survivors and plan.logical_end == self.ledger.states[request_id].prompt_end:
+        state = self.ledger.states[request_id]
+        if plan.num_survivors and not state.in_prompt:
             self._packed.append(request_id)
+        if self.ledger.under_pressure:
+            # Who is admitted takes the rest of its prompt later, and its next token.
+            admitted = pages_to_admit(info, self.block_size) if info else 0
+            self._reserved = max(self._reserved + admitted - len(new_blocks), 0)
         return new_blocks
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
@@ -234,8 +249,7 @@ class HeavyHitterManager(FullAttentionManager):
         if state is None or request_id in self._packed:
             return []
         blocks = self.req_to_blocks[request_id][state.first_block_idx :]
-        in_prompt = state.logical_len < state.prompt_end
-        if not self.ledger.prefix_caching or (state.first_block_idx and not in_prompt):
+        if not self.ledger.prefix_caching or (state.first_block_idx and not state.in_prompt):
             return blocks
         return blocks[state.num_sharable(len(blocks) * self.block_size) // self.block_size :]
 

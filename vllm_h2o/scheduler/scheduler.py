@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
@@ -21,6 +26,7 @@ from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.manager import HeavyHitterManager
+from vllm_h2o.scheduler.pressure import Forecast, most_taken, pages_to_admit, relieve
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.stats import StatsReporter
 
@@ -48,6 +54,7 @@ class HeavyHitterScheduler(AsyncScheduler):
             max_blocks_per_request=num_pages(self.max_model_len, block_size),
             prefix_caching=self._prefix_caching,
             splits=config.splits,
+            under_pressure=config.eviction == "pressure",
         )
         # A liberty: the switch of a seam for Mamba, at which a chunk of a prompt may end early.
         self.need_mamba_block_aligned_split = (
@@ -63,10 +70,55 @@ class HeavyHitterScheduler(AsyncScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One step of vLLM's schedule, with its plan as ``residency_plan``."""
+        if self.ledger.under_pressure:
+            self._relieve_pressure()
         output = super().schedule(throttle_prefills)
         # A liberty: an attribute added to an object of vLLM's, which reaches every worker.
         output.residency_plan = self.ledger.take_step(output.num_scheduled_tokens)
         return output
+
+    def _relieve_pressure(self) -> None:
+        """Say which requests fall back to their budget in their next step, before vLLM preempts."""
+        # vLLM does this first, too: pages of the last step's packings are free now.
+        self.kv_cache_manager.new_step_starts()
+        states, block_size = self.ledger.states, self.manager.block_size
+        pool, waiting = self.manager.block_pool, list(self._pages_waited_for())
+        free, most = pool.get_num_free_blocks(), most_taken(states.values(), block_size)
+        if most + sum(waiting) <= free:
+            self.ledger.is_short = False
+            self.manager.reserve(most)
+            return
+        ranked = self.policy == SchedulingPolicy.PRIORITY
+        forecasts = [
+            Forecast.of(
+                request.request_id,
+                states[request.request_id],
+                block_size,
+                request.request_id in self.ledger.settling,
+                request.priority if ranked else 0,
+            )
+            for request in self.running
+            if request.request_id in states
+        ]
+        spare = math.ceil(self.policy_config.pressure_watermark * (pool.num_gpu_blocks - 1))
+        relief = relieve(free, forecasts, waiting, spare)
+        self.ledger.settling.update(relief.settling)
+        self.ledger.is_short = relief.is_short
+        self.manager.reserve(sum(forecast.takes for forecast in forecasts))
+
+    def _pages_waited_for(self) -> Iterator[int]:
+        """Pages of each waiting request that this step or the next has room for but for them."""
+        if self._pause_state != PauseState.UNPAUSED:
+            return
+        room = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
+        num_tokens = 0
+        for request in islice(self.waiting, max(room, 0)):
+            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                continue
+            if num_tokens >= self.max_num_scheduled_tokens:
+                return
+            num_tokens += request.num_tokens
+            yield pages_to_admit(self.manager.info_of(request), self.manager.block_size)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics, with the policy's; None where they are switched off.
@@ -217,3 +269,11 @@ class HeavyHitterScheduler(AsyncScheduler):
             self.max_model_len,
             stock.num_sequences(self.max_model_len),
         )
+        if self.ledger.under_pressure:
+            logger.info(
+                "%s: eviction=pressure: so much when memory is short; until then a sequence holds "
+                "every token, and the pool %d sequences of max_model_len=%d.",
+                config.name,
+                pool.num_sequences(self.max_model_len),
+                self.max_model_len,
+            )

@@ -138,7 +138,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         plans = step.rows(common_attn_metadata) if step else []
         num_rows, table = common_attn_metadata.num_reqs, common_attn_metadata.block_table_tensor
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
-        # A one-token last chunk runs the decode kernel; its prompt is still packed.
+        # One token that ends a prompt, or with which a request falls back, runs the decode kernel;
+        # its request is still packed.
         chunks = [
             self._prompt_chunk(plan, table[row], starts[row])
             for row, plan in enumerate(plans)

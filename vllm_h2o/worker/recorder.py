@@ -52,10 +52,11 @@ class Recorder:
 
     def is_due(self, request_id: str, plan: RequestPlan) -> bool:
         """Whether this step is to be recorded: survivors were packed, or enough tokens went by."""
+        packs = plan.num_survivors > 0
         if plan.in_prompt:
-            return plan.num_survivors > 0
+            return packs
         self.num_steps[request_id] += 1
-        return (self.num_steps[request_id] - 1) % self.every == 0
+        return packs or (self.num_steps[request_id] - 1) % self.every == 0
 
     def add(self, frame: Frame, due: bool) -> None:
         """Enter a record; one that is not due stays only if none follows."""

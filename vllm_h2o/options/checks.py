@@ -1,9 +1,9 @@
-"""What each option's value may be, whatever the others are."""
+"""Checks of one option at a time: what its description says that it takes."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import Field, fields
 from difflib import get_close_matches
 from typing import Any, TypeGuard
 
@@ -11,31 +11,20 @@ from vllm_h2o.errors import ConfigError
 from vllm_h2o.policy import POLICIES
 
 
-def check_values(config: Any) -> None:
-    """Refuse the first value of a configuration that cannot be used.
+def check_fields(config: Any) -> None:
+    """Refuse the first value that its option does not take.
 
     Raises:
-        ConfigError: for that value.
+        ConfigError: for a value that is of no use, whatever the others are.
 
     """
     _check_name(config.name)
     _check_budget("budget", config.budget)
     if config.max_budget is not None:
         _check_budget("max_budget", config.max_budget)
-    for field in fields(config):
-        if field.metadata["bits"]:
-            _check_count(field.name, getattr(config, field.name), field.metadata["bits"])
-    ratio = 0.5 if config.recent_ratio is None else config.recent_ratio
-    if not _is_number(ratio) or not 0 <= ratio <= 1:
-        raise ConfigError(
-            f"recent_ratio={config.recent_ratio!r}",
-            "a fraction of the budget is a number in [0, 1]",
-            "there is no such fraction",
-            "give a number in [0, 1]; 0.5 is the paper's",
-        )
-    for field in fields(config):
-        if field.metadata["choices"]:
-            _check_choice(field.name, getattr(config, field.name), field.metadata["choices"])
+    for check in (_check_count, _check_fraction, _check_choice):
+        for field in fields(config):
+            check(field, getattr(config, field.name))
 
 
 def _check_name(name: object) -> None:
@@ -49,37 +38,52 @@ def _check_name(name: object) -> None:
         )
 
 
-def _check_budget(field: str, budget: object) -> None:
+def _check_budget(name: str, budget: object) -> None:
     good = _is_number(budget) and (0 < budget <= 1 or (isinstance(budget, int) and budget > 0))
     if not good and budget != "full":
         raise ConfigError(
-            f"{field}={budget!r}",
+            f"{name}={budget!r}",
             "a budget is an int > 0 (slots), a float in (0, 1] (a fraction), or 'full'",
             "no number of slots follows from it",
             "give e.g. 512 or 0.2",
         )
 
 
-def _check_count(field: str, value: object, bits: int) -> None:
-    if field == "num_sink_tokens" and value is None:
+def _check_count(field: Field[Any], value: object) -> None:
+    name, bits = field.name, field.metadata["bits"]
+    if not bits or (value is None and field.default is None):
         return
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**bits:
         raise ConfigError(
-            f"{field}={value!r}",
-            f"{field} is a whole number of at most {bits} bits",
+            f"{name}={value!r}",
+            f"{name} is a whole number of at most {bits} bits",
             "it counts things, or seeds them",
             f"give an int in [0, 2**{bits})",
         )
 
 
-def _check_choice(field: str, value: object, works: tuple[str, ...]) -> None:
-    if value in works or (field == "score" and value is None):
+def _check_fraction(field: Field[Any], value: object) -> None:
+    whole = field.metadata["fraction"]
+    if not whole or (value is None and field.default is None):
+        return
+    if not _is_number(value) or not 0 <= value <= 1:
+        raise ConfigError(
+            f"{field.name}={value!r}",
+            f"a fraction {whole} is a number in [0, 1]",
+            "there is no such fraction",
+            f"give a number in [0, 1]; the default is {field.metadata['shown']}",
+        )
+
+
+def _check_choice(field: Field[Any], value: object) -> None:
+    works = field.metadata["choices"]
+    if not works or value in works or (value is None and field.default is None):
         return
     raise ConfigError(
-        f"{field}={value!r}",
+        f"{field.name}={value!r}",
         f"what works is {', '.join(works)}",
         "there is no such choice",
-        f"use {field}={works[0]!r}",
+        f"use {field.name}={works[0]!r}",
     )
 
 

@@ -1,0 +1,71 @@
+"""P7: pressure, stock vLLM and always in turn, in pools of several sizes.
+
+Usage::
+
+    python -m benchmarks.throughput.pressure [--quick] [--only P7-4 P7-8] [--rounds 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import append_rows, machine_name
+from benchmarks.throughput.profiles import PRESSURE, QUICK_PRESSURE, Profile
+from benchmarks.throughput.runs import ROOT, row_of, run
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def measure(profile: Profile, number: int, machine: str, log: Path) -> list[dict[str, Any]]:
+    """A row for each side of a profile."""
+    rows = []
+    for side in profile.sides:
+        figures = run(profile, side, "cpu", log)
+        own = {name: figures[name] for name in ("evicted_tokens", "pressure_packs")}
+        rows.append({**row_of(profile, side, figures, machine, number), **own})
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of all runs."""
+    lines = [
+        "| profile | side | tokens/s | at once | preempted | tokens evicted | packs |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {row['profile']} | {row['side']} | {row['output_tokens_per_s']:.1f} "
+        f"| {row['mean_sequences']:.1f} | {row['preemptions']} | {row['evicted_tokens']} "
+        f"| {row['pressure_packs']} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the profiles that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="one tiny pool, for its functioning")
+    parser.add_argument("--only", nargs="+", default=None, metavar="ID", help="profiles to run")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each side (1)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
+    args = parser.parse_args()
+    profiles = QUICK_PRESSURE if args.quick else PRESSURE
+    chosen = [p for p in profiles if args.only is None or p.id in args.only]
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = "pressure-quick" if args.quick else "pressure-cpu"
+    csv, log = args.out / f"{name}.csv", args.out / f"{name}.log"
+    machine = machine_name()
+    print(machine)
+    rows = []
+    for number in range(args.rounds):
+        for profile in chosen:
+            rows += measure(profile, number, machine, log)
+            append_rows(csv, rows[-len(profile.sides) :])
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Who falls back to its budget when the pool runs short: ``eviction=pressure``.
+
+Integers only: no torch, no vLLM. Before each step the scheduler adds up what running requests take
+in their next two steps, and what the first waiting requests need. Where that is more than is free,
+requests that hold more than their budget are chosen::
+
+    this step    computes a token of each, in a slot of its own, and packs the survivors
+    the next     starts with the pages after the survivors back in the pool
+
+Hence the two steps: who has no page in the next one could be helped in this one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from vllm_h2o.pages import num_pages
+from vllm_h2o.scheduler.ledger import RequestInfo, RequestState
+
+MAX_PACKS = 8
+"""Requests that fall back in one step for the sake of those that wait: packing stays a small part
+of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a running request takes from the pool soon, and what it could give back.
+
+    Args:
+        request_id: the request.
+        priority: the larger, the sooner it falls back.
+        takes: pages of its next two tokens, or of what is left of its prompt and the next token.
+        gives: pages that come back because it falls back already.
+        saves: pages that come back or are not taken if it is chosen; 0 where it cannot be.
+        loses: tokens that go then.
+
+    """
+
+    request_id: str
+    priority: int = 0
+    takes: int = 0
+    gives: int = 0
+    saves: int = 0
+    loses: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        request_id: str,
+        state: RequestState,
+        block_size: int,
+        settling: bool = False,
+        priority: int = 0,
+    ) -> Forecast:
+        """That of a request.
+
+        Args:
+            request_id: the request.
+            state: what it holds.
+            block_size: slots of a page.
+            settling: whether it has been chosen already, and its step has not come yet.
+            priority: the larger, the sooner it falls back.
+
+        """
+        held, full = (num_pages(n, block_size) for n in (state.held_len, state.budget.capacity))
+        next_len = state.resident_len + 1
+        if settling:
+            pages = num_pages(next_len, block_size)
+            gives = max(pages - full, 0)
+            return cls(request_id=request_id, takes=max(pages - held, 0), gives=gives)
+        end = (state.prompt_end if state.in_prompt else next_len) + 1
+        end = end if state.grows else min(end, state.budget.capacity)
+        end = end if state.max_len is None else min(end, state.max_len)
+        pages = num_pages(end, block_size)
+        able = state.grows and not state.in_prompt and next_len >= state.budget.capacity
+        if state.max_len is not None:
+            # The token that is sampled last needs no step, though it may get one.
+            able = able and next_len < state.max_len
+        return cls(
+            request_id=request_id,
+            priority=priority,
+            takes=max(pages - held, 0),
+            saves=max(pages - full, 0) if able else 0,
+            loses=next_len - state.budget.kept,
+        )
+
+
+@dataclass(frozen=True)
+class Relief:
+    """What is done in a step.
+
+    Args:
+        settling: requests that fall back to their budget, in the order in which they were chosen.
+        is_short: whether that is not enough: prompts that end in this step are packed, too.
+
+    """
+
+    settling: tuple[str, ...] = ()
+    is_short: bool = False
+
+
+def pages_to_admit(info: RequestInfo, block_size: int) -> int:
+    """Pages of a request's prompt and of the token after it."""
+    end = info.prompt_len + 1
+    return num_pages(end if info.max_len is None else min(end, info.max_len), block_size)
+
+
+def most_taken(states: Iterable[RequestState], block_size: int) -> int:
+    """Pages that running requests take soon at the most, quickly: no forecast says more."""
+    return sum(num_pages(s.prompt_end + 1, block_size) if s.in_prompt else 2 for s in states)
+
+
+def relieve(free: int, forecasts: Sequence[Forecast], waiting: Iterable[int], spare: int) -> Relief:
+    """Choose as few requests as are enough.
+
+    The lowest priority first; then those that lose the fewest tokens for each page; then the latest
+    of ``forecasts``. Nobody is chosen for a waiting request that would not be admitted even if all
+    fell back. For the next step of those that run, as many are chosen as are needed; for others
+    that wait, and for ``spare``, at most ``MAX_PACKS`` in a step.
+
+    Args:
+        free: pages.
+        forecasts: of the running requests, the oldest first.
+        waiting: pages that each waiting request needs, the first in the queue first.
+        spare: pages that are left free besides, once there are not enough.
+
+    """
+    able = [forecast for forecast in forecasts if forecast.saves > 0]
+    must = sum(forecast.takes - forecast.gives for forecast in forecasts) - free
+    most = sum(forecast.saves for forecast in able)
+    wanted, is_short = must, must > most
+    for pages in waiting:
+        if wanted + pages > most:
+            is_short = True
+            break
+        wanted += pages
+    if wanted <= 0:
+        return Relief(is_short=is_short)
+    chosen: list[Forecast] = []
+    saved = 0
+    able.reverse()
+    for forecast in sorted(able, key=lambda c: (-c.priority, Fraction(c.loses, c.saves))):
+        if saved >= wanted + spare or (saved >= must and len(chosen) >= MAX_PACKS):
+            break
+        chosen.append(forecast)
+        saved += forecast.saves
+    return Relief(_needed(chosen, saved - (wanted + spare)), is_short)
+
+
+def _needed(chosen: Sequence[Forecast], excess: int) -> tuple[str, ...]:
+    """Those without which it would not be enough; of the last one's priority others may go."""
+    kept = []
+    for forecast in chosen:
+        if forecast.saves <= excess and forecast.priority == chosen[-1].priority:
+            excess -= forecast.saves
+        else:
+            kept.append(forecast.request_id)
+    return tuple(kept)
