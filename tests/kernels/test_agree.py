@@ -145,6 +145,26 @@ def test_decode_of_unequal_heads(make: Callable[[Shape], Kernels], scoring: Scor
     same(ours, theirs, owned)
 
 
+def test_what_does_not_score_keeps_no_logits() -> None:
+    """A request that fits its budget costs a GPU neither a write of logits nor a read of scores."""
+    batch, owned = decode_batch(SHAPE, Scoring(), seed=1)
+    kernels, cache = on_triton(SHAPE), filled(SHAPE, owned + 1, seed=2)
+    query, (key, value) = torch.randn(7, 6, 64), torch.randn(2, 7, 2, 64)
+    tensors = StepTensors(query, key, value, torch.empty_like(query), None, 0.2)
+    kernels._logits = torch.full((cache.num_blocks * 6 * SHAPE.block_size,), 7.0)
+    for row in ("scores", "selects"):
+        batch.field(row).zero_()
+    before = cache.score.clone()
+    victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
+    kernels.decode(cache, batch, victims, tensors, Scoring())
+    assert (kernels._logits == 7.0).all()
+    new = cache.score != before
+    assert new.sum() <= 6 * 2  # the new tokens' own
+    batch.field("scores").fill_(1)
+    kernels.decode(cache, batch, victims, tensors, Scoring())
+    assert (kernels._logits != 7.0).any()
+
+
 def prompt_chunks(shape: Shape, packs: bool) -> tuple[list[PromptChunk], int]:
     """Chunks at the start, after others, of two tokens, and one that does not score."""
     chunks, owned, token = [], 0, 3

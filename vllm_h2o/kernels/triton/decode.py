@@ -173,6 +173,7 @@ def attend_split(
     first_block = tl.load(block_table)
     slot_new = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
     num_free_slots = tl.load(fields + NUM_FREE_SLOTS * field_stride).to(tl.int32)
+    num_kept = tl.where(tl.load(fields + SCORES * field_stride) != 0, G, 0)
     row_max = tl.full([G_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([G_PAD], tl.float32)
     # A single query keeps a sum for each slot of a tile; they are added up at the end.
@@ -196,7 +197,7 @@ def attend_split(
         logits = tl.where(live[None, :], logits * scale, float("-inf"))
         if KEEPS_LOGITS:
             logits_ptrs = logits_ptr + (row * G * N + offset)[None, :] + group[:, None] * N
-            tl.store(logits_ptrs, logits, mask=(group < G)[:, None] & resident[None, :])
+            tl.store(logits_ptrs, logits, mask=(group < num_kept)[:, None] & resident[None, :])
         new_max = tl.maximum(row_max, tl.max(logits, axis=1))
         # A split may begin with nothing but free slots: exp(-inf - -inf) would be NaN.
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -312,7 +313,7 @@ def merge_and_score(
     in_prompt = tl.load(fields + IN_PROMPT * field_stride) != 0
     # A query that scores nothing is one that no token is old enough for.
     min_age = tl.where(scores, skip_recent, 1 << 30)
-    if (POWER > 0) | selects:
+    if ((POWER > 0) & scores) | selects:
         query_position = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
         recent_start = tl.load(fields + RECENT_START * field_stride).to(tl.int32)
         num_sinks = tl.load(fields + NUM_SINKS * field_stride)
