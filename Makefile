@@ -13,7 +13,7 @@ OVERLAY := .venv-033
 OVERLAY_STAMP := $(OVERLAY)/.setup-complete
 TESTS_033 ?= tests/scheduler tests/worker tests/patches tests/options tests/planner tests/test_hooks.py \
     tests/test_metrics.py tests/test_plugin.py tests/e2e
-SHORT_033 := tests/scheduler tests/patches tests/test_plugin.py tests/e2e/test_retained.py
+SHORT_033 := tests/scheduler tests/patches tests/e2e/test_retained.py
 
 .DEFAULT_GOAL := help
 .PHONY: help venv native demo test test-033 soak bench bench-quality gpu-check lint clean

@@ -4,6 +4,7 @@
 
     python -m tools.zoo                    all of them (five minutes)
     python -m tools.zoo "GPT-J" "OLMo 2"   some, by name
+    .venv-033/bin/python -m tools.zoo      on the other vLLM
     python -m tools.docs                   then, the table in docs/compatibility.md
 
 What fails is printed, and not written.
