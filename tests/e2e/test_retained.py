@@ -157,11 +157,13 @@ def test_heads_that_share_slots(
     assert oracle.num_unequal > 0
 
 
-def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("policy", "budget"), [("h2o", 32), ("h2o2", 64)])
+def test_smollm2(policy: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model: 30 layers, 3 KV heads, GQA 3."""
     model = smollm2()
     tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
     prompts = [tokens[:20], tokens[100:190]]
-    oracle = follow(monkeypatch, model, "h2o2", {"budget": 32}, prompts, block_size=16)
+    oracle = follow(monkeypatch, model, policy, {"budget": budget}, prompts, block_size=16)
+    assert (oracle.num_unequal > 0) is (policy == "h2o2")
     different = {oracle.retained[where] for where in oracle.retained if where[2].startswith("1")}
     assert len(different) > 60  # heads and layers choose for themselves

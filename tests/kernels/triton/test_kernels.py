@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,3 +64,16 @@ def test_lives(name: str, ranking: Ranking) -> None:
     atol = OUTPUT_ATOL if shape.dtype == FP32 else 2e-3
     live(layer, policy, lives, ranking, output_atol=atol)
     assert (ranking.num_selections > before) is POLICIES[policy].evicts
+
+
+def test_lives_of_unequal_heads() -> None:
+    """The same where KV heads share slots, beside a request where they do not."""
+    shape, count = Shape(3, 3, 32, 8, FP32), Ranking()
+    rows = [(48, 8, 0, [20, 60], 30), (40, 12, 3, [70], 12), (24, 8, 0, [9], 18)]
+    lives = [replace(life, splits=True) for life in make_lives(rows)]
+    options = (("score", "mean_squares"), ("split", True))
+    num_blocks = pool_size(lives, shape.block_size, share=1.0)
+    layer = Layer(shape, "h2o", num_blocks, kernels=triton_kernels(shape), options=options)
+    live(layer, "h2o", lives, count)
+    count.check()
+    assert count.num_unequal > 0
