@@ -80,6 +80,7 @@ def plain_doors(module: Module) -> Iterator[str]:
         "errors.py",
         "scheduler/ledger.py",
         "scheduler/pressure.py",
+        "scheduler/state.py",
         "policy/",
     )
     if module.path.startswith(tuple(f"vllm_h2o/{start}" for start in plain)):

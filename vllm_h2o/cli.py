@@ -169,6 +169,17 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _default_budgets(config: KVPolicyConfig, longest: int) -> Sequence[str | None]:
+    """Budgets to compare where none is asked for: those that the policy lets requests have."""
+    if not config.policy.evicts:
+        return (None,)
+    cap = config.max_budget
+    if cap is None or isinstance(cap, str):
+        return _BUDGETS
+    share = cap if isinstance(cap, float) else cap / longest
+    return [budget for budget in _BUDGETS if float(budget) <= share] or (str(cap),)
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     from vllm_h2o.planner import capacity, model, show
 
@@ -186,8 +197,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     prompt_len = min(arguments.prompt_len or longest, longest)
     chunk = arguments.max_num_batched_tokens
     work = capacity.Workload(longest, prompt_len, arguments.block_size, chunk)
-    evicts = _config(arguments, None).policy.evicts
-    budgets = arguments.budget or (_BUDGETS if evicts else (None,))
+    budgets = arguments.budget or _default_budgets(_config(arguments, None), longest)
     configs = [_config(arguments, budget) for budget in budgets]
     shape = loaded.cache(arguments.kv_dtype)
     memory, meaning = _cache_memory(arguments, loaded)

@@ -26,8 +26,8 @@ from vllm_h2o.wire import PolicyStats
 logger = init_logger("vllm.kv_policy")
 
 COUNTERS = {
-    "evicted_tokens": "Tokens evicted from the KV cache. Each layer evicts as many, and each of "
-    "its KV heads, if on average; they are counted once.",
+    "evicted_tokens": "Tokens evicted from the KV cache. Each layer evicts as many, and so "
+    "does each KV head, on average; they are counted once.",
     "packs": "Times that survivors were packed into a sequence's first pages: prompts, or, with "
     "prefill=chunked, chunks of them; with eviction=pressure, also later.",
     "pages_freed_early": "KV-cache pages that requests gave back while they ran.",

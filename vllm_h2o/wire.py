@@ -137,9 +137,10 @@ class PolicyStats:
     """What the scheduler tells the front end after a step.
 
     Args:
-        evicted_tokens: tokens evicted since the last report; every layer and KV head evicts as
-            many, and they are counted once.
-        packs: times that survivors were packed since then: prompts, or chunks of them.
+        evicted_tokens: tokens evicted since the last report; every layer evicts as many, and so
+            does each KV head, on average; they are counted once.
+        packs: times that survivors were packed since then: at a prompt's end, after chunks of it,
+            or later.
         pages_freed_early: pages that requests gave back while they ran, since then.
         pressure_packs: packs past a prompt since then: of requests that fell back to their
             budget because memory was short.

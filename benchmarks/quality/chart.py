@@ -16,7 +16,7 @@ PANELS = {
     "pairs 1024": "codes found, %",
 }
 """By task, length and, for prose, tokens that are forced: what the axis says."""
-COLORS = ("#1f77b4", "#17becf", "#d62728", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b")
+COLORS = ("#1f77b4", "#17becf", "#d62728", "#ff7f0e", "#2ca02c", "#e377c2", "#9467bd", "#8c564b")
 GREYS = ("#222222", "#555555", "#777777", "#999999", "#aaaaaa", "#bbbbbb")
 MARKERS = "os*D^vxPXhd<>"
 

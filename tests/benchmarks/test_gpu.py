@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def test_kernels_hold(size: kernels.Size) -> None:
     """Decode, prompts, a second pass and packing."""
     checks = list(check_kernels(CPU, size))
-    assert len(checks) == 14 and all(map(holds, checks))
+    assert len(checks) == 18 and all(map(holds, checks))
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

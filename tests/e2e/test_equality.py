@@ -117,12 +117,12 @@ def test_every_policy_equals_stock(tmp_path: Path) -> None:
     settings = {"max_num_batched_tokens": 64, "max_model_len": 480}
     stock = run(model, prompts, None, **settings)
     for policy in POLICIES:
-        options = None if policy == "full" else {"budget": 1.0}
+        window = {"observation_window": 24} if policy == "h2o2" else {}
+        options = None if policy == "full" else {"budget": 1.0, **window}
         ours = run(model, prompts, policy, options=options, **settings)
         assert assert_same_tokens(stock, ours) <= 1
         if options:
             # Fewer of them: each generates all tokens that its budget does not hold.
-            scored = run(
-                model, prompts[::2], policy, options={"budget": 256}, max_tokens=256, **settings
-            )
+            few = {**options, "budget": 256}
+            scored = run(model, prompts[::2], policy, options=few, max_tokens=256, **settings)
             assert assert_same_tokens(stock[::2], scored, first=24) <= 1

@@ -71,7 +71,7 @@ def test_a_tight_pool_runs_as_many_as_always(pages: int, tmp_path: Path) -> None
         ("h2o", {"recent_ratio": 0.25, "num_sink_tokens": 3, "score": "mean"}),
         ("h2o", {"granularity": "block", "recent_ratio": 0.1, "budget": 80}),
         ("h2o", {"prefill": "window", "observation_window": 20}),
-        ("h2o2", {}),
+        ("h2o2", {"observation_window": 20}),
         ("streaming", {}),
         ("random", {}),
     ],

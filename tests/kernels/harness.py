@@ -20,8 +20,9 @@ from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.reference import Strip
 from vllm_h2o.paths import WORKER
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import Ledger, RequestInfo
+from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
+from vllm_h2o.scheduler.state import RequestInfo
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.metadata import HeavyHitterMetadata, HeavyHitterMetadataBuilder

@@ -16,8 +16,8 @@ from vllm_h2o.options.flags import add_flags
 from vllm_h2o.options.option import help_line, table_row
 
 CONFLICTING = (
-    {"split": "yes"},
     {"split": True, "granularity": "block"},
+    {"split": True, "eviction": "pressure"},
     {"split": True, "prefill": "chunked"},
     {"budget": 64, "budget_basis": "prompt"},
     {"name": "local", "prefill": "window"},

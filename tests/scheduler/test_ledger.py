@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import Ledger, RequestInfo
+from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.state import RequestInfo
 from vllm_h2o.wire import RequestPlan
 
 BUDGET = Budget(capacity=16, num_heavy=7, num_recent=8, num_sinks=0)

@@ -13,8 +13,8 @@ from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.observed import Observed
 from tests.scheduler.schedules import operations
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import RequestState
 from vllm_h2o.scheduler.pressure import MAX_PACKS, Forecast, Relief, most_taken, relieve
+from vllm_h2o.scheduler.state import RequestState
 
 BUDGET = 12
 PRESSURE = ("eviction", "pressure")

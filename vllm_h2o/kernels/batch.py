@@ -32,6 +32,10 @@ class ScoringPass:
     power: int = 2
     stride: int = 1
 
+    def __post_init__(self) -> None:
+        if self.stride > 1 and not self.rotated:
+            raise ValueError(f"queries that see the past alone are not thinned: {self}")
+
 
 @dataclass(frozen=True)
 class Scoring:

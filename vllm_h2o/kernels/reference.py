@@ -114,7 +114,7 @@ def attend_and_score(
 def score_pass(query: torch.Tensor, strip: Strip, scale: float, scoring_pass: ScoringPass) -> None:
     """``P = softmax(q K^T * scale); score[j] += w * age[j] * E[j]``, E from the columns of P^p.
 
-    Not of the paper. Two kinds of queries score once more: all of a chunk's, rotated past its end,
+    Not of the paper. Two kinds of queries score once more: a chunk's, rotated past its end,
     as if the text were read again by the queries that it had (a *second pass*): so a token scores
     that only a later mention of what stands before it would look for, and no query of the text
     itself has. And the prompt's last ones, where a question stands. E[j] is the sum over queries

@@ -1,4 +1,4 @@
-"""Checks of one option at a time: what its description says that it takes."""
+"""Checks of one option at a time: what it takes, and what it comes to."""
 
 from __future__ import annotations
 
@@ -22,9 +22,89 @@ def check_fields(config: Any) -> None:
     _check_budget("budget", config.budget)
     if config.max_budget is not None:
         _check_budget("max_budget", config.max_budget)
+    if not isinstance(config.split, bool | None):
+        raise ConfigError(
+            f"split={config.split!r}",
+            "KV heads share slots, or they do not",
+            "there is no such choice",
+            "give true or false, in lower case",
+        )
     for check in (_check_count, _check_fraction, _check_choice):
         for field in fields(config):
             check(field, getattr(config, field.name))
+
+
+def check_slots(config: Any, slots: int, least: int, meaning: str, num_sinks: int) -> None:
+    """Refuse a budget with which a sequence does not go on.
+
+    Args:
+        config: with the budget.
+        slots: what the budget comes to.
+        least: fewest slots.
+        meaning: ``slots``, in words.
+        num_sinks: first tokens among ``least``.
+
+    Raises:
+        ConfigError: when there are fewer.
+
+    """
+    if slots < least:
+        one = type(config.budget) is int and config.budget == 1
+        hint = "; 1 is one slot, also from a client that writes 1.0 so: every token is 'full'"
+        raise ConfigError(
+            f"budget={config.budget!r}",
+            meaning,
+            f"{num_sinks} first tokens, the recent window and the next token need {least}",
+            f"give a budget of at least {least}, or fewer sinks{hint if one else ''}",
+        )
+
+
+def check_cap(config: Any, slots: int, limit: int) -> None:
+    """Refuse a budget above ``max_budget``: a request's, or the one of those that ask for none.
+
+    Args:
+        config: with the budget.
+        slots: what the budget comes to.
+        limit: what ``max_budget`` comes to.
+
+    Raises:
+        ConfigError: when it is above it.
+
+    """
+    if slots > limit:
+        raise ConfigError(
+            f"budget={config.budget!r}",
+            f"that is {slots} slots, and max_budget={config.max_budget!r} is {limit}",
+            "this server gives a request no more",
+            f"ask for at most {config.max_budget!r}",
+        )
+
+
+def check_lengths(config: Any, max_model_len: int) -> None:
+    """Refuse lengths that no sequence has.
+
+    Args:
+        config: the policy.
+        max_model_len: longest sequence, in tokens.
+
+    Raises:
+        ConfigError: for a ``min_budget`` above it, or a ``score_skip_recent`` that skips it whole.
+
+    """
+    lengths = {
+        "min_budget": (config.min_budget, "every sequence would be kept whole"),
+    }
+    if config.ranking.second_pass is None:  # which scores what other queries skip
+        least = config.score_skip_recent + 1
+        lengths["score_skip_recent"] = (least, "no query would score any token")
+    for name, (least, why) in lengths.items():
+        if least > max_model_len:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r}",
+                f"max_model_len={max_model_len} is the longest sequence",
+                why,
+                f"give a {name} that is shorter, or leave it out",
+            )
 
 
 def _check_name(name: object) -> None:

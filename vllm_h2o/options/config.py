@@ -10,15 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from vllm_h2o.errors import ConfigError, IntegrityError
-from vllm_h2o.options.checks import check_fields
-from vllm_h2o.options.conflicts import (
-    can_split,
-    check_cap,
-    check_lengths,
-    check_slots,
-    check_together,
-    check_unread,
-)
+from vllm_h2o.options.checks import check_cap, check_fields, check_lengths, check_slots
+from vllm_h2o.options.conflicts import can_split, check_together, check_unread
 from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
 from vllm_h2o.pages import num_pages
@@ -116,7 +109,7 @@ class KVPolicyConfig:
     )
     score_skip_recent: int = option(
         0,
-        "a query scores tokens that are at least so many positions older; a second pass scores all",
+        "a query scores tokens that are at least so many positions older; scoring passes score all",
         bits=31,
     )
     split: bool | None = option(

@@ -56,12 +56,6 @@ def can_split(config: Any) -> bool:
 
 CONFLICTS = (
     Conflict(
-        lambda c: not isinstance(c.split, bool | None),
-        "split={c.split!r}",
-        "it is true or false",
-        "there is no such choice",
-    ),
-    Conflict(
         lambda c: c.split and c.granularity == "block",
         "split=true",
         "granularity={c.granularity!r}",
@@ -104,7 +98,7 @@ CONFLICTS = (
         NO_OP,
     ),
     Conflict(
-        lambda c: _asks_window(c) and not c.observation_window,
+        lambda c: c.observation_window < (2 if c.ranking.window else 1) and _asks_window(c),
         "observation_window={c.observation_window!r}",
         "no query scores",
         NO_OP,
@@ -156,79 +150,6 @@ def check_together(config: Any) -> None:
                 conflict.found.format(c=config),
                 conflict.why,
                 "leave it out, or change the other option",
-            )
-
-
-def check_slots(config: Any, slots: int, least: int, meaning: str, num_sinks: int) -> None:
-    """Refuse a budget with which a sequence does not go on.
-
-    Args:
-        config: with the budget.
-        slots: what the budget comes to.
-        least: fewest slots.
-        meaning: ``slots``, in words.
-        num_sinks: first tokens among ``least``.
-
-    Raises:
-        ConfigError: when there are fewer.
-
-    """
-    if slots < least:
-        one = type(config.budget) is int and config.budget == 1
-        hint = "; 1 is one slot, also from a client that writes 1.0 so: every token is 'full'"
-        raise ConfigError(
-            f"budget={config.budget!r}",
-            meaning,
-            f"{num_sinks} first tokens, the recent window and the next token need {least}",
-            f"give a budget of at least {least}, or fewer sinks{hint if one else ''}",
-        )
-
-
-def check_cap(config: Any, slots: int, limit: int) -> None:
-    """Refuse a budget above ``max_budget``: a request's, or the one of those that ask for none.
-
-    Args:
-        config: with the budget.
-        slots: what the budget comes to.
-        limit: what ``max_budget`` comes to.
-
-    Raises:
-        ConfigError: when it is above it.
-
-    """
-    if slots > limit:
-        raise ConfigError(
-            f"budget={config.budget!r}",
-            f"that is {slots} slots, and max_budget={config.max_budget!r} is {limit}",
-            "this server gives a request no more",
-            f"ask for at most {config.max_budget!r}",
-        )
-
-
-def check_lengths(config: Any, max_model_len: int) -> None:
-    """Refuse lengths that no sequence has.
-
-    Args:
-        config: the policy.
-        max_model_len: longest sequence, in tokens.
-
-    Raises:
-        ConfigError: for a ``min_budget`` above it, or a ``score_skip_recent`` that skips it whole.
-
-    """
-    lengths = {
-        "min_budget": (config.min_budget, "every sequence would be kept whole"),
-    }
-    if config.ranking.second_pass is None:  # which scores what other queries skip
-        least = config.score_skip_recent + 1
-        lengths["score_skip_recent"] = (least, "no query would score any token")
-    for name, (least, why) in lengths.items():
-        if least > max_model_len:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r}",
-                f"max_model_len={max_model_len} is the longest sequence",
-                why,
-                f"give a {name} that is shorter, or leave it out",
             )
 
 

@@ -183,17 +183,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave --kv-events-config out",
     ),
     Refusal(
-        "prefix caching, and a prefill of which cached queries would score or evict",
-        lambda c: c.cache_config.enable_prefix_caching and not _config(c).supports_prefix_caching,
-        "a prefix that is found in the cache is not computed again: its scores would be missing",
-        "use --kv-policy-config.prefill window (of at least 2 queries), a policy without scores, "
-        "or leave --enable-prefix-caching out",
-    ),
-    Refusal(
         "prefix caching, and eviction='pressure'",
         lambda c: c.cache_config.enable_prefix_caching and _config(c).eviction == "pressure",
         "tokens after a prompt would score, and later be packed, in pages that others read",
         "use --kv-policy-config.eviction always, or leave --enable-prefix-caching out",
+    ),
+    Refusal(
+        "prefix caching, and a prefill of which cached queries would score or evict",
+        lambda c: c.cache_config.enable_prefix_caching and not _config(c).supports_prefix_caching,
+        "a prefix that is found in the cache is not computed again: its scores would be missing",
+        "use --kv-policy h2o with --kv-policy-config.prefill window (of at least 2 queries) and no "
+        "mean score, a policy without scores, or leave --enable-prefix-caching out",
     ),
     Refusal(
         "chunks of prompts that may be smaller than the observation window",

@@ -1,7 +1,7 @@
 """H2O for what a prompt asks, and for what may be asked later.
 
 Differs from the paper: ranks by mean squares, and when a prompt has been computed, two kinds of its
-queries score once more (``reference.score_pass``). All of them, rotated past its end: in some heads
+queries score once more (``reference.score_pass``). Some, rotated past its end: in some heads
 a token's query looks for what followed that token earlier, and from there it finds what follows it
 in the prompt, as if somebody had come back to it. And the last ones, where a question stands: what
 they look at stays with the eight tokens after it, since an answer is read on from where the

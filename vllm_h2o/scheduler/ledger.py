@@ -10,99 +10,13 @@ Integers only: no torch, no vLLM. One request in one step::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.state import LedgerStats, RequestInfo, RequestState, check_span
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
-
-
-@dataclass(frozen=True)
-class RequestInfo:
-    """What a request brings.
-
-    Args:
-        prompt_len: tokens of its prompt. For a resumed request this counts what it had generated,
-            too: all of it is computed again.
-        max_len: tokens of its prompt and all that may follow; None where nothing limits it.
-        seed: its own, if it has one.
-        budget: its own, if it has one.
-
-    """
-
-    prompt_len: int
-    max_len: int | None = None
-    seed: int | None = None
-    budget: Budget | None = None
-
-
-@dataclass(frozen=True)
-class RequestState:
-    """What a request holds after the last committed step.
-
-    Args:
-        logical_len: tokens computed.
-        resident_len: slots in use.
-        held_len: slots whose pages are held.
-        prompt_end: ``RequestInfo.prompt_len``.
-        budget: slots of this request.
-        seed: of the ``random`` policy.
-        fits: whether nothing of it is ever evicted: it is not scored, and all of it may be shared.
-        shared_end: tokens [0, shared_end) may lie in pages that others read: nothing is scored or
-            evicted there. 0 where prefixes are not shared.
-        next_offset: where pages are evicted, the offset in the victim block that the next token
-            takes; 0: in another block.
-        first_block_idx: column of the block table's row in which its slots begin.
-        is_split: whether the KV heads of a layer hold unequal numbers of slots.
-        grows: whether it keeps every token for as long as there is room; never again once it has
-            fallen back to its budget.
-        max_len: ``RequestInfo.max_len``.
-
-    """
-
-    logical_len: int
-    resident_len: int
-    held_len: int
-    prompt_end: int
-    budget: Budget
-    seed: int
-    fits: bool = False
-    shared_end: int = 0
-    next_offset: int = 0
-    first_block_idx: int = 0
-    is_split: bool = False
-    grows: bool = False
-    max_len: int | None = None
-
-    @property
-    def in_prompt(self) -> bool:
-        """Whether the next token is of the prompt."""
-        return self.logical_len < self.prompt_end
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every slot that the request may hold is taken: the next token evicts one."""
-        bounded = not self.in_prompt and not self.grows
-        return bounded and self.resident_len == self.budget.capacity
-
-    def num_sharable(self, num_tokens: int) -> int:
-        """Of the first ``num_tokens`` tokens, those that may lie in pages that others read."""
-        return num_tokens if self.fits else min(num_tokens, self.shared_end)
-
-
-@dataclass
-class LedgerStats:
-    """What has happened since somebody asked last; see :class:`~vllm_h2o.wire.PolicyStats`.
-
-    Tokens are counted when a step's plan is taken: it is certain to run then. Pages, as they go.
-    """
-
-    evicted_tokens: int = 0
-    packs: int = 0
-    pages_freed_early: int = 0
-    pressure_packs: int = 0
-    pressure_evicted_tokens: int = 0
 
 
 class Ledger:
@@ -265,7 +179,7 @@ class Ledger:
         held = self._states.get(request_id) or self._fresh(request_id, info, num_computed)
         num_new = num_tokens - num_computed
         in_prompt = held.in_prompt
-        _check_span(request_id, held, num_computed, num_tokens)
+        check_span(request_id, held, num_computed, num_tokens)
         budget, window = held.budget, self.observation_window
         window_start = max(held.prompt_end - window, 0) if window else held.prompt_end
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
@@ -275,8 +189,9 @@ class Ledger:
         room = budget.capacity if settles and not due else budget.kept
         packs = pack_block_idx > 0 or held.resident_len + num_new > room
         packs = packs and (settles if held.grows else due)
-        # One that holds no more than its capacity settles without moving anything.
-        grows = held.grows and (packs or not settles)
+        # One that holds no more than its capacity settles without moving anything; a short prompt
+        # that ends while memory is short has nothing to give, and goes on.
+        grows = held.grows and (packs or due or not settles)
         overwrites = not in_prompt and not grows and held.resident_len == budget.capacity
         if held.fits and (packs or overwrites):
             raise IntegrityError(
@@ -303,7 +218,7 @@ class Ledger:
             first_block_idx=held.first_block_idx,
             pack_block_idx=pack_block_idx,
             is_split=held.is_split,
-            splits=self.splits and packs and num_survivors == budget.kept,
+            splits=self.splits and packs and held.resident_len + num_new > budget.kept,
         )
 
     def commit(self, request_id: str, plan: RequestPlan, info: RequestInfo | None) -> None:
@@ -387,25 +302,6 @@ class Ledger:
             shared_end=0 if fits else self.shared_end(info),
             grows=self.under_pressure and not fits,
             max_len=info.max_len,
-        )
-
-
-def _check_span(request_id: str, held: RequestState, num_computed: int, num_tokens: int) -> None:
-    """Whether tokens [num_computed, num_tokens) may follow what a request holds.
-
-    Raises:
-        IntegrityError: when the lengths contradict each other.
-
-    """
-    if num_computed != held.logical_len or num_tokens <= num_computed:
-        raise IntegrityError(
-            f"request {request_id}: tokens [{num_computed}, {num_tokens}) are scheduled while "
-            f"{held.logical_len} are computed"
-        )
-    if num_tokens > (held.prompt_end if held.in_prompt else num_computed + 1):
-        raise IntegrityError(
-            f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
-            f"prompt at {held.prompt_end}, or are more than one past it"
         )
 
 

@@ -14,9 +14,10 @@ from vllm.v1.request import Request
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.ledger import Ledger, RequestInfo
+from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.pressure import pages_to_admit
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
+from vllm_h2o.scheduler.state import RequestInfo
 from vllm_h2o.wire import RequestPlan
 
 BudgetOf = Callable[[Request], Budget | None]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from vllm_h2o.pages import num_pages
-from vllm_h2o.scheduler.ledger import RequestInfo, RequestState
+from vllm_h2o.scheduler.state import RequestInfo, RequestState
 
 MAX_PACKS = 8
 """Requests that fall back in one step for the sake of those that wait: packing stays a small part

@@ -112,13 +112,27 @@ class HeavyHitterScheduler(AsyncScheduler):
             return
         room = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
         num_tokens = 0
+        # vLLM keeps these free when it admits a request next to others.
+        kept_free = self.kv_cache_manager.watermark_blocks if self.running else 0
         for request in islice(self.waiting, max(room, 0)):
             if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 continue
             if num_tokens >= self.max_num_scheduled_tokens:
                 return
+            if self._waits_for_an_adapter(request):
+                continue
             num_tokens += request.num_tokens
-            yield pages_to_admit(self.manager.info_of(request), self.manager.block_size)
+            needed = pages_to_admit(self.manager.info_of(request), self.manager.block_size)
+            yield needed + kept_free
+            kept_free = 0
+
+    def _waits_for_an_adapter(self, request: Request) -> bool:
+        """Whether a request is not admitted before another LoRA adapter is through."""
+        if self.lora_config is None or request.lora_request is None:
+            return False
+        running = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
+        full = len(running) >= self.lora_config.max_loras
+        return full and request.lora_request.lora_int_id not in running
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics, with the policy's; None where they are switched off.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from vllm_h2o.scheduler.ledger import LedgerStats
 from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
+from vllm_h2o.scheduler.state import LedgerStats
 from vllm_h2o.wire import PolicyStats
 
 

@@ -117,6 +117,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if chunks:
             kernels.prefill(cache, chunks, tensors, scoring)
             for which, asked in zip(scoring.passes, attn_metadata.asked, strict=True):
+                if all(chunk.first_query(which) >= chunk.num_tokens for chunk in asked):
+                    continue
                 asking = self._rotated(chunks, query, which.stride) if which.rotated else query
                 kernels.score_pass(cache, asked, asking, self.scale, which)
             self._score_windows(cache, attn_metadata, name, query)

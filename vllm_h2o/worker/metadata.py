@@ -168,8 +168,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
 
     def _prompt_chunk(self, plan: RequestPlan, table_row: torch.Tensor, start: int) -> PromptChunk:
         first_scoring, first_window = (
-            plan.num_new if plan.fits else min(max(start - plan.logical_start, 0), plan.num_new)
-            for start in (plan.scoring_start, plan.window_start)
+            plan.num_new if plan.fits else min(max(first - plan.logical_start, 0), plan.num_new)
+            for first in (plan.scoring_start, plan.window_start)
         )
         destination = window_scores = None
         if plan.pack_block_idx:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -317,7 +318,8 @@ class TritonKernels:
         content = 2 * self.head_size + 8 // cache.key.element_size()
         layout = (2, self.num_kv_heads, cache.block_size, content)
         kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=self.device)
-        own = LayerCache.of(kv_cache, self.head_size)
+        splits = cache.first_rows is not None
+        own = LayerCache.of(kv_cache, self.head_size, splits)
         key = torch.zeros(2, self.num_kv_heads, self.head_size, dtype=cache.key.dtype).to(kv_cache)
         query = key.repeat(1, self.group, 1)
         chunks = [
@@ -336,6 +338,16 @@ class TritonKernels:
         for which in scoring.passes:
             self.score_pass(own, chunks, query, 1.0, which)
         self.pack_survivors([own], chunks, scoring)
+        if splits:
+            size = cache.block_size
+            whole = replace(
+                chunks[0],
+                resident_start=size,
+                logical_start=size,
+                num_survivors=size - 1,
+                splits=True,
+            )
+            self.pack_survivors([own], [whole], scoring)
 
     def _check(self, cache: LayerCache, tensors: StepTensors) -> None:
         for tensor in (tensors.query, tensors.key, tensors.value):

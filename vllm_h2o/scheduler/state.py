@@ -1,0 +1,114 @@
+"""What the ledger holds of each request, and what it counts. Integers only: no torch, no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.policy import Budget
+
+
+@dataclass(frozen=True)
+class RequestInfo:
+    """What a request brings.
+
+    Args:
+        prompt_len: tokens of its prompt. For a resumed request this counts what it had generated,
+            too: all of it is computed again.
+        max_len: tokens of its prompt and all that may follow; None where nothing limits it.
+        seed: its own, if it has one.
+        budget: its own, if it has one.
+
+    """
+
+    prompt_len: int
+    max_len: int | None = None
+    seed: int | None = None
+    budget: Budget | None = None
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """What a request holds after the last committed step.
+
+    Args:
+        logical_len: tokens computed.
+        resident_len: slots in use.
+        held_len: slots whose pages are held.
+        prompt_end: ``RequestInfo.prompt_len``.
+        budget: slots of this request.
+        seed: of the ``random`` policy.
+        fits: whether nothing of it is ever evicted: it is not scored, and all of it may be shared.
+        shared_end: tokens [0, shared_end) may lie in pages that others read: nothing is scored or
+            evicted there. 0 where prefixes are not shared.
+        next_offset: where pages are evicted, the offset in the victim block that the next token
+            takes; 0: in another block.
+        first_block_idx: column of the block table's row in which its slots begin.
+        is_split: whether the KV heads of a layer hold unequal numbers of slots.
+        grows: whether it keeps every token for as long as there is room; never again once it has
+            fallen back to its budget.
+        max_len: ``RequestInfo.max_len``.
+
+    """
+
+    logical_len: int
+    resident_len: int
+    held_len: int
+    prompt_end: int
+    budget: Budget
+    seed: int
+    fits: bool = False
+    shared_end: int = 0
+    next_offset: int = 0
+    first_block_idx: int = 0
+    is_split: bool = False
+    grows: bool = False
+    max_len: int | None = None
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether the next token is of the prompt."""
+        return self.logical_len < self.prompt_end
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot that the request may hold is taken: the next token evicts one."""
+        bounded = not self.in_prompt and not self.grows
+        return bounded and self.resident_len == self.budget.capacity
+
+    def num_sharable(self, num_tokens: int) -> int:
+        """Of the first ``num_tokens`` tokens, those that may lie in pages that others read."""
+        return num_tokens if self.fits else min(num_tokens, self.shared_end)
+
+
+@dataclass
+class LedgerStats:
+    """What has happened since somebody asked last; see :class:`~vllm_h2o.wire.PolicyStats`.
+
+    Tokens are counted when a step's plan is taken: it is certain to run then. Pages, as they go.
+    """
+
+    evicted_tokens: int = 0
+    packs: int = 0
+    pages_freed_early: int = 0
+    pressure_packs: int = 0
+    pressure_evicted_tokens: int = 0
+
+
+def check_span(request_id: str, held: RequestState, num_computed: int, num_tokens: int) -> None:
+    """Whether tokens [num_computed, num_tokens) may follow what a request holds.
+
+    Raises:
+        IntegrityError: when the lengths contradict each other.
+
+    """
+    if num_computed != held.logical_len or num_tokens <= num_computed:
+        raise IntegrityError(
+            f"request {request_id}: tokens [{num_computed}, {num_tokens}) are scheduled while "
+            f"{held.logical_len} are computed"
+        )
+    if num_tokens > (held.prompt_end if held.in_prompt else num_computed + 1):
+        raise IntegrityError(
+            f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
+            f"prompt at {held.prompt_end}, or are more than one past it"
+        )
