@@ -63,8 +63,8 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         "prefix caching, and a prefill of which cached queries would score or evict",
         LLAMA,
         {"enable_prefix_caching": True},
-        "use --kv-policy-config.prefill window (of at least 2 queries), a policy without scores, "
-        "or leave --enable-prefix-caching out",
+        "use --kv-policy h2o with --kv-policy-config.prefill window (of at least 2 queries) and no "
+        "mean score, a policy without scores, or leave --enable-prefix-caching out",
     ),
     ("a quantised KV cache", LLAMA, {"kv_cache_dtype": "fp8"}, "use --kv-cache-dtype auto"),
     (
