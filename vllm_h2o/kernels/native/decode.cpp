@@ -28,8 +28,7 @@ class Decode {
         scoring_(scoring),
         victims_(victims),
         group_(tensors.num_heads / cache.num_kv_heads),
-        work_(cache, batch,
-              scoring.by_page ? round_up(kTile, cache.block_size) : kTile) {
+        work_(cache, batch, scoring.by_page ? round_up(kTile, cache.block_size) : kTile) {
     stride_ = round_up(work_.max_strip_len, kTile) + kLanes;
     part_floats_ = round_up(group_ * (stride_ + 3 + cache.head_size), 16);
     thread_floats_ = 2 * part_floats_ + round_up(Group<T>::floats(group_, cache.head_size), 16);

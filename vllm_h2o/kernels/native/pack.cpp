@@ -96,8 +96,8 @@ void share_rows(const uint64_t* ranks, const H2oPacked& request, int num_heads, 
     int chosen = -1;
     for (int h = 0; h < num_heads; ++h) {
       if (left > 0 ? pages[h] >= most : pages[h] <= least) continue;
-      const bool better = chosen < 0 || (left > 0 ? missing(h) > missing(chosen)
-                                                  : missing(h) < missing(chosen));
+      const bool better =
+          chosen < 0 || (left > 0 ? missing(h) > missing(chosen) : missing(h) < missing(chosen));
       if (better) chosen = h;
     }
     pages[chosen] += left > 0 ? 1 : -1;
