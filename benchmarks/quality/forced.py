@@ -70,7 +70,11 @@ def in_process(**arguments: Any) -> Iterator[LLM]:
     process with many modules: here it is done once, at the end.
     """
     with mock.patch.object(gc, "collect", return_value=0):
-        llm = LLM(**arguments)
+        try:
+            llm = LLM(**arguments)
+        except Exception:
+            cleanup_dist_env_and_memory()  # or the next engine takes over this one's groups
+            raise
     try:
         yield llm
     finally:
