@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -69,12 +69,11 @@ def in_process(**arguments: Any) -> Iterator[LLM]:
     vLLM collects garbage nine times while an engine starts and stops, half a second each in a
     process with many modules: here it is done once, at the end.
     """
-    with mock.patch.object(gc, "collect", return_value=0):
-        try:
-            llm = LLM(**arguments)
-        except Exception:
-            cleanup_dist_env_and_memory()  # or the next engine takes over this one's groups
-            raise
+    with ExitStack() as undo, mock.patch.object(gc, "collect", return_value=0):
+        # Of an engine that does not start, too: or the next one takes over its groups.
+        undo.callback(cleanup_dist_env_and_memory)
+        llm = LLM(**arguments)
+        undo.pop_all()
     try:
         yield llm
     finally:
