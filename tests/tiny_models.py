@@ -32,7 +32,7 @@ _ENCODER_DECODER = {
     "decoder_ffn_dim": 64,
     **_TOKENS,
 }
-_LATENT = {
+LATENT = {
     "kv_lora_rank": 16,
     "q_lora_rank": None,
     "qk_rope_head_dim": 8,
@@ -62,7 +62,7 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         max_position_embeddings=256,
         word_embed_proj_dim=64,
     ),
-    "DeepseekV2ForCausalLM": lambda: transformers.DeepseekV2Config(**_LLAMA_LIKE, **_LATENT),
+    "DeepseekV2ForCausalLM": lambda: transformers.DeepseekV2Config(**_LLAMA_LIKE, **LATENT),
     "WhisperForConditionalGeneration": lambda: transformers.WhisperConfig(
         decoder_start_token_id=1, begin_suppress_tokens=None, **_ENCODER_DECODER
     ),

@@ -23,6 +23,7 @@ from vllm.model_executor.models import ModelRegistry
 from benchmarks.throughput.models import write_random
 from tests.e2e.harness import NEAR_TIE, TEXT, Probe, assert_same_tokens, engine, generate
 from tests.e2e.oracle import Oracle
+from tests.tiny_models import LATENT
 from vllm_h2o.errors import UnsupportedError
 
 RESULTS = Path(__file__).with_name("zoo.csv")
@@ -89,18 +90,6 @@ ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 ROPE_YARN |= {"original_max_position_embeddings": 128}
 ROPE_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 32,
-}
 FAMILIES = (
     Family("Llama", lambda: small(hf.LlamaConfig)),
     Family("Llama, YaRN", lambda: small(hf.LlamaConfig, rope_parameters=ROPE_YARN)),

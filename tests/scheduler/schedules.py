@@ -36,3 +36,6 @@ operations = st.lists(
     min_size=3,
     max_size=30,
 )
+
+overlaps = st.sampled_from([(1, False), (2, True), (2, False), (3, False), (3, True)])
+"""Steps in flight, and whether the asynchronous scheduler plans them."""

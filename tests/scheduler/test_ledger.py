@@ -65,26 +65,26 @@ def test_a_request_that_fits_is_not_scored() -> None:
         assert not Ledger(BUDGET, 4).preview("r", 0, 9, info).fits
 
 
-@pytest.mark.parametrize("settles_at", [13, 14, 15, 16, 40])
-def test_under_pressure_a_request_grows_until_it_falls_back(settles_at: int) -> None:
+@pytest.mark.parametrize("falls_back_at", [13, 14, 15, 16, 40])
+def test_under_pressure_a_request_grows_until_it_falls_back(falls_back_at: int) -> None:
     """Its next token is appended, C - 1 survive; up to C tokens there is nothing to pack."""
     ledger = Ledger(BUDGET, block_size=4, under_pressure=True)
     run(ledger, 0, 10, prompt_len=10)
-    for length in range(10, settles_at):
+    for length in range(10, falls_back_at):
         plan = run(ledger, length, length + 1, prompt_len=10)
         assert (plan.grows, plan.overwrites, plan.selects) == (True, False, False)
         assert plan.attended_len == plan.resident_end == plan.held_end == length + 1
         assert not ledger.states["r"].is_full
-    ledger.settling.add("r")
-    plan = run(ledger, settles_at, settles_at + 1, prompt_len=10)
-    packs = settles_at >= 16
-    assert (plan.attended_len, plan.overwrites) == (settles_at + 1, False)
+    ledger.falling_back.add("r")
+    plan = run(ledger, falls_back_at, falls_back_at + 1, prompt_len=10)
+    packs = falls_back_at >= 16
+    assert (plan.attended_len, plan.overwrites) == (falls_back_at + 1, False)
     assert (plan.falls_back, plan.num_survivors) == (packs, 15 if packs else 0)
-    assert plan.num_evicted == (settles_at + 1 - 15 if packs else 0)
-    assert plan.selects == (settles_at == 15)
-    assert plan.held_end == (16 if packs else settles_at + 1)
-    assert not ledger.settling
-    for length in range(settles_at + 1, 60):
+    assert plan.num_evicted == (falls_back_at + 1 - 15 if packs else 0)
+    assert plan.selects == (falls_back_at == 15)
+    assert plan.held_end == (16 if packs else falls_back_at + 1)
+    assert not ledger.falling_back
+    for length in range(falls_back_at + 1, 60):
         plan = run(ledger, length, length + 1, prompt_len=10)
         assert not plan.grows
         assert plan.attended_len == min(16, length + 1)

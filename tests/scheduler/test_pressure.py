@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.observed import Observed
-from tests.scheduler.schedules import operations
+from tests.scheduler.schedules import operations, overlaps
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.pressure import MAX_PACKS, Forecast, Relief, most_taken, relieve
 from vllm_h2o.scheduler.state import RequestState
@@ -52,7 +52,7 @@ def engine(
     num_pages=st.integers(16, 40),
     block_size=st.sampled_from([1, 4, 8]),
     stop_rate=st.sampled_from([0.0, 0.05]),
-    overlap=st.sampled_from([(1, False), (2, True), (2, False), (3, False), (3, True)]),
+    overlap=overlaps,
     policy=st.sampled_from(["fcfs", "priority"]),
     seed=st.integers(0, 1000),
 )
@@ -77,7 +77,7 @@ def random_schedules(
     simulation.run(ops)
     assert simulation.num_free == simulation.num_total
     assert not simulation.scheduler.ledger.states
-    assert not simulation.scheduler.ledger.settling
+    assert not simulation.scheduler.ledger.falling_back
     totals.update(simulation.count)
     totals.update(simulation.reported)
 
@@ -193,11 +193,11 @@ def test_an_abort_around_a_pack(steps: int) -> None:
     first = simulation.add(20, 40)
     for _ in range(6):
         simulation.step()
-    simulation.scheduler.ledger.settling.add(first)
+    simulation.scheduler.ledger.falling_back.add(first)
     for _ in range(steps):
         simulation.step()
     simulation.abort([first])
-    assert not simulation.scheduler.ledger.settling
+    assert not simulation.scheduler.ledger.falling_back
     simulation.add(50, 5)
     simulation.drain()
     assert simulation.num_free == simulation.num_total
@@ -209,7 +209,7 @@ def test_who_is_thrown_out_begins_again_and_grows() -> None:
     first = simulation.add(20, 40)
     for _ in range(6):
         simulation.step()
-    simulation.scheduler.ledger.settling.add(first)
+    simulation.scheduler.ledger.falling_back.add(first)
     simulation.step()
     assert not simulation.scheduler.ledger.states[first].grows
     simulation.reset()
@@ -261,9 +261,9 @@ def test_who_falls_back_already_is_not_asked_again() -> None:
 def test_a_limit_for_those_that_wait_and_none_for_those_that_run() -> None:
     """Packing stays a small part of a step; throwing a sequence out would cost more."""
     crowd = [forecast(str(i), 0, 1) for i in range(3 * MAX_PACKS)]
-    assert len(relieve(0, crowd, [2 * MAX_PACKS], 0).settling) == MAX_PACKS
+    assert len(relieve(0, crowd, [2 * MAX_PACKS], 0).falling_back) == MAX_PACKS
     running = [*crowd, forecast("r", 2 * MAX_PACKS)]
-    assert len(relieve(0, running, [], 0).settling) == 2 * MAX_PACKS
+    assert len(relieve(0, running, [], 0).falling_back) == 2 * MAX_PACKS
 
 
 def state(resident_len: int, *, prompt_end: int = 4, **others: Any) -> RequestState:
@@ -274,7 +274,7 @@ def state(resident_len: int, *, prompt_end: int = 4, **others: Any) -> RequestSt
 
 
 @pytest.mark.parametrize(
-    ("held", "settling", "takes", "gives", "saves", "loses"),
+    ("held", "falling_back", "takes", "gives", "saves", "loses"),
     [
         (state(5), False, 0, 0, 0, 0),  # below its budget
         (state(7), False, 1, 0, 0, 0),
@@ -292,10 +292,10 @@ def state(resident_len: int, *, prompt_end: int = 4, **others: Any) -> RequestSt
     ],
 )
 def test_what_a_request_takes_and_could_give(
-    held: RequestState, settling: bool, takes: int, gives: int, saves: int, loses: int
+    held: RequestState, falling_back: bool, takes: int, gives: int, saves: int, loses: int
 ) -> None:
     """Its next two tokens, in pages of four."""
-    found = Forecast.of("r", held, 4, settling)
+    found = Forecast.of("r", held, 4, falling_back)
     assert (found.takes, found.gives, found.saves) == (takes, gives, saves)
     assert not saves or found.loses == loses
     assert found.takes <= most_taken([held], 4)

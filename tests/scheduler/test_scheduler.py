@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
-from tests.scheduler.schedules import _PREFIXES, OPTIONS, operations
+from tests.scheduler.schedules import _PREFIXES, OPTIONS, operations, overlaps
 
 BUDGET = 12
 SHARING = (
@@ -42,7 +42,7 @@ totals: Counter[str] = Counter()
     num_pages=st.integers(16, 26),
     block_size=st.sampled_from([1, 4, 8]),
     stop_rate=st.sampled_from([0.0, 0.05]),
-    overlap=st.sampled_from([(1, False), (2, True), (2, False), (3, False), (3, True)]),
+    overlap=overlaps,
     policy=st.sampled_from(["fcfs", "priority"]),
     seed=st.integers(0, 1000),
 )

@@ -48,31 +48,25 @@ def _asks_window(config: Any) -> bool:
     return _has_window(config) or config.ranking.window
 
 
+UNSPLIT: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda c: c.granularity == "block", "granularity={c.granularity!r}"),
+    (_has_pressure, "eviction={c.eviction!r}"),
+    (lambda c: c.prefill == "chunked", "prefill={c.prefill!r} evicts before the prompt is known"),
+)
+"""What heads that share slots do not go with: their pages stay their own from the prompt's end."""
+
+
 def can_split(config: Any) -> bool:
-    """Whether KV heads may share slots: pages of a head stay its own, from the prompt's end on."""
-    whole = config.granularity == "token" and config.prefill != "chunked"
-    return whole and config.eviction == "always"
+    """Whether KV heads may share slots."""
+    return not any(applies(config) for applies, _ in UNSPLIT)
+
+
+def _with_split(applies: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda config: bool(config.split) and applies(config)
 
 
 CONFLICTS = (
-    Conflict(
-        lambda c: c.split and c.granularity == "block",
-        "split=true",
-        "granularity={c.granularity!r}",
-        NOT_BUILT,
-    ),
-    Conflict(
-        lambda c: c.split and c.eviction == "pressure",
-        "split=true",
-        "eviction={c.eviction!r}",
-        NOT_BUILT,
-    ),
-    Conflict(
-        lambda c: c.split and c.prefill == "chunked",
-        "split=true",
-        "prefill={c.prefill!r} evicts before the prompt is known",
-        NOT_BUILT,
-    ),
+    *(Conflict(_with_split(applies), "split=true", found, NOT_BUILT) for applies, found in UNSPLIT),
     Conflict(
         lambda c: _has_basis(c) and isinstance(c.budget, int),
         "budget_basis={c.budget_basis!r}",

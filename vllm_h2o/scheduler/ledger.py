@@ -37,8 +37,8 @@ class Ledger:
         under_pressure: whether a request is evicted from only when memory is short.
 
     Attributes:
-        settling: requests past their prompts that fall back to their budget when their next token
-            is computed.
+        falling_back: requests past their prompts that fall back to their budget when their next
+            token is computed.
         is_short: whether prompts that end in this step are packed at once.
 
     """
@@ -70,7 +70,7 @@ class Ledger:
         self.prefix_caching = prefix_caching
         self.splits = splits
         self.under_pressure = under_pressure
-        self.settling: set[str] = set()
+        self.falling_back: set[str] = set()
         self.is_short = False
         self.stats = LedgerStats()
         self._states: dict[str, RequestState] = {}
@@ -185,13 +185,13 @@ class Ledger:
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
         # Survivors leave pages that others read, however few tokens there are.
         pack_block_idx = self.num_pages(held.shared_end) if due and not held.fits else 0
-        settles = held.grows and (self.is_short if due else request_id in self.settling)
-        room = budget.capacity if settles and not due else budget.kept
+        falls_back = held.grows and (self.is_short if due else request_id in self.falling_back)
+        room = budget.capacity if falls_back and not due else budget.kept
         packs = pack_block_idx > 0 or held.resident_len + num_new > room
-        packs = packs and (settles if held.grows else due)
-        # One that holds no more than its capacity settles without moving anything; a short prompt
-        # that ends while memory is short has nothing to give, and goes on.
-        grows = held.grows and (packs or due or not settles)
+        packs = packs and (falls_back if held.grows else due)
+        # One that holds no more than its capacity falls back without moving anything; a short
+        # prompt that ends while memory is short has nothing to give, and goes on.
+        grows = held.grows and (packs or due or not falls_back)
         overwrites = not in_prompt and not grows and held.resident_len == budget.capacity
         if held.fits and (packs or overwrites):
             raise IntegrityError(
@@ -235,7 +235,7 @@ class Ledger:
         # Before the prompt's end nothing is freed: a worker's block table only grows meanwhile.
         ends_prompt = plan.logical_end >= held.prompt_end
         if not plan.in_prompt:
-            self.settling.discard(request_id)
+            self.falling_back.discard(request_id)
         held_len = plan.held_end if ends_prompt else max(held.held_len, plan.attended_len)
         self._step[request_id] = plan
         self._states[request_id] = replace(
@@ -253,7 +253,7 @@ class Ledger:
         """Forget a request whose pages go back: finished, aborted or preempted."""
         self._states.pop(request_id, None)
         self._step.pop(request_id, None)
-        self.settling.discard(request_id)
+        self.falling_back.discard(request_id)
 
     def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> ResidencyPlan:
         """The plan of the step that has just been scheduled; the next step starts empty.

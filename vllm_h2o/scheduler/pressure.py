@@ -51,7 +51,7 @@ class Forecast:
         request_id: str,
         state: RequestState,
         block_size: int,
-        settling: bool = False,
+        falling_back: bool = False,
         priority: int = 0,
     ) -> Forecast:
         """That of a request.
@@ -60,13 +60,13 @@ class Forecast:
             request_id: the request.
             state: what it holds.
             block_size: slots of a page.
-            settling: whether it has been chosen already, and its step has not come yet.
+            falling_back: whether it has been chosen already, and its step has not come yet.
             priority: the larger, the sooner it falls back.
 
         """
         held, full = (num_pages(n, block_size) for n in (state.held_len, state.budget.capacity))
         next_len = state.resident_len + 1
-        if settling:
+        if falling_back:
             pages = num_pages(next_len, block_size)
             gives = max(pages - full, 0)
             return cls(request_id=request_id, takes=max(pages - held, 0), gives=gives)
@@ -92,12 +92,12 @@ class Relief:
     """What is done in a step.
 
     Args:
-        settling: requests that fall back to their budget, in the order in which they were chosen.
+        falling_back: requests that fall back to their budget, in the order of their choice.
         is_short: whether that is not enough: prompts that end in this step are packed, too.
 
     """
 
-    settling: tuple[str, ...] = ()
+    falling_back: tuple[str, ...] = ()
     is_short: bool = False
 
 

@@ -94,7 +94,7 @@ class HeavyHitterScheduler(AsyncScheduler):
                 request.request_id,
                 states[request.request_id],
                 block_size,
-                request.request_id in self.ledger.settling,
+                request.request_id in self.ledger.falling_back,
                 request.priority if ranked else 0,
             )
             for request in self.running
@@ -102,7 +102,7 @@ class HeavyHitterScheduler(AsyncScheduler):
         ]
         spare = math.ceil(self.policy_config.pressure_watermark * (pool.num_gpu_blocks - 1))
         relief = relieve(free, forecasts, waiting, spare)
-        self.ledger.settling.update(relief.settling)
+        self.ledger.falling_back.update(relief.falling_back)
         self.ledger.is_short = relief.is_short
         self.manager.reserve(sum(forecast.takes for forecast in forecasts))
 
@@ -114,25 +114,26 @@ class HeavyHitterScheduler(AsyncScheduler):
         num_tokens = 0
         # vLLM keeps these free when it admits a request next to others.
         kept_free = self.kv_cache_manager.watermark_blocks if self.running else 0
+        adapters = self._adapters_at_work()
         for request in islice(self.waiting, max(room, 0)):
             if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 continue
             if num_tokens >= self.max_num_scheduled_tokens:
                 return
-            if self._waits_for_an_adapter(request):
+            adapter = request.lora_request and request.lora_request.lora_int_id
+            if adapters is not None and adapter and adapter not in adapters:
                 continue
             num_tokens += request.num_tokens
             needed = pages_to_admit(self.manager.info_of(request), self.manager.block_size)
             yield needed + kept_free
             kept_free = 0
 
-    def _waits_for_an_adapter(self, request: Request) -> bool:
-        """Whether a request is not admitted before another LoRA adapter is through."""
-        if self.lora_config is None or request.lora_request is None:
-            return False
+    def _adapters_at_work(self) -> set[int] | None:
+        """LoRA adapters of running requests, where vLLM admits no other; None where it does."""
+        if self.lora_config is None:
+            return None
         running = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
-        full = len(running) >= self.lora_config.max_loras
-        return full and request.lora_request.lora_int_id not in running
+        return running if len(running) >= self.lora_config.max_loras else None
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's statistics, with the policy's; None where they are switched off.
