@@ -129,8 +129,8 @@ def our_prompt(
     def call() -> None:
         kernels.prefill(cache, [chunk], tensors, Scoring())
         for which in passes:
-            asked = chunk.thinned(which.stride) if which.rotated else chunk
-            kernels.score_pass(cache, [asked], tensors.query, tensors.scale, which)
+            asked = [chunk.thinned(which.stride)]
+            kernels.score_pass(cache, asked, tensors.query, tensors.scale, which)
 
     return call
 

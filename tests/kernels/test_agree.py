@@ -275,7 +275,7 @@ def test_score_pass_of_wide_heads(make: Callable[[Shape], Kernels], which: Scori
     ours = copied(theirs, shape)
     torch.manual_seed(9)
     query, before = torch.randn(140, 2, 256), theirs.score.clone()
-    asked = [c.thinned(which.stride) for c in chunks] if which.rotated else chunks
+    asked = [c.thinned(which.stride) for c in chunks]
     for kernels, cache in ((TorchKernels(), theirs), (make(shape), ours)):
         kernels.score_pass(cache, asked, query, 0.1, which)
     assert not torch.equal(theirs.score, before)

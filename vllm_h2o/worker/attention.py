@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.torch.prefill import window_scores
+from vllm_h2o.kernels.torch.prefill import column_scores
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
@@ -117,10 +117,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if chunks:
             kernels.prefill(cache, chunks, tensors, scoring)
             for which, asked in zip(scoring.passes, attn_metadata.asked, strict=True):
-                if all(chunk.first_query(which) >= chunk.num_tokens for chunk in asked):
-                    continue
-                asking = self._rotated(chunks, query, which.stride) if which.rotated else query
-                kernels.score_pass(cache, asked, asking, self.scale, which)
+                if asked:
+                    asking = self._rotated(chunks, query, which.stride) if which.rotated else query
+                    kernels.score_pass(cache, asked, asking, self.scale, which)
             self._score_windows(cache, attn_metadata, name, query)
         for batch in attn_metadata.decodes:
             kernels.decode(cache, batch, self._victims(cache), tensors, scoring)
@@ -160,8 +159,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         """Keep an observation window's scores outside the pages, where others read those."""
         for chunk in metadata.prompts:
             if chunk.window_scores is not None:
-                chunk.window_scores[metadata.layer_index[name]] = window_scores(
-                    cache, chunk, query[chunk.tokens], self.scale, metadata.scoring
+                own, first = query[chunk.tokens], chunk.first_window_query
+                chunk.window_scores[metadata.layer_index[name]] = column_scores(
+                    cache, chunk, own, self.scale, metadata.scoring, first
                 )
 
     def _victims(self, cache: LayerCache) -> torch.Tensor:

@@ -49,7 +49,7 @@ class HeavyHitterMetadata(AttentionMetadata):
         decodes: the requests with one new token; where K is copied, those of about one length
             together.
         prompts: the chunks of prompts that have more.
-        asked: for each scoring pass, the chunks with the queries that it is about.
+        asked: for each scoring pass, the chunks that have queries which score in it, with those.
         layer_index: each layer's place in the chunks' ``window_scores``, by its name.
         zero_output: whether there are tokens of a warm-up that no padding of ``decodes`` makes
             zeros.
@@ -159,7 +159,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             decodes,
             prompts,
             [
-                [chunk.thinned(which.stride) for chunk in prompts] if which.rotated else prompts
+                [c.thinned(which.stride) for c in prompts if c.first_query(which) < c.num_tokens]
                 for which in self.scoring.passes
             ],
             self.layer_index,

@@ -82,7 +82,7 @@ def test_window_scores(
     for tile in (7, prefill.QUERY_TILE):
         monkeypatch.setattr(prefill, "QUERY_TILE", tile)
         scoring = Scoring(power, skip_recent, by_maximum=by_maximum)
-        found = prefill.window_scores(cache, chunk, query, 0.2, scoring)
+        found = prefill.column_scores(cache, chunk, query, 0.2, scoring, first_window_query)
         for head, strip in enumerate(strips(cache, BLOCKS, LENGTH)):
             own = query.double().unflatten(1, (2, 3))[:, head]
             limits = (power, skip_recent, first_window_query, by_maximum)
@@ -108,8 +108,8 @@ def test_score_pass(
     """The reference's, in tiles of any size; slots after the chunk's stay as they were."""
     query = torch.randn(num_tokens, 6, 64)
     which = ScoringPass(0.7, rotated, by_maximum, reach, power)
-    for tile in (7, scoring_pass.QUERY_TILE):
-        monkeypatch.setattr(scoring_pass, "QUERY_TILE", tile)
+    for tile in (7, prefill.QUERY_TILE):
+        monkeypatch.setattr(prefill, "QUERY_TILE", tile)
         cache, chunk = shared(None, num_tokens, first_query)
         chunk = replace(chunk, first_scoring_query=first_query)
         before = strips(cache, BLOCKS, 64)

@@ -90,14 +90,11 @@ class NativeKernels:
         which: ScoringPass,
     ) -> None:
         """Score tokens up to each chunk's end once more."""
-        asking = [chunk for chunk in chunks if chunk.first_query(which) < chunk.num_tokens]
-        if not asking:
-            return
         scoring = Scoring(which.power, by_maximum=which.by_maximum, reach=which.reach)
         self._score_pass(
             layout.cache_bytes(cache),
-            b"".join(layout.chunk_bytes(chunk, chunk.first_query(which)) for chunk in asking),
-            len(asking),
+            b"".join(layout.chunk_bytes(chunk, chunk.first_query(which)) for chunk in chunks),
+            len(chunks),
             layout.query_bytes(cache, query, scale),
             layout.scoring_bytes(scoring),
             ctypes.c_float(which.weight),

@@ -15,6 +15,9 @@ from vllm_h2o.pages import num_pages
 QUERY_TILE = 128
 """Queries whose probabilities are held at once: num_heads * QUERY_TILE * length floats."""
 
+MAX_PROBABILITIES = 1 << 26
+"""Elements that are held at once, with fewer queries a tile where a prompt is long: 256 MiB."""
+
 
 def store(
     cache: LayerCache,
@@ -87,17 +90,25 @@ def attend_and_score(
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
 
 
-def window_scores(
-    cache: LayerCache, chunk: PromptChunk, query: torch.Tensor, scale: float, scoring: Scoring
+def column_scores(
+    cache: LayerCache,
+    chunk: PromptChunk,
+    query: torch.Tensor,
+    scale: float,
+    scoring: Scoring,
+    first_query: int,
+    sees_all: bool = False,
 ) -> torch.Tensor:
-    """Scores that the observation window gives to every token, with nothing written.
+    """Scores that some queries give to every token, with nothing written.
 
     Args:
         cache: read; the chunk is stored.
-        chunk: the last one of a prompt.
-        query: [T, Hq, D], of the chunk; those from ``chunk.first_window_query`` on score.
+        chunk: of a prompt.
+        query: [T, Hq, D], of the chunk.
         scale: of the logits.
         scoring: what is added.
+        first_query: queries from here on score.
+        sees_all: whether they see later tokens than their own, too.
 
     Returns:
         [H, attended_len], float32: sums, or maxima, over the queries and the GQA group.
@@ -106,10 +117,15 @@ def window_scores(
     key = chunk_slots(cache, cache.key, chunk).to(torch.float32)
     position = chunk_slots(cache, cache.position, chunk)
     columns = torch.zeros(position.shape, device=query.device)
-    for start in range(chunk.first_window_query, chunk.num_tokens, QUERY_TILE):
-        tile = query[start : start + QUERY_TILE]
+    fitting = MAX_PROBABILITIES // (query.shape[1] * chunk.attended_len)
+    tile_size = max(1, min(QUERY_TILE, fitting))
+    for start in range(first_query, chunk.num_tokens, tile_size):
+        tile = query[start : start + tile_size]
         index = start + torch.arange(len(tile), device=query.device)
-        probs = probabilities(tile, key, chunk.resident_start + index, scale)
+        last_seen = chunk.resident_start + index
+        if sees_all:
+            last_seen = torch.full_like(index, chunk.attended_len - 1)
+        probs = probabilities(tile, key, last_seen, scale)
         more = contributions(probs, chunk.logical_start + index, position, scoring)
         columns = combined(columns, more, scoring)
     return columns

@@ -10,16 +10,7 @@ import torch
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.pack import reached
-from vllm_h2o.kernels.torch.prefill import (
-    QUERY_TILE,
-    add_to_scores,
-    chunk_slots,
-    combined,
-    probabilities,
-)
-
-MAX_PROBABILITIES = 1 << 26
-"""Elements that are held at once, with fewer queries a tile where a prompt is long: 256 MiB."""
+from vllm_h2o.kernels.torch.prefill import add_to_scores, chunk_slots, column_scores
 
 
 def score(
@@ -39,24 +30,10 @@ def score(
         scoring_pass: which queries score, and what is added.
 
     """
-    first = chunk.first_query(scoring_pass)
-    if first >= chunk.num_tokens:
-        return
-    length, device = chunk.attended_len, query.device
-    key = chunk_slots(cache, cache.key, chunk).to(torch.float32)
+    first_query, sees_all = chunk.first_query(scoring_pass), scoring_pass.rotated
+    scoring = Scoring(scoring_pass.power, by_maximum=scoring_pass.by_maximum)
+    column = column_scores(cache, chunk, query, scale, scoring, first_query, sees_all)
     position = chunk_slots(cache, cache.position, chunk)
-    column = torch.zeros(position.shape, device=device)
-    scoring = Scoring(by_maximum=scoring_pass.by_maximum)
-    size = max(1, min(QUERY_TILE, MAX_PROBABILITIES // (query.shape[1] * length)))
-    for start in range(first, chunk.num_tokens, size):
-        tile = query[start : min(start + size, chunk.num_tokens)]
-        index = torch.arange(start, start + len(tile), device=device)
-        last_seen = chunk.resident_start + index
-        if scoring_pass.rotated:
-            last_seen = torch.full_like(index, length - 1)
-        each = probabilities(tile, key, last_seen, scale).pow(scoring_pass.power)
-        more = each.amax(dim=(1, 2)) if scoring_pass.by_maximum else each.sum(dim=(1, 2))
-        column = combined(column, more, scoring)
     if scoring_pass.by_maximum:
         column = reached(column, position, scoring_pass.reach)
     else:

@@ -32,8 +32,8 @@ from vllm_h2o.kernels.triton.sizes import (
     tile_of,
 )
 
-MAX_SENT = 2
-"""Lists of chunks that a step has at most: with all of their queries, and with some."""
+MAX_SENT = 3
+"""Lists of chunks that a step has at most: its prompts, and those of two scoring passes."""
 PromptAttention = Callable[[LayerCache, Sequence[PromptChunk], StepTensors], torch.Tensor]
 """(cache, chunks, tensors) -> lse [Hq, T] float32; writes ``tensors.out``."""
 
@@ -173,9 +173,7 @@ class TritonKernels:
         scale: float,
         which: ScoringPass,
     ) -> None:
-        """All chunks in one launch of each kernel, if any has queries that score."""
-        if all(chunk.first_query(which) >= chunk.num_tokens for chunk in chunks):
-            return
+        """All chunks in one launch of each kernel."""
         self._check_heads(cache, query)
         sent = self._sent(chunks)
         sizes = (len(sent), self.num_kv_heads)
