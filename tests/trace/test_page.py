@@ -29,7 +29,10 @@ PROMPT = (
     "The keeper of the lighthouse wrote </script><b>it</b> & 'all' down —\n"
     "日本 🙂 the storm, the ships, and the names of those who came ashore."
 )
-ARGUMENTS = ("--max-tokens", "40", "--every", "9", "--budget", "32", "--dtype", "float32")
+ARGUMENTS = (
+    *("--max-tokens", "40", "--every", "9", "--budget", "32", "--dtype", "float32"),
+    *("--kv-policy-config", '{"score": "combined"}'),
+)
 
 
 class Elements(HTMLParser):
@@ -79,7 +82,9 @@ def decode(page: str) -> tuple[dict[str, Any], list[Frame]]:
         frames.append(
             Frame(length, np.reshape(position, shape), bits.view(np.float32).reshape(shape))
         )
-    assert at == len(blob)
+    rest = np.frombuffer(blob[at:], np.uint8)
+    assert len(rest) == (pairs * data["promptLen"] if data["terms"] else 0)
+    data["largest"] = rest.reshape(num_layers, heads, -1)
     return data, frames
 
 
@@ -118,8 +123,9 @@ def trace(model: str) -> Trace:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt = tokenizer(PROMPT)["input_ids"]
     settings = {"block_size": 16, "max_model_len": len(prompt) + 40}
-    with engine(model, "h2o", {"budget": 32}, **settings) as llm:
+    with engine(model, "h2o", {"budget": 32, "score": "combined"}, **settings) as llm:
         layers, token_ids, frames = record(llm, prompt, every=9, max_tokens=40)
+    frames = [frame.ranked_by_age() for frame in frames]
     pieces = texts(tokenizer, token_ids)
     return Trace("a <model>, h2o", pieces, len(prompt), layers, 16, 0, True, frames)
 
@@ -131,6 +137,10 @@ def test_round_trip(trace: Trace) -> None:
     assert "".join(data["tokens"]).startswith(PROMPT)
     assert same(frames, trace.frames)
     assert min(frame.position.shape[2] for frame in frames) == 31
+    terms = trace.frames[0].terms
+    assert data["terms"] == [*terms]
+    assert np.array_equal(data["largest"], np.stack([*terms.values()]).argmax(axis=0))
+    assert len(np.unique(data["largest"])) == len(terms)
 
 
 def test_no_text_is_markup(trace: Trace) -> None:
@@ -204,6 +214,7 @@ SHADES = (
 )
 
 
+FIRST_CELL = "document.querySelector('#grid button').title"
 DETAIL = "document.getElementById('detail').innerText"
 TO_THE_END = (
     "document.getElementById('text').dispatchEvent(new KeyboardEvent('keydown', {key: 'End'}))"
@@ -254,9 +265,17 @@ def test_a_token_and_a_pair(browser: Tab, trace: Trace, tmp_path: Path) -> None:
     browser.open(path, 1280, 900)
     frame = trace.frames[-1]
     last = frame.logical_len - 1
+    assert re.fullmatch(r"layer 0, head 0: 3[12] tokens", browser.run(FIRST_CELL))
     browser.run("document.getElementById('text').focus()")
     browser.press("Home")
-    assert browser.run(DETAIL).startswith("Token 0")
+    text = browser.run(DETAIL)
+    assert text.startswith("Token 0")
+    (counts,) = re.findall(r"scored at the prompt\u2019s end mostly by (.*)", text)
+    names, first = [*trace.frames[0].terms], (frame.position == 0).any(axis=-1)
+    largest = np.stack([*trace.frames[0].terms.values()]).argmax(axis=0)[..., 0][first]
+    expected = {name: int((largest == i).sum()) for i, name in enumerate(names)}
+    found = {name: int(n) for name, n in re.findall(r"the ([a-z ]+) in (\d+)", counts)}
+    assert found == {name: n for name, n in expected.items() if n}
     browser.run(TO_THE_END)
     text = browser.run(DETAIL)
     assert text.startswith(f"Token {last}")
@@ -267,10 +286,10 @@ def test_a_token_and_a_pair(browser: Tab, trace: Trace, tmp_path: Path) -> None:
     scores = frame.score[2, 1]
     place = 1 + int((scores > scores[-1]).sum())
     text = browser.run(DETAIL)
-    found = re.search(r"layer 2, head 1: score (\S+), (\d+) of 3[12]", text)
-    assert found is not None, text
-    assert float(found[1]) == pytest.approx(float(scores[-1]), rel=0.06)
-    assert abs(int(found[2]) - place) <= 1  # scores that a bfloat16 does not tell apart
+    shown = re.search(r"layer 2, head 1: score (\S+), (\d+) of 3[12]", text)
+    assert shown is not None, text
+    assert float(shown[1]) == pytest.approx(float(scores[-1]), rel=0.06)
+    assert abs(int(shown[2]) - place) <= 1  # scores that a bfloat16 does not tell apart
     shades = browser.run(SHADES)
     kept = {position for position, shade in enumerate(shades) if shade}
     assert kept == set(frame.position[2, 1].tolist())

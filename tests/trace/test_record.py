@@ -120,6 +120,28 @@ def test_each_step_is_what_the_reference_keeps(
     assert len({frozenset(scores) for scores in held(frames[-1]).values()}) > 1
 
 
+def at_the_prompts_end(model: str, options: dict[str, Any]) -> Frame:
+    """The record of a prompt in two chunks, when survivors were packed."""
+    with engine(model, "h2o", options, block_size=16, max_num_batched_tokens=64) as llm:
+        return record(llm, PROMPT, every=1, max_tokens=2)[2][0]
+
+
+def test_what_scores_are_made_of(model: str) -> None:
+    """The terms of a token come to its score, and what attention gave is its score without them."""
+    options = {"budget": 32, "score": "combined", "observation_window": 16}
+    frame = at_the_prompts_end(model, options)
+    assert [*frame.terms] == ["attention", "second pass", "observation window"]
+    terms = np.stack([*frame.terms.values()])
+    assert terms.shape == (3, NUM_LAYERS, NUM_KV_HEADS, len(PROMPT))
+    summed = np.take_along_axis(terms.sum(axis=0), frame.position, axis=-1)
+    assert summed == pytest.approx(frame.score, rel=1e-4)
+    assert (terms > -1e-5).all() and (terms.max(axis=(1, 2, 3)) > 0.01).all()
+    plain = at_the_prompts_end(model, {"budget": 32, "score": "mean_squares"})
+    assert [*plain.terms] == ["attention"]
+    attention = np.take_along_axis(frame.terms["attention"], plain.position, axis=-1)
+    assert attention == pytest.approx(plain.score, rel=1e-4)
+
+
 def test_one_word_for_no_token() -> None:
     """The worker's and the trace's."""
     assert worker_recorder.NOTHING == NOTHING
@@ -146,6 +168,7 @@ def part(layers: list[int], first_head: int, numbers: np.ndarray) -> dict[str, A
         "num_kv_heads": numbers.shape[1],
         "positions": numbers.astype(np.int32).tobytes(),
         "scores": numbers.astype(np.float32).tobytes(),
+        "terms": {"attention": np.full((*numbers.shape[:2], 9), layers[0], "f4").tobytes()},
     }
 
 
@@ -163,6 +186,8 @@ def test_ranks_are_put_together() -> None:
     assert frame.logical_len == 9
     assert (frame.position == np.sort(whole)).all()
     assert (frame.score == np.sort(whole)).all()
+    assert frame.terms["attention"].shape == (3, 2, 9)
+    assert frame.terms["attention"][:, 1, 8].tolist() == [0, 0, 2]
 
 
 def test_by_age() -> None:

@@ -6,7 +6,9 @@ The data is JSON, and in it one blob: frame after frame, deflated, in base64::
 
 for the pairs of layer and KV head, layer by layer; ``kept`` is what the one with most tokens holds,
 and the scores of others end with -inf. A bit mask has the positions in order, and the
-scores follow that order, as bfloat16: two to three digits, in planes that deflate well.
+scores follow that order, as bfloat16: two to three digits, in planes that deflate well. After the
+frames, where a prompt's scores have several terms: which one is the largest, a byte a token of the
+prompt [pairs, prompt_len].
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def render(trace: Trace) -> str:
 
 def payload(trace: Trace) -> dict[str, object]:
     """What the page is given."""
-    frames = b"".join(encode(frame) for frame in trace.frames)
+    terms = next((f.terms for f in reversed(trace.frames) if len(f.terms) > 1), {})
+    blob = b"".join(encode(frame) for frame in trace.frames)
+    if terms:
+        blob += np.stack([*terms.values()]).argmax(axis=0).astype(np.uint8).tobytes()
     return {
         "title": trace.title,
         "tokens": trace.tokens,
@@ -45,7 +50,8 @@ def payload(trace: Trace) -> dict[str, object]:
         "sinks": trace.num_sinks,
         "scored": trace.scored,
         "frames": [[frame.logical_len, frame.position.shape[2]] for frame in trace.frames],
-        "data": base64.b64encode(zlib.compress(frames, 9)).decode("ascii"),
+        "terms": [*terms],
+        "data": base64.b64encode(zlib.compress(blob, 9)).decode("ascii"),
     }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +35,15 @@ class Frame:
         position: [layers, heads, kept], int32, ascending; :data:`NOTHING` after the tokens of a
             head that holds less than another.
         score: [layers, heads, kept], float32, as the pages hold it; -inf where there is nothing.
+        terms: [layers, heads, logical_len], float32, by name: what the scores of a prompt's tokens
+            were made of when it was packed; elsewhere empty.
 
     """
 
     logical_len: int
     position: np.ndarray
     score: np.ndarray
+    terms: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def ranked_by_age(self) -> Frame:
         """With means over the queries since each token came, where those are what ranks."""
@@ -240,20 +243,28 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[Fr
             len(part["positions"]) // (4 * len(part["layers"]) * part["num_kv_heads"])
             for part in parts
         ]
+        length = parts[0]["logical_len"]
         position = np.full((len(layers), heads, max(kept)), NOTHING, dtype=np.int32)
         score = np.full(position.shape, -np.inf, dtype=np.float32)
+        terms = {
+            name: np.zeros((len(layers), heads, length), np.float32) for name in parts[0]["terms"]
+        }
         for part, num in zip(parts, kept, strict=True):
             rows = [layers.index(layer) for layer in part["layers"]]
             own = slice(part["first_head"], part["first_head"] + part["num_kv_heads"])
             shape = (len(rows), part["num_kv_heads"], num)
             position[rows, own, :num] = np.frombuffer(part["positions"], np.int32).reshape(shape)
             score[rows, own, :num] = np.frombuffer(part["scores"], np.float32).reshape(shape)
+            for name, numbers in part["terms"].items():
+                term = np.frombuffer(numbers, np.float32).reshape(*shape[:2], length)
+                terms[name][rows, own] = term
         order = position.argsort(axis=-1)
         frames.append(
             Frame(
-                parts[0]["logical_len"],
+                length,
                 np.take_along_axis(position, order, axis=-1),
                 np.take_along_axis(score, order, axis=-1),
+                terms,
             )
         )
     return layers, frames

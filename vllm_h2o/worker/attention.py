@@ -11,13 +11,16 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_h2o.errors import IntegrityError, UnsupportedError
-from vllm_h2o.kernels.batch import PromptChunk, StepTensors
+from vllm_h2o.kernels.batch import PromptChunk, ScoringPass, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.prefill import column_scores
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
 from vllm_h2o.worker.random import RandomScores
+
+Watch = Callable[[str, LayerCache, Sequence[PromptChunk], ScoringPass | None], None]
+"""(layer, cache, chunks, which): told when a scoring pass, or attention (None), has scored."""
 
 
 class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
@@ -68,6 +71,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.splits = KVPolicyConfig.required(vllm_config).splits
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
+        self.watch: Watch | None = None
         self._cache: tuple[weakref.ref[torch.Tensor], LayerCache] | None = None
 
     def forward(
@@ -116,10 +120,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         tensors = StepTensors(query, key, value, output, initial_score, self.scale)
         if chunks:
             kernels.prefill(cache, chunks, tensors, scoring)
-            for which, asked in zip(scoring.passes, attn_metadata.asked, strict=True):
-                if asked:
-                    asking = self._rotated(chunks, query, which.stride) if which.rotated else query
-                    kernels.score_pass(cache, asked, asking, self.scale, which)
+            self._score_again(cache, attn_metadata, name, query)
             self._score_windows(cache, attn_metadata, name, query)
         for batch in attn_metadata.decodes:
             kernels.decode(cache, batch, self._victims(cache), tensors, scoring)
@@ -139,6 +140,21 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
     def _forget(self, dead: weakref.ref[torch.Tensor]) -> None:
         if self._cache is not None and self._cache[0] is dead:
             self._cache = None
+
+    def _score_again(
+        self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str, query: torch.Tensor
+    ) -> None:
+        """The scoring passes, one after the other."""
+        chunks = metadata.prompts
+        if self.watch is not None:
+            self.watch(name, cache, chunks, None)
+        for which, asked in zip(metadata.scoring.passes, metadata.asked, strict=True):
+            if not asked:
+                continue
+            asking = self._rotated(chunks, query, which.stride) if which.rotated else query
+            metadata.kernels.score_pass(cache, asked, asking, self.scale, which)
+            if self.watch is not None:
+                self.watch(name, cache, chunks, which)
 
     def _rotated(
         self, chunks: Sequence[PromptChunk], query: torch.Tensor, stride: int

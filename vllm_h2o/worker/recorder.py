@@ -20,13 +20,16 @@ from vllm_h2o.pages import num_pages
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.random import heads_of_rank
+from vllm_h2o.worker.terms import PromptTerms
 
 Frame = dict[str, Any]
 """What one request holds after one step, in plain values that any executor can send.
 
 ``request_id``, ``logical_len``; ``layers``: their indices; ``first_head``, ``num_kv_heads``: the KV
 heads of this rank; ``positions`` and ``scores``: bytes of [layers, heads, kept], int32 and float32.
-A head that holds less than another ends with :data:`NOTHING`, and scores of -inf.
+A head that holds less than another ends with :data:`NOTHING`, and scores of -inf. ``terms``: where
+a prompt was packed, what its tokens' scores were made of, by name: bytes of [layers, heads,
+tokens], float32.
 """
 
 NOTHING = 2**31 - 1
@@ -74,14 +77,19 @@ class RecordsPages:
     vllm_config: Any
     use_v2_model_runner: bool
     _recorder: Recorder | None = None
+    _terms: PromptTerms
 
     def start_recording(self, every: int) -> None:
         """Record from the next step on: the end of each prompt, and each ``every``-th token."""
-        self._recorder = Recorder(every)
+        self._recorder, self._terms = Recorder(every), PromptTerms()
+        for layer in self._recorded_layers().values():
+            layer.impl.watch = self._terms.add
 
     def take_recording(self) -> list[Frame]:
         """Stop, and hand out what was recorded, the last step of each request included."""
         recorder, self._recorder = self._recorder, None
+        for layer in self._recorded_layers().values():
+            layer.impl.watch = None
         return [] if recorder is None else [*recorder.frames, *recorder.latest.values()]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -94,31 +102,42 @@ class RecordsPages:
         return result
 
     def _frame(self, request_id: str, plan: RequestPlan) -> Frame:
-        context = self.vllm_config.compilation_config.static_forward_context
-        cached = self._layer_names()
-        layers = {
-            extract_layer_index(name): layer
-            for name, layer in context.items()
-            if name in cached and isinstance(layer.impl, HeavyHitterImpl)
-        }
-        names = sorted(layers)
-        held = [pair for i in names for pair in self._held(layers[i], request_id, plan)]
-        num_kv_heads = len(held) // len(names)
+        layers = self._recorded_layers()
+        held = [pair for layer in layers.values() for pair in self._held(layer, request_id, plan)]
+        num_kv_heads = len(held) // len(layers)
         positions = pad_sequence([position for position, _ in held], True, NOTHING)
         scores = pad_sequence([score for _, score in held], True, float("-inf"))
         return {
             "request_id": request_id,
             "logical_len": plan.logical_end,
-            "layers": names,
+            "layers": [*layers],
             "first_head": heads_of_rank(self.vllm_config, num_kv_heads).start,
             "num_kv_heads": num_kv_heads,
             "positions": positions.cpu().numpy().tobytes(),
             "scores": scores.cpu().numpy().tobytes(),
+            "terms": self._terms_of(request_id, plan),
         }
 
-    def _layer_names(self) -> set[str]:
+    def _recorded_layers(self) -> dict[int, Any]:
+        """Those with a cache of the policy's, by index, in their order."""
+        context = self.vllm_config.compilation_config.static_forward_context
         groups = self.model_runner.kv_cache_config.kv_cache_groups
-        return {name for group in groups for name in group.layer_names}
+        cached = {name for group in groups for name in group.layer_names}
+        layers = {
+            extract_layer_index(name): layer
+            for name, layer in context.items()
+            if name in cached and isinstance(layer.impl, HeavyHitterImpl)
+        }
+        return dict(sorted(layers.items()))
+
+    def _terms_of(self, request_id: str, plan: RequestPlan) -> dict[str, bytes]:
+        """What the scores of a prompt's tokens are made of, by term, where some are evicted."""
+        if not (plan.in_prompt and plan.num_survivors):
+            return {}
+        names = [layer.layer_name for layer in self._recorded_layers().values()]
+        first = int(self._table_row(request_id, names[0])[plan.first_block_idx])
+        terms = self._terms.of(first, names)
+        return {name: term.cpu().numpy().tobytes() for name, term in terms.items()}
 
     def _held(
         self, layer: Any, request_id: str, plan: RequestPlan
@@ -152,6 +171,10 @@ class RecordsPages:
         """The request's pages after the step, from the runner's block table."""
         start = plan.pack_block_idx or plan.first_block_idx
         own = slice(start, start + num_pages(plan.held_end, block_size))
+        return self._table_row(request_id, layer_name)[own].long()
+
+    def _table_row(self, request_id: str, layer_name: str) -> torch.Tensor:
+        """[pages], int32: the request's row of the runner's block table."""
         runner = self.model_runner
         groups = runner.kv_cache_config.kv_cache_groups
         (group,) = (i for i, group in enumerate(groups) if layer_name in group.layer_names)
@@ -161,4 +184,4 @@ class RecordsPages:
         else:
             row = runner.input_batch.req_id_to_index[request_id]
             table = runner.input_batch.block_table[group].get_device_tensor(row + 1)
-        return table[row, own].long()
+        return table[row]
