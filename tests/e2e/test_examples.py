@@ -10,8 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
+from vllm import SamplingParams
 
+from benchmarks.smollm2 import model_dir
 from benchmarks.soak.server import ENVIRONMENT, ROOT, write_model
+from tests.e2e.harness import engine
 from tests.e2e.server import EXAMPLE, MODEL, URL, Block, Completing, blocks
 
 SERVED = blocks(EXAMPLE)[1:]
@@ -33,6 +37,19 @@ def test_offline(tmp_path: Path) -> None:
     said = re.findall(r"^kv_budget=(.+?): (.+)$", done.stdout, re.MULTILINE)
     assert [budget for budget, _ in said] == ["0.2", "full"]
     assert said[0][1] != said[1][1]
+
+
+@pytest.mark.parametrize(("policy", "answer"), [("h2o", "7."), ("h2o2", "7264.")])
+def test_lamp_room(policy: str, answer: str) -> None:
+    """What docs/metrics.md says of the answer, on the real model."""
+    model = str(model_dir("float32", progress=False))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = (ROOT / "examples" / "lamp_room.txt").read_text(encoding="utf-8")
+    prompt = {"prompt_token_ids": tokenizer(text)["input_ids"]}
+    with engine(model, policy, {"budget": 160}, block_size=16, max_model_len=800) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
+        (output,) = llm.generate([prompt], greedy, use_tqdm=False)
+    assert tokenizer.decode(output.outputs[0].token_ids).split()[0] == answer
 
 
 def run(block: Block, server: Completing) -> str:
