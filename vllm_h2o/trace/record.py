@@ -35,12 +35,15 @@ class Frame:
         position: [layers, heads, kept], int32, ascending; :data:`NOTHING` after the tokens of a
             head that holds less than another.
         score: [layers, heads, kept], float32, as the pages hold it; -inf where there is nothing.
+        mass: [layers, heads, kept], float32: tokens that each stands for, 0 where there is nothing;
+            None where none are merged.
 
     """
 
     logical_len: int
     position: np.ndarray
     score: np.ndarray
+    mass: np.ndarray | None = None
 
     def ranked_by_age(self) -> Frame:
         """With means over the queries since each token came, where those are what ranks."""
@@ -183,7 +186,9 @@ def _engine(
         dtype=loaded.dtype,
         num_gpu_blocks_override=num_blocks,
         # Not read, but where memory is given in bytes none is profiled.
-        kv_cache_memory_bytes=num_blocks * block_size * loaded.cache("auto").slot_bytes,
+        kv_cache_memory_bytes=num_blocks
+        * block_size
+        * loaded.cache("auto").slot_bytes(config.merges),
         max_model_len=longest,
         block_size=block_size,
         enforce_eager=True,
@@ -242,18 +247,22 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[Fr
         ]
         position = np.full((len(layers), heads, max(kept)), NOTHING, dtype=np.int32)
         score = np.full(position.shape, -np.inf, dtype=np.float32)
+        mass = np.zeros(position.shape, dtype=np.float32)
         for part, num in zip(parts, kept, strict=True):
             rows = [layers.index(layer) for layer in part["layers"]]
             own = slice(part["first_head"], part["first_head"] + part["num_kv_heads"])
             shape = (len(rows), part["num_kv_heads"], num)
             position[rows, own, :num] = np.frombuffer(part["positions"], np.int32).reshape(shape)
             score[rows, own, :num] = np.frombuffer(part["scores"], np.float32).reshape(shape)
+            if part["masses"]:
+                mass[rows, own, :num] = np.frombuffer(part["masses"], np.float32).reshape(shape)
         order = position.argsort(axis=-1)
         frames.append(
             Frame(
                 parts[0]["logical_len"],
                 np.take_along_axis(position, order, axis=-1),
                 np.take_along_axis(score, order, axis=-1),
+                np.take_along_axis(mass, order, axis=-1) if parts[0]["masses"] else None,
             )
         )
     return layers, frames
