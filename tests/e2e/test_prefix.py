@@ -58,10 +58,11 @@ def run(llm: LLM, prompts: list[list[int]], budgets: list[Any]) -> tuple[list[li
                 "num_sink_tokens": 3,
             },
         ),
-        ("streaming", {}),
+        ("h2o", {**WINDOW, "merge": 0.2}),
+        ("streaming", {"merge": 0.2}),
         ("random", {}),
     ],
-    ids=["h2o", "h2o, sums", "block and squares", "streaming", "random"],
+    ids=["h2o", "h2o, sums", "block and squares", "merging", "streaming", "random"],
 )
 def test_a_hit_is_a_cold_run(
     policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -93,6 +94,7 @@ def test_a_hit_is_a_cold_run(
         assert probe.num_free == probe.num_total
         assert oracle.num_compared > 0
         assert oracle.max_error < 1e-4
+        assert (oracle.num_merged > 0) is ("merge" in options)
         assert oracle.num_ties <= oracle.num_victims / 500
 
 
