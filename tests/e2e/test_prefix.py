@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
@@ -98,17 +99,31 @@ def test_a_hit_is_a_cold_run(
         assert oracle.num_ties <= oracle.num_victims / 500
 
 
-def test_a_small_pool_of_shared_pages(tmp_path: Path) -> None:
-    """Cached pages are taken back, requests preempted and resumed: nothing is lost or mixed up."""
+@pytest.mark.parametrize("merge", [0.0, 0.2])
+def test_a_small_pool_of_shared_pages(merge: float, tmp_path: Path) -> None:
+    """Cached pages are taken back, requests preempted and resumed: nothing is lost or mixed up.
+
+    Nor is a mass: each token stands for whole ones, together for no more than there were.
+    """
     model, prompts = tiny_llama(tmp_path, 4, 4), family() * 2
     budgets = [None, 48, "full", 0.5] * 5
     settings = {**SETTINGS, "enable_prefix_caching": True, "num_gpu_blocks_override": 30}
-    with engine(model, "h2o", {"budget": 64, **WINDOW}, **settings) as llm:
+    options = {"budget": 64, **WINDOW, "merge": merge}
+    with engine(model, "h2o", options, **settings) as llm:
         probe = Probe(llm)
+        llm.collective_rpc("start_recording", args=(1,))
         tokens, _ = run(llm, prompts, budgets)
+        (frames,) = llm.collective_rpc("take_recording")
         assert probe.num_preemptions > 0
         assert probe.num_free == probe.num_total
     assert [len(part) for part in tokens] == [30] * 20
+    largest = 0.0
+    for frame in frames if merge else ():
+        masses = np.frombuffer(frame["masses"], np.float32).reshape(8, -1)  # of layers and heads
+        assert (masses >= 1).all() and (masses == masses.round()).all()
+        assert (masses.sum(1) <= frame["logical_len"]).all()
+        largest = max(largest, float(masses.max()))
+    assert (largest > 1) is (merge > 0)
 
 
 def test_smollm2() -> None:

@@ -125,7 +125,7 @@ def test_each_step_is_what_the_reference_keeps(
         assert (len(lengths) > 1) is truth.oracle.scheduler.ledger.splits
     assert len({frozenset(scores) for scores in held(frames[-1]).values()}) > 1
     last = frames[-1].mass
-    assert (last is not None and last.max() > 1) is (truth.oracle.num_merged > 0)
+    assert (last is not None and bool(last.max() > 1)) is (truth.oracle.num_merged > 0)
 
 
 def test_one_word_for_no_token() -> None:

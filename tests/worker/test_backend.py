@@ -17,7 +17,7 @@ COMMON = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.b
 
 @pytest.mark.parametrize(("merge", "extra"), [(0.0, 8), (0.9, 12)])
 def test_a_full_attention_layer_gets_more_bytes_a_slot(merge: float, extra: int) -> None:
-    """Score and position, beside K and V; masses where tokens are merged."""
+    """Score and position, next to K and V; masses where tokens are merged."""
     with set_current_vllm_config(vllm_config("h2o", (("merge", merge),))):
         spec = HeavyHitterBackend.customize_spec(FullAttentionSpec(**COMMON))
     assert isinstance(spec, HeavyHitterSpec)

@@ -13,7 +13,7 @@ MASS_BYTES = 4
 
 
 def slot_extra_bytes(merges: bool) -> int:
-    """What a slot holds beside K and V."""
+    """What a slot holds next to K and V."""
     return SCORE_AND_POSITION_BYTES + merges * MASS_BYTES
 
 

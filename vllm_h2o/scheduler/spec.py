@@ -39,7 +39,7 @@ class HeavyHitterSpec(FullAttentionSpec):
 
     @classmethod
     def of(cls, spec: AttentionSpec, merges: bool = False) -> HeavyHitterSpec:
-        """``spec`` with what a slot holds beside K and V.
+        """``spec`` with what a slot holds next to K and V.
 
         Args:
             spec: the full-attention spec that vLLM's layer made.

@@ -42,7 +42,7 @@ class HeavyHitterBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The layer's page, with what a slot of the policy holds beside K and V.
+        """The layer's page, with what a slot of the policy holds next to K and V.
 
         Raises:
             UnsupportedError: for a layer that is not plain full attention.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_h2o.plugin import activate
 from vllm_h2o.worker.recorder import RecordsPages
@@ -21,8 +19,3 @@ else:
 
 class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, PlatformWorker):
     """vLLM's worker, which publishes each step's plan while it runs, and records on demand."""
-
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """Each layer's page, which depends on the policy: vLLM asks outside any current config."""
-        with set_current_vllm_config(self.vllm_config):
-            return super().get_kv_cache_spec()
