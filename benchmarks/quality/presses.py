@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from benchmarks.quality.plans import AFTER, SHARES_AFTER, slots
+from benchmarks.quality.plans import AFTER, FACTS, SHARES_AFTER, slots
 from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
 from benchmarks.smollm2 import model_dir
@@ -110,6 +110,7 @@ def main() -> None:
         prog="python -m benchmarks.quality.presses", description=__doc__
     )
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
+    parser.add_argument("--facts", nargs="*", default=[], choices=FACTS, help="instead of the rest")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -119,9 +120,10 @@ def main() -> None:
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     by, rows = f"kvpress {version('kvpress')}", []
-    for make in AFTER:
+    asked = [(FACTS[name].make, FACTS[name].shares) for name in args.facts]
+    for make, given in asked or [(make, SHARES_AFTER) for make in AFTER]:
         task = make(tokenizer)
-        shares = {slots(share, task.length): share for share in SHARES_AFTER}
+        shares = {slots(share, task.length): share for share in given}
         full = ("full", task.length)
         wanted = [full, *((name, kept) for name in PRESSES for kept in shares)]
         figures = judge(model, wanted, task)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
+from tests.kernels.truth import follow_merge
 from vllm_h2o.kernels.batch import Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
@@ -38,6 +39,9 @@ class Oracle:
         num_victims: victims that were compared.
         num_packs: packs behind prompts that were compared.
         num_ties: victims that differ, between scores closer than ``TIE``.
+        num_merged: victims that went to the nearest key; their K, V and masses are compared.
+        num_merge_ties: those that went to another key than the reference's, as near: in a model's
+            first layer the same token as far before the victim as behind it is.
         num_unequal: times that KV heads of a layer got unequal numbers of slots.
         max_error: largest difference of an attention output from the reference's.
         waiting: layers of the running step, to be followed when its survivors are packed.
@@ -51,6 +55,8 @@ class Oracle:
     num_victims: int = 0
     num_packs: int = 0
     num_ties: int = 0
+    num_merged: int = 0
+    num_merge_ties: int = 0
     num_unequal: int = 0
     max_error: float = 0.0
     waiting: list[Callable[[], None]] = field(default_factory=list)
@@ -107,6 +113,10 @@ class Oracle:
             table = tables[tokens.start]
             rows = cache_rows(table, impl.num_kv_heads)
             victims = None if impl.victims is None else impl.victims[table[0]]
+            if plan.overwrites and metadata.scoring.merge:
+                strips = cache.rows_of_split(table) if plan.is_split else list(rows)
+                for head, strip in enumerate(strips):
+                    self._follow_merge((layer_name, head, request_id), plan, cache, strip)
             for head in range(impl.num_kv_heads):
                 where = (layer_name, head, request_id)
                 new = (query[tokens], key[tokens], value[tokens])
@@ -164,6 +174,7 @@ class Oracle:
             by_maximum=scoring.by_maximum,
             reach=scoring.reach,
             splits=self.scheduler.ledger.splits,
+            merge=scoring.merge,
             logical_len=plan.logical_start,
         )
 
@@ -246,17 +257,34 @@ class Oracle:
         if plan.num_free_slots:
             newest = int(victim) + plan.next_offset
             slots = slots[(slots <= newest) | (slots > newest + plan.num_free_slots)]
-        positions = cache.position[
-            rows[slots // cache.block_size], slots % cache.block_size
-        ].tolist()
+        at = (rows[slots // cache.block_size], slots % cache.block_size)
+        positions = cache.position[at].tolist()
         self.retained[where] = frozenset(positions)
         assert len(self.retained[where]) == len(positions)
         assert self.retained[where] == {p for p in strip.position.tolist() if p >= 0}, (where, plan)
+        if cache.mass is not None:
+            masses = dict(zip(strip.position.tolist(), strip.mass.tolist(), strict=True))
+            assert cache.mass[at].tolist() == [masses[p] for p in positions], (where, plan)
         self.num_compared += 1
         self.num_packs += plan.falls_back
         if plan.selects:
             self.num_victims += 1
             self._compare_victim(where, positions[int(victim)])
+
+    def _follow_merge(
+        self, where: Where, plan: RequestPlan, cache: LayerCache, rows: torch.Tensor
+    ) -> None:
+        """Where the engine's victim went, and what became of it there."""
+        assert cache.mass is not None
+        num_slots = len(rows) * cache.block_size if plan.is_split else plan.resident_end
+        tokens = (cache.key, cache.value, cache.score, cache.position, cache.mass)
+        key, value, score, position, mass = (
+            view[rows].flatten(0, 1)[:num_slots] for view in tokens
+        )
+        held = Strip(key.double(), value.double(), score.double(), position.long(), mass)
+        merged, tied = follow_merge(self.heads[where], held, cache.key.dtype)
+        self.num_merged += merged
+        self.num_merge_ties += tied
 
     def _compare_victim(self, where: Where, position: int) -> None:
         head = self.heads[where]
@@ -270,4 +298,4 @@ class Oracle:
         lowest, other = float(ranks[head.victim]), float(ranks[chosen])
         assert abs(other - lowest) <= TIE * abs(lowest), (where, lowest, other)
         self.num_ties += 1
-        head.victim = chosen
+        head.take_victim(chosen)

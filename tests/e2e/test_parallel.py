@@ -61,9 +61,10 @@ def measure(llm: LLM) -> Run:
     return Run(outputs, record(llm, PROMPTS[-1], 1, MAX_TOKENS)[2])
 
 
-def run(model: str, policy: str, **kwargs: Any) -> Run:
+def run(model: str, policy: str, merge: float = 0.0, **kwargs: Any) -> Run:
     """An engine from its start to its end."""
-    with engine(model, policy, OPTIONS, **{**SETTINGS, **kwargs}) as llm:
+    options = {**OPTIONS, "merge": merge}
+    with engine(model, policy, options, **{**SETTINGS, **kwargs}) as llm:
         return measure(llm)
 
 
@@ -103,6 +104,7 @@ def assert_same(expected: Run, mine: Run) -> None:
         assert a.position.shape == b.position.shape
         assert (a.position == b.position).all()
         np.testing.assert_allclose(b.score, a.score, rtol=1e-4, atol=1e-5)
+        assert np.array_equal(a.mass, b.mass)
 
 
 def assert_found(llm: LLM, expected: list[list[int]], num_found: int) -> None:
@@ -123,6 +125,17 @@ def test_the_policies_differ(alone: dict[str, Run]) -> None:
 def test_tensor_parallel(model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch) -> None:
     """A KV head each, and its own scores."""
     assert_same(alone["h2o"], run(model, "h2o", tensor_parallel_size=2))
+
+
+def test_tensor_parallel_and_merging(
+    model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch
+) -> None:
+    """And its own masses."""
+    merging = run(model, "h2o", 0.3)
+    assert token_ids(merging.outputs) != token_ids(alone["h2o"].outputs)
+    masses = merging.frames[-1].mass
+    assert masses is not None and masses.max() > 1
+    assert_same(merging, run(model, "h2o", 0.3, tensor_parallel_size=2))
 
 
 def test_tensor_parallel_and_shared_prefixes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
@@ -58,10 +59,11 @@ def run(llm: LLM, prompts: list[list[int]], budgets: list[Any]) -> tuple[list[li
                 "num_sink_tokens": 3,
             },
         ),
-        ("streaming", {}),
+        ("h2o", {**WINDOW, "merge": 0.2}),
+        ("streaming", {"merge": 0.2}),
         ("random", {}),
     ],
-    ids=["h2o", "h2o, sums", "block and squares", "streaming", "random"],
+    ids=["h2o", "h2o, sums", "block and squares", "merging", "streaming", "random"],
 )
 def test_a_hit_is_a_cold_run(
     policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -93,20 +95,35 @@ def test_a_hit_is_a_cold_run(
         assert probe.num_free == probe.num_total
         assert oracle.num_compared > 0
         assert oracle.max_error < 1e-4
+        assert (oracle.num_merged > 0) is ("merge" in options)
         assert oracle.num_ties <= oracle.num_victims / 500
 
 
-def test_a_small_pool_of_shared_pages(tmp_path: Path) -> None:
-    """Cached pages are taken back, requests preempted and resumed: nothing is lost or mixed up."""
+@pytest.mark.parametrize("merge", [0.0, 0.2])
+def test_a_small_pool_of_shared_pages(merge: float, tmp_path: Path) -> None:
+    """Cached pages are taken back, requests preempted and resumed: nothing is lost or mixed up.
+
+    Nor is a mass: each token stands for whole ones, together for no more than there were.
+    """
     model, prompts = tiny_llama(tmp_path, 4, 4), family() * 2
     budgets = [None, 48, "full", 0.5] * 5
     settings = {**SETTINGS, "enable_prefix_caching": True, "num_gpu_blocks_override": 30}
-    with engine(model, "h2o", {"budget": 64, **WINDOW}, **settings) as llm:
+    options = {"budget": 64, **WINDOW, "merge": merge}
+    with engine(model, "h2o", options, **settings) as llm:
         probe = Probe(llm)
+        llm.collective_rpc("start_recording", args=(1,))
         tokens, _ = run(llm, prompts, budgets)
+        (frames,) = llm.collective_rpc("take_recording")
         assert probe.num_preemptions > 0
         assert probe.num_free == probe.num_total
     assert [len(part) for part in tokens] == [30] * 20
+    largest = 0.0
+    for frame in frames if merge else ():
+        masses = np.frombuffer(frame["masses"], np.float32).reshape(8, -1)  # of layers and heads
+        assert (masses >= 1).all() and (masses == masses.round()).all()
+        assert (masses.sum(1) <= frame["logical_len"]).all()
+        largest = max(largest, float(masses.max()))
+    assert (largest > 1) is (merge > 0)
 
 
 def test_smollm2() -> None:

@@ -71,7 +71,7 @@ def test_a_tight_pool_runs_as_many_as_always(pages: int, tmp_path: Path) -> None
         ("h2o", {"recent_ratio": 0.25, "num_sink_tokens": 3, "score": "mean"}),
         ("h2o", {"granularity": "block", "recent_ratio": 0.1, "budget": 80}),
         ("h2o", {"prefill": "window", "observation_window": 20}),
-        ("h2o2", {"observation_window": 20}),
+        ("h2o2", {"observation_window": 20, "merge": 0.2}),
         ("streaming", {}),
         ("random", {}),
     ],
@@ -93,5 +93,6 @@ def test_what_a_pack_keeps(
         stats = probe.scheduler.ledger.stats
     assert oracle.num_packs == 4 * stats.pressure_packs >= 4 * 5
     assert oracle.num_victims > 0
+    assert (oracle.num_merged > 0) is ("merge" in options)
     assert oracle.num_ties <= oracle.num_victims / 1000
     assert oracle.max_error < 1e-4

@@ -34,6 +34,7 @@ def follow(
     policy: str,
     options: dict[str, Any],
     prompts: list[list[int]],
+    max_error: float = 1e-4,
     **settings: Any,
 ) -> Oracle:
     """Generate 40 tokens for each prompt, compared after every step."""
@@ -45,7 +46,8 @@ def follow(
     assert oracle.num_compared > 0
     assert oracle.num_victims > 0
     assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
-    assert oracle.max_error < 1e-4
+    assert oracle.num_merge_ties <= oracle.num_merged / 20
+    assert oracle.max_error < max_error
     return oracle
 
 
@@ -112,6 +114,9 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"score": "second_pass", "prefill": "chunked"},
         {"score": "combined", "observation_window": 12, "num_sink_tokens": 1},
         {"score": "combined", "observation_window": 7, "prefill": "chunked"},
+        {"merge": 0.2},
+        {"merge": 0.2, "kernels": "torch", "score": "mean_squares"},
+        {"merge": 0.5, "prefill": "chunked", "num_sink_tokens": 2},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
@@ -121,7 +126,21 @@ def test_the_other_options(
     """Other scores, other queries that score, prompts in chunks, budgets of requests."""
     prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
     model, options = tiny_llama(tmp_path, 6, 2), {"budget": 32, **options}
-    follow(monkeypatch, model, "h2o", options, prompts, block_size=16, max_num_batched_tokens=40)
+    settings = {"block_size": 16, "max_num_batched_tokens": 40}
+    oracle = follow(monkeypatch, model, "h2o", options, prompts, **settings)
+    assert (oracle.num_merged > 0) is ("merge" in options)
+
+
+@pytest.mark.parametrize("policy", ["local", "streaming", "random", "h2o2"])
+def test_merging_of_the_other_policies(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every head its own K and V, in a step's batch with sequences that are short or begin."""
+    prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
+    model, options = tiny_llama(tmp_path, 4, 4), {"budget": 32, "merge": 0.2}
+    settings = {"block_size": 16, "max_num_batched_tokens": 128, "dtype": "bfloat16"}
+    oracle = follow(monkeypatch, model, policy, options, prompts, max_error=2e-2, **settings)
+    assert oracle.num_merged > 0
 
 
 def test_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +159,7 @@ def test_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         {"score": "sum_squares"},
         {"prefill": "window", "observation_window": 20, "recent_ratio": 0.25},
         {"prefill": "window", "enable_prefix_caching": True},
+        {"score": "mean_squares", "merge": 0.2},
         {"kernels": "torch", "score": "mean_squares", "budget": 0.4, "budget_basis": "request"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -155,6 +175,7 @@ def test_heads_that_share_slots(
     settings |= {k: options.pop(k) for k in ("enable_prefix_caching",) if k in options}
     oracle = follow(monkeypatch, model, "h2o", options, prompts, **settings)
     assert oracle.num_unequal > 0
+    assert (oracle.num_merged > 0) is ("merge" in options)
 
 
 @pytest.mark.parametrize(("policy", "budget"), [("h2o", 32), ("h2o2", 64)])

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.reference import Strip
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.paths import WORKER
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger
@@ -168,15 +169,15 @@ def builder(
         head_size=shape.head_size,
         dtype=shape.dtype,
     )
-    spec = HeavyHitterSpec.of(stock)
     config = vllm_config(policy, options)
+    spec = HeavyHitterSpec.of(stock, KVPolicyConfig.required(config).merges)
     return HeavyHitterMetadataBuilder(spec, [LAYER_NAME], config, torch.device("cpu"))
 
 
-def empty_cache(shape: Shape, num_blocks: int) -> torch.Tensor:
+def empty_cache(shape: Shape, num_blocks: int, merges: bool = False) -> torch.Tensor:
     """A layer's cache as vLLM binds it; every byte 0xFF."""
     size = shape.dtype.itemsize
-    content = 2 * shape.head_size + 8 // size
+    content = 2 * shape.head_size + (12 if merges else 8) // size
     rows = num_blocks * shape.num_kv_heads * shape.block_size
     raw = torch.full((rows * content * size,), 0xFF, dtype=torch.uint8)
     layout = (num_blocks, shape.num_kv_heads, shape.block_size, content)
@@ -217,7 +218,7 @@ class Layer:
         with set_current_vllm_config(self.config):
             num_heads = shape.num_kv_heads * shape.group
             self.impl = HeavyHitterImpl(num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
-        self.kv_cache = empty_cache(shape, num_blocks)
+        self.kv_cache = empty_cache(shape, num_blocks, self.impl.merges)
         self.cache = self.impl.cache_of(self.kv_cache)
         self.free = list(range(1, num_blocks))
         self.random.shuffle(self.free)
@@ -281,16 +282,14 @@ class Layer:
             num_slots = plan.resident_end
             if is_split:
                 num_slots = len(rows) * self.shape.block_size - (plan.splits > 0)
-            key, value, score, position = (
-                view[rows].flatten(0, 1)[:num_slots]
-                for view in (
-                    self.cache.key,
-                    self.cache.value,
-                    self.cache.score,
-                    self.cache.position,
-                )
+            cache = self.cache
+            views = [cache.key, cache.value, cache.score, cache.position]
+            views += [] if cache.mass is None else [cache.mass]
+            key, value, score, position, *mass = (
+                view[rows].flatten(0, 1)[:num_slots] for view in views
             )
-            strips.append(Strip(key.double(), value.double(), score.double(), position.long()))
+            tokens = (key.double(), value.double(), score.double(), position.long())
+            strips.append(Strip(*tokens, *mass))
         return strips
 
     def victims(self, request_id: str) -> torch.Tensor | None:
@@ -335,3 +334,5 @@ class Layer:
             self.cache.value[rows] = torch.nan
             self.cache.score[rows] = self.random.choice([torch.nan, -torch.inf])
             self.cache.position[rows] = self.random.choice([0, 5, 1 << 30])
+            if self.cache.mass is not None:
+                self.cache.mass[rows] = torch.nan

@@ -66,6 +66,21 @@ TABLE = {
 }
 
 
+LIVES = [
+    (name, merge)
+    for name, (policy, *_) in TABLE.items()
+    for merge in (0.0, 0.15)
+    if not merge or POLICIES[policy].evicts
+]
+"""Each with victims dropped, and merged where they can be: random keys are not much alike."""
+MERGES = st.sampled_from([0.0, 0.0, 0.15, 0.3])
+
+
+def merging(threshold: float) -> tuple[tuple[str, object], ...]:
+    """Options of a layer whose victims are merged; none where they are dropped."""
+    return (("merge", threshold),) if threshold else ()
+
+
 def make_lives(rows: list[tuple[int, int, int, list[int], int]]) -> list[Life]:
     """A request for each row of capacity, recent, sinks, chunks and decodes."""
     return [

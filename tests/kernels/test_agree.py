@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from tests.kernels.caches import SHAPE, VIEWS, copied, filled, number, on_triton, same
+from tests.kernels.decodes import KERNELS, compare_decodes, decode_batch
 from tests.kernels.harness import Shape
 from tests.kernels.native.cases import threads
 from vllm_h2o.kernels.batch import (
-    DECODE_FIELDS,
     LARGEST_SECOND_PASS,
     MEAN_SECOND_PASS,
     WINDOW_PASS,
     WINDOW_REACH,
-    DecodeBatch,
     PromptChunk,
     Scoring,
     ScoringPass,
@@ -26,7 +25,6 @@ from vllm_h2o.kernels.batch import (
 )
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 
 
@@ -37,15 +35,6 @@ def several_threads() -> Iterator[None]:
         yield
 
 
-def native_variant(variant: str) -> Callable[[Shape], Kernels]:
-    """One of the builds for this processor."""
-    return lambda shape: loader.load(variant)
-
-
-KERNELS: dict[str, Callable[[Shape], Kernels]] = {
-    "triton": on_triton,
-    **{variant: native_variant(variant) for variant in loader.available()},
-}
 SCORINGS = [
     Scoring(),
     Scoring(power=0),
@@ -56,39 +45,9 @@ SCORINGS = [
     Scoring(by_age=True),
     Scoring(by_maximum=True),
     Scoring(power=2, skip_recent=5, by_maximum=True),
+    Scoring(merge=0.15),
+    Scoring(power=2, by_age=True, merge=0.3),
 ]
-
-
-def decode_batch(
-    shape: Shape, scoring: Scoring, seed: int, split: bool = False
-) -> tuple[DecodeBatch, int]:
-    """Requests that append, overwrite, select or are padding, and the blocks that they own."""
-    rng, owned, tables, fields = random.Random(seed), 0, [], []
-    size = shape.block_size
-    for token, attended in enumerate((1, size - 1, 2 * size, 3 * size + 5, 0, 9 * size, 6 * size)):
-        num_pages = -(-attended // size)
-        tables.append([owned + page for page in range(num_pages)] + [0] * (9 - num_pages))
-        owned += num_pages
-        overwrites = token in (2, 5)
-        next_offset = rng.randrange(size) if overwrites and scoring.by_page else 0
-        values = {
-            "token": token,
-            "attended_len": attended,
-            "overwrites": overwrites,
-            "selects": attended > 0 and attended % size == 0,
-            "logical_start": 1000,
-            "recent_start": 998 - 10 * token,
-            "num_sinks": token,
-            "next_offset": next_offset,
-            "num_free_slots": size - 1 - next_offset if overwrites and scoring.by_page else 0,
-            "scores": token != 3,
-            "in_prompt": token in (1, 3, 6),
-            "split": split and token in (2, 5, 6),
-        }
-        fields.append([int(values.get(name, 0)) for name in DECODE_FIELDS])
-    # They lie as a graph's buffer has them, request by request.
-    table = torch.tensor(tables, dtype=torch.int32)
-    return DecodeBatch(table, torch.tensor(fields).T), owned
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
@@ -96,34 +55,11 @@ def decode_batch(
 def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     """Outputs, pages and victims; of padding, a row of zeros and nothing else."""
     batch, owned = decode_batch(SHAPE, scoring, seed=1)
-    theirs = filled(SHAPE, owned + 1, seed=2)
-    ours = copied(theirs, SHAPE)
-    torch.manual_seed(3)
-    query = torch.randn(7, 6, 64)
-    key, value = torch.randn(2, 7, 2, 64)
+    theirs = filled(SHAPE, owned + 1, seed=2, merges=scoring.merge > 0)
     victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
     victims[batch.first_block_ids[2]] = torch.tensor([0, SHAPE.block_size])
     victims[batch.first_block_ids[5]] = torch.tensor([7 * SHAPE.block_size, 3 * SHAPE.block_size])
-    results = []
-    for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
-        out, chosen = torch.full_like(query, 7.0), victims.clone()
-        real = batch
-        if kernels.copies_kv:
-            rows = [0, 1, 2, 3, 5, 6]
-            real = DecodeBatch(batch.block_table[rows], batch.fields[:, rows])
-        kernels.decode(cache, real, chosen, StepTensors(query, key, value, out, None, 0.2), scoring)
-        results.append((out, chosen))
-    agree(results, victims)
-    same(ours, theirs, owned)
-
-
-def agree(results: list[tuple[torch.Tensor, torch.Tensor]], victims: torch.Tensor) -> None:
-    """Outputs and victims, where some were chosen; the fifth request is padding."""
-    (expected, their_victims), (out, our_victims) = results
-    expected[4] = 0.0
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(our_victims, their_victims)
-    assert (our_victims != victims).any()
+    compare_decodes(make, SHAPE, scoring, batch, theirs, victims)
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
@@ -131,26 +67,14 @@ def agree(results: list[tuple[torch.Tensor, torch.Tensor]], victims: torch.Tenso
 def test_decode_of_unequal_heads(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     """The same where the KV heads of some requests share slots, and of others do not."""
     batch, owned = decode_batch(SHAPE, scoring, seed=1, split=True)
-    theirs = filled(SHAPE, owned + 1, seed=2, splits=True)
+    theirs = filled(SHAPE, owned + 1, seed=2, splits=True, merges=scoring.merge > 0)
     assert theirs.first_rows is not None
     for request, bounds in ((2, (0, 1, 4)), (5, (0, 13, 18)), (6, (0, 2, 12))):
         theirs.first_rows[batch.first_block_ids[request]] = torch.tensor(bounds).int()
-    ours = copied(theirs, SHAPE)
-    torch.manual_seed(3)
-    query = torch.randn(7, 6, 64)
-    key, value = torch.randn(2, 7, 2, 64)
     victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
     victims[batch.first_block_ids[2]] = torch.tensor([3, 3 * SHAPE.block_size - 1])
     victims[batch.first_block_ids[5]] = torch.tensor([12 * SHAPE.block_size + 3, 5])
-    results = []
-    for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
-        out, chosen = torch.full_like(query, 7.0), victims.clone()
-        rows = [0, 1, 2, 3, 5, 6] if kernels.copies_kv else list(range(7))
-        real = DecodeBatch(batch.block_table[rows], batch.fields[:, rows])
-        kernels.decode(cache, real, chosen, StepTensors(query, key, value, out, None, 0.2), scoring)
-        results.append((out, chosen))
-    agree(results, victims)
-    same(ours, theirs, owned)
+    compare_decodes(make, SHAPE, scoring, batch, theirs, victims)
 
 
 def test_what_does_not_score_keeps_no_logits() -> None:
@@ -205,7 +129,7 @@ def prompt_chunks(shape: Shape, packs: bool) -> tuple[list[PromptChunk], int]:
 def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     """Outputs and pages; what lies between the chunks' tokens is left alone."""
     chunks, owned = prompt_chunks(SHAPE, packs=False)
-    theirs = filled(SHAPE, owned + 1, seed=4)
+    theirs = filled(SHAPE, owned + 1, seed=4, merges=scoring.merge > 0)
     number(theirs, chunks)
     ours = copied(theirs, SHAPE)
     torch.manual_seed(5)

@@ -10,13 +10,15 @@ import torch
 from vllm_h2o.kernels.cache import LayerCache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-VIEWS = ("key", "value", "score", "position")
+VIEWS = ("key", "value", "score", "position", "mass")
 NUM_BLOCKS, NUM_KV_HEADS = 3, 2
 
 
-def make_cache(dtype: torch.dtype, head_size: int, block_size: int, fill: int = 0) -> torch.Tensor:
+def make_cache(
+    dtype: torch.dtype, head_size: int, block_size: int, fill: int = 0, merges: bool = True
+) -> torch.Tensor:
     """[num_blocks, num_kv_heads, N, C] of one byte repeated."""
-    content = 2 * head_size + 8 // dtype.itemsize
+    content = 2 * head_size + (12 if merges else 8) // dtype.itemsize
     shape = (NUM_BLOCKS, NUM_KV_HEADS, block_size, content)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return torch.full((num_bytes,), fill, dtype=torch.uint8).view(dtype).view(shape)
@@ -33,9 +35,13 @@ all_layouts = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("merges", [False, True])
 @all_layouts
-def test_layout(dtype: torch.dtype, head_size: int, block_size: int) -> None:
-    """A row's bytes are K, V, scores and positions, each dense, in this order and nothing else."""
+def test_layout(dtype: torch.dtype, head_size: int, block_size: int, merges: bool) -> None:
+    """A row's bytes are K, V, scores, positions and, where tokens are merged, masses.
+
+    Each is dense, in this order, and there is nothing else.
+    """
     torch.manual_seed(0)
     num_rows = NUM_BLOCKS * NUM_KV_HEADS
     kv_shape, shape = (num_rows, block_size, head_size), (num_rows, block_size)
@@ -44,9 +50,11 @@ def test_layout(dtype: torch.dtype, head_size: int, block_size: int) -> None:
         "value": torch.randn(kv_shape).to(dtype),
         "score": torch.randn(shape),
         "position": torch.randint(-(1 << 31), (1 << 31) - 1, shape).to(torch.int32),
+        **({"mass": torch.rand(shape)} if merges else {}),
     }
-    cache = make_cache(dtype, head_size, block_size)
-    layer_cache = LayerCache.of(cache, head_size)
+    cache = make_cache(dtype, head_size, block_size, merges=merges)
+    layer_cache = LayerCache.of(cache, head_size, merges=merges)
+    assert (layer_cache.mass is not None) is merges
     for name, values in content.items():
         view = getattr(layer_cache, name)
         assert (view.shape, view.dtype) == (values.shape, values.dtype)
@@ -66,7 +74,7 @@ def test_views_do_not_overlap(dtype: torch.dtype, head_size: int, block_size: in
     owners = torch.zeros(make_cache(dtype, head_size, block_size).nbytes, dtype=torch.int)
     for name in VIEWS:
         cache = make_cache(dtype, head_size, block_size, fill=0xA5)
-        layer_cache = LayerCache.of(cache, head_size)
+        layer_cache = LayerCache.of(cache, head_size, merges=True)
         before = {other: raw(getattr(layer_cache, other)).clone() for other in VIEWS}
         getattr(layer_cache, name).zero_()
         for other in VIEWS:
@@ -77,20 +85,21 @@ def test_views_do_not_overlap(dtype: torch.dtype, head_size: int, block_size: in
 
 @all_layouts
 def test_rows_are_aligned(dtype: torch.dtype, head_size: int, block_size: int) -> None:
-    """Every token's K and V starts at a multiple of 16 bytes, every score and position of 4."""
+    """Every token's K and V starts at a multiple of 16 bytes, every other number of 4."""
     cache = make_cache(dtype, head_size, block_size)
-    layer_cache, base = LayerCache.of(cache, head_size), cache.data_ptr()
+    layer_cache, base = LayerCache.of(cache, head_size, merges=True), cache.data_ptr()
     for row, slot in itertools.product(range(layer_cache.key.shape[0]), range(block_size)):
         for view in (layer_cache.key, layer_cache.value):
             assert (view[row, slot].data_ptr() - base) % 16 == 0
             assert view[row, slot].is_contiguous()
-        for view in (layer_cache.score, layer_cache.position):
+        assert layer_cache.mass is not None
+        for view in (layer_cache.score, layer_cache.position, layer_cache.mass):
             assert (view[row, slot].data_ptr() - base) % 4 == 0
 
 
 def test_rows_are_blocks_and_heads() -> None:
     """Row ``block_id * num_kv_heads + head`` is that head's part of that block of vLLM's cache."""
-    cache = make_cache(torch.float32, 64, 16)
+    cache = make_cache(torch.float32, 64, 16, merges=False)
     layer_cache = LayerCache.of(cache, 64)
     layer_cache.key[2 * NUM_KV_HEADS + 1] = 1.0
     assert cache[2, 1].count_nonzero() == 16 * 64
@@ -121,6 +130,14 @@ def test_wrong_content_is_refused(dtype: torch.dtype, off_by: int) -> None:
     slot_bytes = content * dtype.itemsize
     with pytest.raises(ValueError, match=f"a slot of {slot_bytes} bytes does not hold K and V"):
         LayerCache.of(cache, 64)
+
+
+def test_masses_need_their_bytes() -> None:
+    """A page without masses is not taken for one with them, nor the other way round."""
+    for merges in (False, True):
+        cache = make_cache(torch.bfloat16, 64, 16, merges=merges)
+        with pytest.raises(ValueError, match="a slot of 26[48] bytes does not hold K and V of 64"):
+            LayerCache.of(cache, 64, merges=not merges)
 
 
 @pytest.mark.parametrize(

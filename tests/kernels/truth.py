@@ -9,6 +9,7 @@ import torch
 
 from tests.kernels.harness import LAYER_INDEX, Layer, Life
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.merge import cosines
 from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
 from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.policy import POLICIES, ScoreKind
@@ -16,19 +17,23 @@ from vllm_h2o.wire import RequestPlan
 
 RTOL, SCORE_ATOL, OUTPUT_ATOL = 1e-5, 1e-7, 5e-6
 """Float32 against float64, whatever the cache's dtype: both sides read the same rounded inputs."""
+ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+"""Of a merged token's K and V, relative to the largest: one rounding to the cache's dtype."""
 NEAR = 1e-5
 """Scores that differ by less, relatively, may be ranked either way in float32."""
 
 
 @dataclass
 class Ranking:
-    """How often tokens were ranked, how often a near tie came out the other way, and how often KV
-    heads got unequal numbers of slots.
+    """How often tokens were ranked, how often a near tie came out the other way, how often KV heads
+    got unequal numbers of slots, and how often victims were merged where they can be, or dropped.
     """
 
     num_selections: int = 0
     num_near_ties: int = 0
     num_unequal: int = 0
+    num_merged: int = 0
+    num_dropped: int = 0
 
     def check(self) -> None:
         """At most one selection in a thousand."""
@@ -79,6 +84,7 @@ class Truth:
                 by_maximum=self.layer.builder.scoring.by_maximum,
                 reach=self.layer.builder.scoring.reach,
                 splits=life.splits,
+                merge=self.layer.builder.scoring.merge,
             )
             for _ in range(shape.num_kv_heads)
         ]
@@ -89,6 +95,13 @@ class Truth:
         query, key, value = (t.double() for t in life.tokens(plan))
         ends_prompt = plan.in_prompt and plan.logical_end == life.prompt_len
         heads, victims = self.heads[name], self.layer.victims(name)
+        if plan.overwrites and heads[0].merge:
+            for head, strip in zip(heads, self.layer.held(name, plan), strict=True):
+                merged, tied = follow_merge(head, strip, self.layer.shape.dtype)
+                self.ranking.num_selections += 1
+                self.ranking.num_merged += merged
+                self.ranking.num_dropped += not merged
+                self.ranking.num_near_ties += tied
         for h, head in enumerate(heads):
             of_group = slice(h * group, (h + 1) * group)
             tokens = (query[:, of_group], key[:, h], value[:, h])
@@ -141,7 +154,42 @@ class Truth:
             ranked = ranks(head, head.strip)
             near(ranked[ours, None], ranked[head.victim, None])
             self.ranking.num_near_ties += 1
-            head.victim = ours
+            head.take_victim(ours)
+
+
+def follow_merge(head: Head, strip: Strip, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Merge the victim before the reference's step does, and take over how the layer rounded.
+
+    Args:
+        head: about to take a victim's slot.
+        strip: what the layer holds after its step.
+        dtype: the cache's.
+
+    Returns:
+        Whether it was merged, and whether the layer chose otherwise at a near tie.
+
+    """
+    assert head.victim is not None
+    order = {int(position): slot for slot, position in enumerate(head.strip.position)}
+    masses = zip(strip.position.tolist(), strip.mass.tolist(), strict=True)
+    before = head.strip.mass.tolist()
+    grown = [order[p] for p, mass in masses if p in order and mass != before[order[p]]]
+    assert len(grown) <= 1, grown
+    ours, theirs = grown[0] if grown else None, head.survivor
+    if ours != theirs:
+        cosine = cosines(head.strip.key, head.victim)
+        chosen = [head.merge if slot is None else float(cosine[slot]) for slot in (ours, theirs)]
+        near(torch.tensor(chosen[:1]), torch.tensor(chosen[1:]))
+    if ours is not None:
+        head.strip.merge(ours, head.victim)
+        slot = int((strip.position == head.strip.position[ours]).nonzero())
+        for view in ("key", "value"):
+            rounded, exact = getattr(strip, view)[slot], getattr(head.strip, view)[ours]
+            apart = (rounded - exact).abs().max() / exact.abs().max()
+            assert apart <= ROUNDING[dtype], f"{view} of a merged token"
+            exact.copy_(rounded)
+    head.survivor = None
+    return ours is not None, ours != theirs
 
 
 def ranks(head: Head, strip: Strip) -> torch.Tensor:
@@ -153,7 +201,8 @@ def ranks(head: Head, strip: Strip) -> torch.Tensor:
 
 def part(strip: Strip, taken: torch.Tensor) -> Strip:
     """Some of the slots."""
-    return Strip(strip.key[taken], strip.value[taken], strip.score[taken], strip.position[taken])
+    views = (strip.key, strip.value, strip.score, strip.position, strip.mass)
+    return Strip(*(view[taken] for view in views))
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, atol: float, what: str) -> None:
@@ -164,11 +213,12 @@ def same(actual: torch.Tensor, expected: torch.Tensor, atol: float, what: str) -
 
 
 def compare(actual: Strip, expected: Strip, what: str) -> None:
-    """The same positions, in whatever slots, with the same K and V and, but for float32, scores."""
+    """The same positions, in whatever slots, the same K, V, masses and, but for float32, scores."""
     order, other = actual.position.argsort(), expected.position.argsort()
     assert torch.equal(actual.position[order], expected.position[other]), (
         f"{what}: retained {actual.position[order]}, expected {expected.position[other]}"
     )
+    assert torch.equal(actual.mass[order], expected.mass[other]), f"{what}: masses"
     assert torch.equal(actual.key[order], expected.key[other]), f"{what}: keys"
     assert torch.equal(actual.value[order], expected.value[other]), f"{what}: values"
     same(actual.score[order], expected.score[other], SCORE_ATOL, f"{what}: scores")
@@ -199,12 +249,29 @@ class Fence:
                     tokens[rows[slot // block_size], slot % block_size] = True
                 for slot in range(length) if self.accumulates else ():
                     scores[rows[slot // block_size], slot % block_size] = True
-        then, now = LayerCache.of(self.before, self.layer.shape.head_size), self.layer.cache
-        for view in ("key", "value", "position", "score"):
+        now = self.layer.cache
+        kinds = (self.layer.impl.splits, self.layer.impl.merges)
+        then = LayerCache.of(self.before, self.layer.shape.head_size, *kinds)
+        merged = self._merged(then, now) & ~tokens
+        masses = () if now.mass is None else ("mass",)
+        for view in ("key", "value", "position", "score", *masses):
             changed = bits(getattr(then, view)) != bits(getattr(now, view))
-            allowed = tokens | scores if view == "score" else tokens
+            allowed = tokens | {"score": scores, "position": tokens}.get(view, merged)
             foreign = (changed if changed.dim() == 2 else changed.any(-1)) & ~allowed
             assert not foreign.any(), f"{view} written at (row, slot) {foreign.nonzero()}"
+
+    def _merged(self, then: LayerCache, now: LayerCache) -> torch.Tensor:
+        """[rows, N]: which slots took a victim in: in each strip that has one, at most one."""
+        merged = torch.zeros_like(now.score, dtype=torch.bool)
+        if then.mass is None or now.mass is None:
+            return merged
+        for name, plan in self.plans.items():
+            strips = self.layer.strips(name, plan.attended_len, plan.is_split)
+            for rows in strips if plan.overwrites else ():
+                grown = now.mass[rows] > then.mass[rows]
+                assert grown.sum() <= 1
+                merged[rows] = grown
+        return merged
 
     def _written(self, name: str, plan: RequestPlan, head: int, length: int) -> Sequence[int]:
         """Slots that take a token: new ones, a victim's, or all that survivors move to.

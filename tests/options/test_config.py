@@ -130,6 +130,9 @@ def test_fractions(ratio: Any) -> None:
         "[0, 1]; why not: there is no such fraction; "
         "what to do: give a number in [0, 1]; the default is 0.5; h2o2 0.3."
     )
+    assert refusal(merge=ratio).startswith(
+        f"kv-policy: asked: merge={ratio!r}; is: a fraction of 1, the cosine of equal keys, is a "
+    )
 
 
 @pytest.mark.parametrize(

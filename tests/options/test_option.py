@@ -27,6 +27,7 @@ CONFLICTING = (
     {"prefill": "window", "score": "mean"},
     {"granularity": "block", "score": "mean"},
     {"granularity": "block", "budget_basis": "prompt"},
+    {"merge": 0.9, "granularity": "block"},
     {"eviction": "pressure", "prefill": "chunked"},
     {"pressure_watermark": 0.1},
 )

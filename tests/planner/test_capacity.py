@@ -85,7 +85,7 @@ def test_the_scheduler_says_the_same(
         assert (capacity, pages) == (row.slots, row.pages)
         assert (pool, sequences) == (row.pool.num_pages, row.sequences)
         # The line knows of whole pages alone, and not of the rest of the memory.
-        used = row.pool.num_blocks * WORK.block_size * shape.slot_bytes
+        used = row.pool.num_blocks * WORK.block_size * shape.slot_bytes()
         assert stock == stock_row(shape, used, WORK).sequences
         assert row.num_bytes == pages * llm_page_bytes(shape)
 
@@ -106,7 +106,7 @@ def test_so_many_run_at_once(
     """
     model = tiny_llama(tmp_path_factory.mktemp("model"), 4, 4)
     shape = load(model, "float32").cache("auto")
-    memory = 11 * 16 * shape.slot_bytes
+    memory = 11 * 16 * shape.slot_bytes()
     work = Workload(80 + 40, prompt_len, 16, 1024)
     row = policy_row(shape, memory, work, KVPolicyConfig(budget=32))
     assert (row.sequences, row.sequences_with_a_prompt) == (5, {16: 5, 80: 3}[prompt_len])
@@ -122,7 +122,7 @@ def test_so_many_run_at_once(
 def test_rows_by_hand() -> None:
     """100 pages of 32; a longest sequence of 512 tokens."""
     shape = CacheShape(num_layers=2, num_kv_heads=3, head_size=8, element_size=2)
-    assert (shape.stock_slot_bytes, shape.slot_bytes) == (2 * 3 * 32, 2 * 3 * 40)
+    assert (shape.stock_slot_bytes, shape.slot_bytes()) == (2 * 3 * 32, 2 * 3 * 40)
     memory = 100 * 32 * 240
     row = policy_row(shape, memory, WORK, KVPolicyConfig(budget=0.25))
     assert (row.pool.num_blocks, row.pool.num_pages) == (100, 99)

@@ -23,7 +23,7 @@ PROMPT = [ord(c) % 256 for c in TEXT[:100]]
 GENERATED = 24
 NUM_LAYERS, NUM_KV_HEADS = 2, 2
 Held = dict[tuple[int, int], dict[int, float]]
-"""(Layer, KV head) -> position -> score."""
+"""(Layer, KV head) -> position -> score, or mass."""
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,16 @@ class Truth:
 
     def __init__(self, patch: pytest.MonkeyPatch, oracle: Oracle) -> None:
         self.steps: dict[int, Held] = {}
+        self.masses: dict[int, Held] = {}
         self.oracle = oracle
         original = Recorder.add
 
         def add(recorder: Recorder, frame: dict[str, Any], due: bool) -> None:
-            self.steps[frame["logical_len"]] = {
-                self._pair(where): self._held(head.strip) for where, head in oracle.heads.items()
-            }
+            for view, steps in (("score", self.steps), ("mass", self.masses)):
+                steps[frame["logical_len"]] = {
+                    self._pair(where): self._held(head.strip, view)
+                    for where, head in oracle.heads.items()
+                }
             # Any executor can send it, to another process as well.
             sent = msgspec.msgpack.decode(msgspec.msgpack.encode(frame))
             assert sent == frame
@@ -56,14 +59,14 @@ class Truth:
     def _pair(self, where: Where) -> tuple[int, int]:
         return int(where[0].split(".")[2]), where[1]
 
-    def _held(self, strip: Any) -> dict[int, float]:
-        pairs = zip(strip.position.tolist(), strip.score.tolist(), strict=True)
-        return {position: score for position, score in pairs if position >= 0}
+    def _held(self, strip: Any, view: str) -> dict[int, float]:
+        pairs = zip(strip.position.tolist(), getattr(strip, view).tolist(), strict=True)
+        return {position: number for position, number in pairs if position >= 0}
 
 
-def held(frame: Frame) -> Held:
+def held(frame: Frame, view: str = "score") -> Held:
     """A frame in the form of the truth."""
-    rows, there = (frame.position, frame.score), frame.position != NOTHING
+    rows, there = (frame.position, getattr(frame, view)), frame.position != NOTHING
     return {
         (layer, head): dict(
             zip(*(own[layer, head, there[layer, head]].tolist() for own in rows), strict=True)
@@ -77,10 +80,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"budget": 32},
     {"granularity": "block", "recent_ratio": 0.1, "budget": 80, "num_sink_tokens": 2},
     {"budget": 64, "score": "mean_squares", "split": True},
+    {"budget": 32, "merge": 0.2},
 ]
 
 
-@pytest.fixture(scope="module", params=OPTIONS, ids=["token", "block", "split"])
+@pytest.fixture(scope="module", params=OPTIONS, ids=["token", "block", "split", "merge"])
 def recorded(
     request: pytest.FixtureRequest, model: str
 ) -> Iterator[tuple[list[Frame], list[Frame], Truth]]:
@@ -115,9 +119,13 @@ def test_each_step_is_what_the_reference_keeps(
                 [expected[pair][position] for position in scores], rel=1e-3, abs=1e-5
             )
         assert ((np.diff(frame.position) > 0) | (frame.position[..., 1:] == NOTHING)).all()
+        if frame.mass is not None:
+            assert held(frame, "mass") == truth.masses[frame.logical_len]
         lengths = {len(scores) for scores in found.values()}
         assert (len(lengths) > 1) is truth.oracle.scheduler.ledger.splits
     assert len({frozenset(scores) for scores in held(frames[-1]).values()}) > 1
+    last = frames[-1].mass
+    assert (last is not None and bool(last.max() > 1)) is (truth.oracle.num_merged > 0)
 
 
 def at_the_prompts_end(model: str, options: dict[str, Any]) -> Frame:
@@ -169,6 +177,7 @@ def part(layers: list[int], first_head: int, numbers: np.ndarray) -> dict[str, A
         "positions": numbers.astype(np.int32).tobytes(),
         "scores": numbers.astype(np.float32).tobytes(),
         "terms": {"attention": np.full((*numbers.shape[:2], 9), layers[0], "f4").tobytes()},
+        "masses": b"",
     }
 
 

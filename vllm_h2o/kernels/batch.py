@@ -53,6 +53,8 @@ class Scoring:
             contributions, over queries and the GQA group, and not their sum.
         reach: when survivors are chosen, a token's score becomes the largest of its own and of so
             many tokens' before it.
+        merge: cosine above which a victim is merged into the key nearest to it, when a new token
+            overwrites it; 0: victims are dropped, and pages hold no masses.
 
     """
 
@@ -63,6 +65,7 @@ class Scoring:
     passes: tuple[ScoringPass, ...] = ()
     by_maximum: bool = False
     reach: int = 0
+    merge: float = 0.0
 
 
 WINDOW_REACH = 8

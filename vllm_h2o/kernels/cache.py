@@ -2,7 +2,9 @@
 
 Per (block, KV head), contiguous, N slots of head size D::
 
-    K [N, D] | V [N, D] | score [N] float32 | position [N] int32
+    K [N, D] | V [N, D] | score [N] float32 | position [N] int32 [| mass [N] float32]
+
+Masses are there where victims are merged: see merge.py.
 
 A *row* is one (block, KV head): ``row = block_id * num_kv_heads + head``. Page i of a KV head is
 row ``first_row + i * row_step`` of its request, which counts the rows of its blocks one block after
@@ -31,6 +33,8 @@ class LayerCache:
         first_rows: [num_blocks, H + 1], int32: of a request whose heads share slots, by its first
             block, where each head's rows begin, and where the last one's end. Written when
             survivors are packed, read by each decode step. None where no request's do.
+        mass: [R, N], float32: tokens that the one in each slot stands for; None where none are
+            merged.
 
     """
 
@@ -40,6 +44,7 @@ class LayerCache:
     position: torch.Tensor
     num_kv_heads: int
     first_rows: torch.Tensor | None = None
+    mass: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -52,33 +57,37 @@ class LayerCache:
         return self.key.shape[0] // self.num_kv_heads
 
     @classmethod
-    def of(cls, kv_cache: torch.Tensor, head_size: int, splits: bool = False) -> LayerCache:
+    def of(
+        cls, kv_cache: torch.Tensor, head_size: int, splits: bool = False, merges: bool = False
+    ) -> LayerCache:
         """View a layer's cache as pages. No copy.
 
         Args:
             kv_cache: [num_blocks, num_kv_heads, N, C] as vLLM binds it, head-major, where C
-                elements hold one slot's K, V, score and position.
+                elements hold one slot's K, V, score and position, and its mass where there is one.
             head_size: D, of K and of V.
             splits: whether heads may share slots; allocates ``first_rows`` then.
+            merges: whether slots have masses.
 
         Raises:
-            ValueError: when C has not the size of K, V, score and position, or the cache is not
-                dense in that order.
+            ValueError: when C has not the size of these, or the cache is not dense in that order.
 
         """
         num_blocks, num_kv_heads, block_size, content = kv_cache.shape
         size = kv_cache.element_size()
-        if content * size != 2 * head_size * size + 8:
+        num_words = 3 if merges else 2
+        if content * size != 2 * head_size * size + 4 * num_words:
             raise ValueError(
                 f"a slot of {content * size} bytes does not hold K and V of {head_size} x {size} "
-                "bytes and 8 bytes of score and position"
+                f"bytes and {4 * num_words} bytes of score, position{', mass' if merges else ''}"
             )
         if not kv_cache.is_contiguous():
             raise ValueError(f"the cache is not head-major and dense: strides {kv_cache.stride()}")
         rows = kv_cache.view(num_blocks * num_kv_heads, block_size * content)
         split = block_size * head_size
         words = rows.view(torch.float32)
-        scores_at = words.shape[1] - 2 * block_size
+        scores_at = words.shape[1] - num_words * block_size
+        positions_at, masses_at = scores_at + block_size, scores_at + 2 * block_size
         first_rows = None
         if splits:
             shape = (num_blocks, num_kv_heads + 1)
@@ -86,10 +95,11 @@ class LayerCache:
         return cls(
             key=rows[:, :split].unflatten(1, (block_size, head_size)),
             value=rows[:, split : 2 * split].unflatten(1, (block_size, head_size)),
-            score=words[:, scores_at : scores_at + block_size],
-            position=words.view(torch.int32)[:, scores_at + block_size :],
+            score=words[:, scores_at:positions_at],
+            position=words.view(torch.int32)[:, positions_at:masses_at],
             num_kv_heads=num_kv_heads,
             first_rows=first_rows,
+            mass=words[:, masses_at:] if merges else None,
         )
 
     def rows_of_split(self, blocks: torch.Tensor) -> list[torch.Tensor]:

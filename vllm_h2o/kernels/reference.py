@@ -10,11 +10,12 @@ Algorithm 1, in the form that really drops K and V.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from vllm_h2o.kernels.batch import ScoringPass
+from vllm_h2o.kernels.merge import merged, nearest
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Strip:
         score: [L], sum of attention probabilities received, over queries and the GQA group; where
             an observation window scores by maximum, the largest of them in the prompt.
         position: [L], int64; -1 where a slot is empty.
+        mass: [L], tokens that each stands for; ones where it is left out.
 
     """
 
@@ -34,6 +36,10 @@ class Strip:
     value: torch.Tensor
     score: torch.Tensor
     position: torch.Tensor
+    mass: torch.Tensor = field(default_factory=lambda: torch.ones(()))
+
+    def __post_init__(self) -> None:
+        self.mass = self.mass.to(self.score.dtype).expand(len(self)).clone()
 
     def ranks(self, logical_len: int, by_age: bool) -> torch.Tensor:
         """[L]: what is compared: scores, or their means over the queries since a token came."""
@@ -61,9 +67,16 @@ class Strip:
             self.value = torch.cat([self.value, value[None]])
             self.score = torch.cat([self.score, self.score.new_tensor([score])])
             self.position = torch.cat([self.position, self.position.new_tensor([position])])
+            self.mass = torch.cat([self.mass, self.mass.new_ones(1)])
         else:
             self.key[slot], self.value[slot] = key, value
-            self.score[slot], self.position[slot] = score, position
+            self.score[slot], self.position[slot], self.mass[slot] = score, position, 1.0
+
+    def merge(self, survivor: int, victim: int) -> None:
+        """Let ``survivor`` take a victim in; it keeps its own score and position."""
+        self.key[survivor] = merged(self.key, self.mass, survivor, victim)
+        self.value[survivor] = merged(self.value, self.mass, survivor, victim)
+        self.mass[survivor] += self.mass[victim]
 
 
 def attend_and_score(
@@ -77,6 +90,7 @@ def attend_and_score(
 ) -> torch.Tensor:
     """``P = softmax(q K^T * scale + causal); out = P V; score[j] += sum_{queries, group} P[., j]``.
 
+    Where tokens were merged, the logits gain ``log(mass)``.
     With ``by_maximum``: ``score[j] = max(score[j], max_{queries, group} P[., j])``.
 
     Args:
@@ -94,7 +108,7 @@ def attend_and_score(
 
     """
     num_queries, length = query.shape[0], len(strip)
-    logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale
+    logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale + strip.mass.log()
     last_visible = torch.arange(length - num_queries, length)
     hidden = torch.arange(length)[None, :] > last_visible[:, None]
     hidden = hidden | (strip.position < 0)
@@ -188,12 +202,8 @@ def pack_survivors(
 
     best = sorted(slots, key=rank)[:num_survivors]
     survivors = sorted(best, key=lambda slot: int(strip.position[slot]))
-    return Strip(
-        strip.key[survivors],
-        strip.value[survivors],
-        strip.score[survivors],
-        strip.position[survivors],
-    )
+    views = (strip.key, strip.value, strip.score, strip.position, strip.mass)
+    return Strip(*(view[survivors] for view in views))
 
 
 def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Tensor:
@@ -264,10 +274,13 @@ class Head:
         splits: whether a layer's heads share its slots at the prompt's end: see split.py.
         grows: whether nothing is evicted for now, however many tokens there are. Set to false, the
             strip is packed after its next step.
+        merge: the next token's victim goes to the nearest key whose cosine exceeds it, right
+            before that token is stored; 0: victims are dropped.
         logical_len: tokens computed so far.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full: where pages are
             evicted, the first slot of one.
+        survivor: the slot that takes the victim in; None: it is dropped.
         next_offset: of that page's slots, the one that the next token takes.
 
     """
@@ -286,9 +299,11 @@ class Head:
     reach: int = 0
     splits: bool = False
     grows: bool = False
+    merge: float = 0.0
     logical_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
+    survivor: int | None = None
     next_offset: int = 0
 
     def step(
@@ -344,6 +359,8 @@ class Head:
     def _vacate(self) -> int:
         """The slot of the next token; its page is emptied when it is the first there."""
         assert self.victim is not None
+        if self.survivor is not None:
+            self.strip.merge(self.survivor, self.victim)
         if self.next_offset == 0:
             self.strip.position[self.victim : self.victim + self.page_size] = -1
         slot = self.victim + self.next_offset
@@ -374,4 +391,9 @@ class Head:
         if self.page_size > 1:
             self.victim = select_page(*limits, self.page_size)
         else:
-            self.victim = select_victim(*limits, self.by_age)
+            self.take_victim(select_victim(*limits, self.by_age))
+
+    def take_victim(self, slot: int) -> None:
+        """Enter the slot that the next token takes, and, of all others, the one it goes to."""
+        self.victim = slot
+        self.survivor = nearest(self.strip.key, slot, self.merge) if self.merge else None

@@ -118,6 +118,12 @@ class KVPolicyConfig:
         "best tokens each has when a prompt is evicted from; or each has the same number",
         shown="false; h2o2 true, where it can",
     )
+    merge: float = option(
+        0.0,
+        "cosine of two keys of a KV head above which a token that a new one overwrites is merged "
+        "into the nearest token that stays; 0: what is evicted is dropped",
+        fraction="of 1, the cosine of equal keys,",
+    )
     seed: int = option(0, "of the random policy, for requests that bring no seed", bits=63)
     kernels: str = option(
         "auto",
@@ -165,6 +171,11 @@ class KVPolicyConfig:
     def splits(self) -> bool:
         """Whether the KV heads of a layer hold unequal numbers of tokens."""
         return (self.policy.splits and can_split(self)) if self.split is None else self.split
+
+    @property
+    def merges(self) -> bool:
+        """Whether victims are merged, and slots have masses."""
+        return self.merge > 0
 
     @property
     def _uses_attention(self) -> bool:

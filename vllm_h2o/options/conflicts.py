@@ -116,6 +116,12 @@ CONFLICTS = (
         NOT_BUILT,
     ),
     Conflict(
+        lambda c: c.merges and c.granularity == "block",
+        "merge={c.merge!r}",
+        "granularity={c.granularity!r} evicts the tokens of a page together",
+        NOT_BUILT,
+    ),
+    Conflict(
         lambda c: _has_pressure(c) and c.prefill == "chunked",
         "eviction='pressure' with prefill='chunked'",
         "each chunk of a prompt is cut to the budget",

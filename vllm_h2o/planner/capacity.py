@@ -114,14 +114,15 @@ def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyC
         ConfigError: when the budget comes to too few slots.
 
     """
-    pool = Pool(memory // (shape.slot_bytes * work.block_size), work.block_size)
+    slot_bytes = shape.slot_bytes(config.merges)
+    pool = Pool(memory // (slot_bytes * work.block_size), work.block_size)
     budget = config.resolve(work.max_model_len, work.block_size)
     longest, prompt = work.max_model_len, work.prompt_len
     if config.prefill == "chunked":
         limit = budget.kept + work.max_num_batched_tokens
         longest, prompt = min(longest, limit), min(prompt, limit)
     slots = min(_own(config, work, budget).capacity, work.max_model_len)
-    return Row(_label(config), pool, slots, shape.slot_bytes, prompt, longest)
+    return Row(_label(config), pool, slots, slot_bytes, prompt, longest)
 
 
 def plan(

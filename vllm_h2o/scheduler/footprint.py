@@ -8,6 +8,13 @@ from vllm_h2o.pages import num_pages
 
 SCORE_AND_POSITION_BYTES = 8
 """float32 score and int32 position of one slot of one KV head."""
+MASS_BYTES = 4
+"""float32 mass of one slot of one KV head, where victims are merged."""
+
+
+def slot_extra_bytes(merges: bool) -> int:
+    """What a slot holds next to K and V."""
+    return SCORE_AND_POSITION_BYTES + merges * MASS_BYTES
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,7 @@ class CacheShape:
         """Bytes of a token in all layers: K and V."""
         return self.num_layers * self.num_kv_heads * 2 * self.head_size * self.element_size
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a token in all layers: K, V, score and position."""
-        return self.stock_slot_bytes + (
-            self.num_layers * self.num_kv_heads * SCORE_AND_POSITION_BYTES
-        )
+    def slot_bytes(self, merges: bool = False) -> int:
+        """Bytes of a token in all layers: K, V, score, position, and mass where there is one."""
+        extra = slot_extra_bytes(merges)
+        return self.stock_slot_bytes + self.num_layers * self.num_kv_heads * extra

@@ -1,4 +1,4 @@
-"""The page that vLLM accounts for: K, V, and eight bytes a slot for score and position."""
+"""The page that vLLM accounts for: K, V, and the score, position and perhaps mass of each slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
-from vllm_h2o.scheduler.footprint import SCORE_AND_POSITION_BYTES
+from vllm_h2o.scheduler.footprint import slot_extra_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +35,23 @@ class HeavyHitterSpec(FullAttentionSpec):
     def stock_page_size_bytes(self) -> int:
         """Bytes of stock vLLM's page of as many slots: K and V alone."""
         slots = self.unpadded_page_size_bytes // self.state_content_size_bytes
-        return slots * (self.state_content_size_bytes - SCORE_AND_POSITION_BYTES)
+        return slots * _kv_bytes(self)
 
     @classmethod
-    def of(cls, spec: AttentionSpec) -> HeavyHitterSpec:
-        """``spec`` with the eight bytes added to each slot.
+    def of(cls, spec: AttentionSpec, merges: bool = False) -> HeavyHitterSpec:
+        """``spec`` with what a slot holds next to K and V.
 
         Args:
             spec: the full-attention spec that vLLM's layer made.
+            merges: whether slots have masses.
 
         """
         own = {f.name for f in fields(cls)}
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in own}
-        kv_bytes = (spec.head_size + spec.head_size_v) * get_dtype_size(spec.dtype)
-        return cls(**{**values, "state_content_bytes": kv_bytes + SCORE_AND_POSITION_BYTES})
+        content = _kv_bytes(spec) + slot_extra_bytes(merges)
+        return cls(**{**values, "state_content_bytes": content})
+
+
+def _kv_bytes(spec: AttentionSpec) -> int:
+    """Of one slot of one KV head."""
+    return (spec.head_size + spec.head_size_v) * get_dtype_size(spec.dtype)

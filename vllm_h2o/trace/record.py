@@ -37,6 +37,8 @@ class Frame:
         score: [layers, heads, kept], float32, as the pages hold it; -inf where there is nothing.
         terms: [layers, heads, logical_len], float32, by name: what the scores of a prompt's tokens
             were made of when it was packed; elsewhere empty.
+        mass: [layers, heads, kept], float32: tokens that each stands for, 0 where there is nothing;
+            None where none are merged.
 
     """
 
@@ -44,6 +46,7 @@ class Frame:
     position: np.ndarray
     score: np.ndarray
     terms: Mapping[str, np.ndarray] = field(default_factory=dict)
+    mass: np.ndarray | None = None
 
     def ranked_by_age(self) -> Frame:
         """With means over the queries since each token came, where those are what ranks."""
@@ -186,7 +189,9 @@ def _engine(
         dtype=loaded.dtype,
         num_gpu_blocks_override=num_blocks,
         # Not read, but where memory is given in bytes none is profiled.
-        kv_cache_memory_bytes=num_blocks * block_size * loaded.cache("auto").slot_bytes,
+        kv_cache_memory_bytes=num_blocks
+        * block_size
+        * loaded.cache("auto").slot_bytes(config.merges),
         max_model_len=longest,
         block_size=block_size,
         enforce_eager=True,
@@ -249,6 +254,7 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[Fr
         terms = {
             name: np.zeros((len(layers), heads, length), np.float32) for name in parts[0]["terms"]
         }
+        mass = np.zeros(position.shape, dtype=np.float32)
         for part, num in zip(parts, kept, strict=True):
             rows = [layers.index(layer) for layer in part["layers"]]
             own = slice(part["first_head"], part["first_head"] + part["num_kv_heads"])
@@ -258,6 +264,8 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[Fr
             for name, numbers in part["terms"].items():
                 term = np.frombuffer(numbers, np.float32).reshape(*shape[:2], length)
                 terms[name][rows, own] = term
+            if part["masses"]:
+                mass[rows, own, :num] = np.frombuffer(part["masses"], np.float32).reshape(shape)
         order = position.argsort(axis=-1)
         frames.append(
             Frame(
@@ -265,6 +273,7 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[Fr
                 np.take_along_axis(position, order, axis=-1),
                 np.take_along_axis(score, order, axis=-1),
                 terms,
+                np.take_along_axis(mass, order, axis=-1) if parts[0]["masses"] else None,
             )
         )
     return layers, frames

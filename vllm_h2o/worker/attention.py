@@ -68,7 +68,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         vllm_config = get_current_vllm_config()
         self.random_scores = RandomScores.of(vllm_config, self.num_kv_heads)
-        self.splits = KVPolicyConfig.required(vllm_config).splits
+        config = KVPolicyConfig.required(vllm_config)
+        self.splits, self.merges = config.splits, config.merges
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
         self.watch: Watch | None = None
@@ -133,7 +134,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         allocated: neither the tensor nor, by views of it, its storage may be held here.
         """
         if self._cache is None or self._cache[0]() is not kv_cache:
-            views = LayerCache.of(kv_cache.detach(), self.head_size, self.splits)
+            kinds = (self.splits, self.merges)
+            views = LayerCache.of(kv_cache.detach(), self.head_size, *kinds)
             self._cache = (weakref.ref(kv_cache, self._forget), views)
         return self._cache[1]
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.metadata import HeavyHitterMetadataBuilder
@@ -40,7 +42,7 @@ class HeavyHitterBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """The layer's page, with score and position.
+        """The layer's page, with what a slot of the policy holds next to K and V.
 
         Raises:
             UnsupportedError: for a layer that is not plain full attention.
@@ -54,7 +56,8 @@ class HeavyHitterBackend(AttentionBackend):
                 "the policy's page holds K and V of one size, of a layer with full attention",
                 "run this model without --kv-policy",
             )
-        return HeavyHitterSpec.of(spec)
+        config = KVPolicyConfig.required(get_current_vllm_config())
+        return HeavyHitterSpec.of(spec, config.merges)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

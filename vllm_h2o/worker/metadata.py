@@ -97,6 +97,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             passes=tuple(self._passes(config, layer_names)),
             by_maximum=config.scores_by_maximum,
             reach=WINDOW_REACH if config.scores_by_maximum else 0,
+            merge=config.merge,
         )
         self.random_scores = RandomScores.of(vllm_config, kv_cache_spec.num_kv_heads)
         self.spec = kv_cache_spec

@@ -1,4 +1,4 @@
-"""Records which tokens the pages hold, and their scores, while steps run.
+"""Records which tokens the pages hold, their scores and masses, while steps run.
 
 In the worker, and not between two steps of whoever asks: an engine in a process of its own runs
 ahead of its callers.
@@ -26,10 +26,11 @@ Frame = dict[str, Any]
 """What one request holds after one step, in plain values that any executor can send.
 
 ``request_id``, ``logical_len``; ``layers``: their indices; ``first_head``, ``num_kv_heads``: the KV
-heads of this rank; ``positions`` and ``scores``: bytes of [layers, heads, kept], int32 and float32.
-A head that holds less than another ends with :data:`NOTHING`, and scores of -inf. ``terms``: where
-a prompt was packed, what its tokens' scores were made of, by name: bytes of [layers, heads,
-tokens], float32.
+heads of this rank; ``positions``, ``scores`` and, where tokens are merged, ``masses``: bytes of
+[layers, heads, kept], int32, float32 and float32; no bytes where none are. A head that holds less
+than another ends with :data:`NOTHING`, scores of -inf and masses of 0. ``terms``: where a prompt
+was packed, what its tokens' scores were made of, by name: bytes of [layers, heads, tokens],
+float32.
 """
 
 NOTHING = 2**31 - 1
@@ -105,17 +106,21 @@ class RecordsPages:
         layers = self._recorded_layers()
         held = [pair for layer in layers.values() for pair in self._held(layer, request_id, plan)]
         num_kv_heads = len(held) // len(layers)
-        positions = pad_sequence([position for position, _ in held], True, NOTHING)
-        scores = pad_sequence([score for _, score in held], True, float("-inf"))
+        fill = (NOTHING, float("-inf"), 0.0)
+        positions, scores, *masses = (
+            pad_sequence(list(view), True, nothing).cpu().numpy().tobytes()
+            for view, nothing in zip(zip(*held, strict=True), fill, strict=False)
+        )
         return {
             "request_id": request_id,
             "logical_len": plan.logical_end,
             "layers": [*layers],
             "first_head": heads_of_rank(self.vllm_config, num_kv_heads).start,
             "num_kv_heads": num_kv_heads,
-            "positions": positions.cpu().numpy().tobytes(),
-            "scores": scores.cpu().numpy().tobytes(),
             "terms": self._terms_of(request_id, plan),
+            "positions": positions,
+            "scores": scores,
+            "masses": b"".join(masses),
         }
 
     def _recorded_layers(self) -> dict[int, Any]:
@@ -141,18 +146,17 @@ class RecordsPages:
 
     def _held(
         self, layer: Any, request_id: str, plan: RequestPlan
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each KV head: [kept] positions and scores by slot; free slots are left out."""
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Of each KV head: [kept] positions, scores, perhaps masses; free slots are left out."""
         cache: LayerCache = layer.impl.cache_of(layer.kv_cache)
+        views = (cache.position, cache.score, *(() if cache.mass is None else (cache.mass,)))
         blocks = self._blocks(request_id, layer.layer_name, plan, cache.block_size)
         if plan.is_split or plan.splits:
             strips, free = cache.rows_of_split(blocks), int(plan.splits)
-            views = [
-                (cache.position[rows].flatten(), cache.score[rows].flatten()) for rows in strips
-            ]
+            ends = [rows.numel() * cache.block_size - free for rows in strips]
             return [
-                (position[: len(position) - free], score[: len(score) - free])
-                for position, score in views
+                tuple(view[rows].flatten()[:end] for view in views)
+                for rows, end in zip(strips, ends, strict=True)
             ]
         rows = cache_rows(blocks, cache.num_kv_heads)
         slots = torch.arange(plan.resident_end, device=rows.device)
@@ -160,10 +164,8 @@ class RecordsPages:
         if plan.num_free_slots:
             newest = layer.impl.victims[blocks[0]][:, None] + plan.next_offset
             taken = (slots <= newest) | (slots > newest + plan.num_free_slots)
-        position, score = (
-            view[rows].flatten(1)[:, : plan.resident_end] for view in (cache.position, cache.score)
-        )
-        return [(position[h, taken[h]], score[h, taken[h]]) for h in range(cache.num_kv_heads)]
+        held = [view[rows].flatten(1)[:, : plan.resident_end] for view in views]
+        return [tuple(view[h, taken[h]] for view in held) for h in range(cache.num_kv_heads)]
 
     def _blocks(
         self, request_id: str, layer_name: str, plan: RequestPlan, block_size: int

@@ -13,8 +13,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
@@ -117,6 +119,13 @@ class PublishesSteps:
 
     model_runner: Any
     use_v2_model_runner: bool
+    vllm_config: VllmConfig
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """The layers' pages, which depend on the policy: vLLM asks without a current config."""
+        with set_current_vllm_config(self.vllm_config):
+            specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
+        return specs
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step of the schedule, or one that Model Runner V2 makes up to warm up.

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from tests.kernels.harness import Layer, Life, Shape
-from tests.kernels.lives import TABLE, cases, make_lives, pool_size
+from tests.kernels.lives import LIVES, MERGES, TABLE, cases, make_lives, merging, pool_size
 from tests.kernels.native.cases import Pool, decode_batch
 from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
 from vllm_h2o.kernels.batch import Scoring
@@ -35,13 +35,14 @@ def output_atol(variant: str, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", TABLE)
-def test_lives(name: str, variant: str, ranking: Ranking) -> None:
+@pytest.mark.parametrize(("name", "merge"), LIVES)
+def test_lives(name: str, merge: float, variant: str, ranking: Ranking) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
-    layer = Layer(shape, policy, num_blocks, kernels=loader.load(variant))
+    options = merging(merge)
+    layer = Layer(shape, policy, num_blocks, kernels=loader.load(variant), options=options)
     live(layer, policy, lives, ranking, output_atol=output_atol(variant, shape.dtype))
 
 
@@ -52,13 +53,15 @@ def test_lives(name: str, variant: str, ranking: Ranking) -> None:
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(case=cases())
-def test_any_lives(case: tuple[str, Shape, list[Life], float, int], ranking: Ranking) -> None:
+@given(case=cases(), merge=MERGES)
+def test_any_lives(
+    case: tuple[str, Shape, list[Life], float, int], merge: float, ranking: Ranking
+) -> None:
     """The same for drawn shapes, policies, budgets, prompts, chunks and schedules."""
     policy, shape, lives, share, seed = case
     kernels = loader.load()
     num_blocks = pool_size(lives, shape.block_size, share)
-    layer = Layer(shape, policy, num_blocks, seed, kernels=kernels)
+    layer = Layer(shape, policy, num_blocks, seed, kernels=kernels, options=merging(merge))
     atol = output_atol(kernels.variant, shape.dtype)
     live(layer, policy, lives, ranking, output_atol=atol)
 

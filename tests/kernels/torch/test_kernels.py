@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tests.kernels.harness import Layer, Life, Shape
-from tests.kernels.lives import TABLE, cases, make_lives, pool_size
+from tests.kernels.lives import LIVES, MERGES, TABLE, cases, make_lives, merging, pool_size
 from tests.kernels.truth import Ranking, live
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.policy import POLICIES
@@ -24,12 +24,13 @@ def ranking() -> Iterator[Ranking]:
     count.check()
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_lives(name: str, ranking: Ranking) -> None:
+@pytest.mark.parametrize(("name", "merge"), LIVES)
+def test_lives(name: str, merge: float, ranking: Ranking) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
-    layer = Layer(shape, policy, pool_size(lives, shape.block_size, share=0.7), kernels=TORCH)
+    num_blocks = pool_size(lives, shape.block_size, share=0.7)
+    layer = Layer(shape, policy, num_blocks, kernels=TORCH, options=merging(merge))
     before = ranking.num_selections
     live(layer, policy, lives, ranking)
     assert (ranking.num_selections > before) is POLICIES[policy].evicts
@@ -41,9 +42,12 @@ def test_lives(name: str, ranking: Ranking) -> None:
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(case=cases())
-def test_any_lives(case: tuple[str, Shape, list[Life], float, int], ranking: Ranking) -> None:
+@given(case=cases(), merge=MERGES)
+def test_any_lives(
+    case: tuple[str, Shape, list[Life], float, int], merge: float, ranking: Ranking
+) -> None:
     """The same for drawn shapes, policies, budgets, prompts, chunks and schedules."""
     policy, shape, lives, share, seed = case
-    layer = Layer(shape, policy, pool_size(lives, shape.block_size, share), seed, kernels=TORCH)
+    num_blocks = pool_size(lives, shape.block_size, share)
+    layer = Layer(shape, policy, num_blocks, seed, kernels=TORCH, options=merging(merge))
     live(layer, policy, lives, ranking)

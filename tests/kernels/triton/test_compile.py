@@ -18,7 +18,7 @@ import sys
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from vllm_h2o.kernels.triton import decode, pack, prefill, scoring_pass, share
+from vllm_h2o.kernels.triton import decode, merge, pack, prefill, scoring_pass, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS, PAGE_LANES, SELECT_TILE, STORE_TILE, padded_group, precision, prompt_tiles,
     tile_of)
@@ -28,7 +28,7 @@ NAMES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"
 CACHE = {"key_ptr", "value_ptr", "query_ptr", "out_ptr", "key_pages", "value_pages", "key_type",
          "kept_key", "kept_value"}
 FLOAT = {"initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
-         "lse_ptr", "kept_score"}
+         "lse_ptr", "kept_score", "mass_pages", "nearest_ptr"}
 INT = {"position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
        "kept_position"}
 ALIGNED = {"query_stride", "key_stride", "value_stride", "out_stride", "page_stride", "word_stride"}
@@ -43,7 +43,7 @@ def build(kernel, dtype, fields, **constants):
         if name in INT: return "*i32"
         if name.endswith("_bases"): return "*i64"
         if name == "fields_ptr": return fields
-        return "fp32" if name in ("scale", "weight") else "i32"
+        return "fp32" if name in ("scale", "weight", "merge") else "i32"
     signature = {name: kind(name) for name in kernel.arg_names}
     # Fields lie request by request: their stride is the constant 1 in every real launch.
     strides = {"field_stride": 1} if "field_stride" in kernel.arg_names else {}
@@ -70,14 +70,16 @@ for dtype, head, block, group in SHAPES[CAPABILITY]:
     grouped = dict(G=group, G_PAD=padded_group(group), TILE=tile)
     exact = dict(PRECISION=precision(dtype))
     paged = head == 64
-    build(decode.store_token, dtype, "*i64", **shape, HAS_INITIAL_SCORE=paged,
-          CAN_SPLIT=not paged)
+    build(merge.nearest_key, dtype, "*i64", **shape, TILE=tile, CAN_SPLIT=not paged)
+    build(decode.store_token, dtype, "*i64", **shape, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
+          HAS_INITIAL_SCORE=paged, CAN_SPLIT=not paged, MERGES=not paged)
     build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_FREE_SLOTS=paged,
-          KEEPS_LOGITS=not paged, CAN_SPLIT=not paged)
+          KEEPS_LOGITS=not paged, CAN_SPLIT=not paged, MERGES=not paged)
     build(decode.merge_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
           PAGES=PAGE_LANES // block, MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=2 if paged else 1,
           BY_PAGE=paged, BY_AGE=not paged, BY_MAXIMUM=paged, CAN_SPLIT=not paged)
-    build(prefill.store_chunk, dtype, "*i32", **shape, TILE=STORE_TILE, HAS_INITIAL_SCORE=paged)
+    build(prefill.store_chunk, dtype, "*i32", **shape, TILE=STORE_TILE, HAS_INITIAL_SCORE=paged,
+          MERGES=not paged)
     by_query, by_key = prompt_tiles(shape["D_PAD"], dtype.itemsize, CAPABILITY)
     dots = dict(**shape, G=group, **exact)
     build(prefill.attend, dtype, "*i32", **dots, **by_query)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.harness import Layer, Shape
-from tests.kernels.lives import make_lives, pool_size
+from tests.kernels.lives import make_lives, merging, pool_size
 from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.policy import POLICIES
@@ -52,13 +52,17 @@ def triton_kernels(shape: Shape) -> TritonKernels:
     return TritonKernels(torch.device("cpu"), 16, num_heads, shape.num_kv_heads, shape.head_size)
 
 
+@pytest.mark.parametrize("merge", [0.0, 0.15])
 @pytest.mark.parametrize("name", TABLE)
-def test_lives(name: str, ranking: Ranking) -> None:
+def test_lives(name: str, merge: float, ranking: Ranking) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
-    layer = Layer(shape, policy, num_blocks, kernels=triton_kernels(shape))
+    if merge and not POLICIES[policy].evicts:
+        pytest.skip("nothing is evicted")
+    options = merging(merge)
+    layer = Layer(shape, policy, num_blocks, kernels=triton_kernels(shape), options=options)
     before = ranking.num_selections
     # Matrix units take probabilities in the cache's own type.
     atol = OUTPUT_ATOL if shape.dtype == FP32 else 2e-3
@@ -66,14 +70,16 @@ def test_lives(name: str, ranking: Ranking) -> None:
     assert (ranking.num_selections > before) is POLICIES[policy].evicts
 
 
-def test_lives_of_unequal_heads() -> None:
+@pytest.mark.parametrize("merge", [0.0, 0.15])
+def test_lives_of_unequal_heads(merge: float) -> None:
     """The same where KV heads share slots, beside a request where they do not."""
     shape, count = Shape(3, 3, 32, 8, FP32), Ranking()
     rows = [(48, 8, 0, [20, 60], 30), (40, 12, 3, [70], 12), (24, 8, 0, [9], 18)]
     lives = [replace(life, splits=True) for life in make_lives(rows)]
-    options = (("score", "mean_squares"), ("split", True))
+    options = (("score", "mean_squares"), ("split", True), *merging(merge))
     num_blocks = pool_size(lives, shape.block_size, share=1.0)
     layer = Layer(shape, "h2o", num_blocks, kernels=triton_kernels(shape), options=options)
     live(layer, "h2o", lives, count)
     count.check()
     assert count.num_unequal > 0
+    assert (count.num_merged > 0) is (merge > 0)

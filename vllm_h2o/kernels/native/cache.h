@@ -1,6 +1,7 @@
 // The page layout (see cache.py), and what kernels read and write of a step's tensors.
 //
 //   row = (block, KV head):  K [N, D] | V [N, D] | score [N] float32 | position [N] int32
+//                            [| mass [N] float32]
 #pragma once
 
 #include "layout.h"
@@ -22,6 +23,7 @@ struct Strip {
   int32_t head_size;
   int32_t first_row;     // of the request's, where heads share slots
   int32_t num_kv_heads;  // 0 where they do not
+  bool has_mass;
 
   // `first_rows`: [H + 1] of the request, or null.
   Strip(const H2oCache& cache, const int32_t* blocks, int head, const int32_t* first_rows = nullptr)
@@ -32,7 +34,8 @@ struct Strip {
         block_size(cache.block_size),
         head_size(cache.head_size),
         first_row(first_rows ? first_rows[head] : 0),
-        num_kv_heads(first_rows ? cache.num_kv_heads : 0) {}
+        num_kv_heads(first_rows ? cache.num_kv_heads : 0),
+        has_mass(cache.has_mass != 0) {}
 
   char* row(int64_t page) const {
     if (!num_kv_heads) return base + block_table[page] * block_bytes;
@@ -51,6 +54,8 @@ struct Strip {
   int32_t* positions(int64_t page) const {
     return reinterpret_cast<int32_t*>(row(page) + 2 * value_offset()) + block_size;
   }
+  // [N], where there are masses.
+  float* masses(int64_t page) const { return scores(page) + 2 * block_size; }
   // [D]
   T* key(int64_t slot) const {
     return reinterpret_cast<T*>(row(slot / block_size)) + slot % block_size * head_size;
@@ -64,6 +69,7 @@ struct Strip {
     std::memcpy(value(slot), new_value, head_size * sizeof(T));
     scores(slot / block_size)[slot % block_size] = score;
     positions(slot / block_size)[slot % block_size] = static_cast<int32_t>(position);
+    if (has_mass) masses(slot / block_size)[slot % block_size] = 1.0f;
   }
 };
 

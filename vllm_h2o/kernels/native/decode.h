@@ -74,6 +74,57 @@ inline void add_values(const T* const* rows, const T* const* next, int count, co
   }
 }
 
+// What some slots are given: weights are [G, stride], and weights times factors [G] probabilities.
+struct Given {
+  const float* weights;
+  int64_t stride;
+  const float* factor;
+  int group;
+
+  // Their sum over the group, or its largest, of slot i; squares where the power is 2.
+  float sum(int i, int power) const {
+    float total = 0.0f;
+    for (int g = 0; g < group; ++g) total += raised(weights[g * stride + i] * factor[g], power);
+    return total;
+  }
+  float largest(int i, int power) const {
+    float most = 0.0f;
+    for (int g = 0; g < group; ++g) {
+      most = std::max(most, raised(weights[g * stride + i] * factor[g], power));
+    }
+    return most;
+  }
+  static float raised(float p, int power) { return power == 2 ? p * p : p; }
+};
+
+// Adds the sums over the group to scores [count]; those with positions after `newest` get nothing.
+inline void add_scores(const Given& given, const H2oScoring& scoring, float* scores,
+                       const int32_t* positions, int count, int64_t newest) {
+  const bool squares = scoring.power == 2;
+  int i = 0;
+  if (!scoring.skip_recent) {
+    for (; i + kLanes <= count; i += kLanes) {
+      Floats sum = {};
+      for (int g = 0; g < given.group; ++g) {
+        const Floats p = load(given.weights + g * given.stride + i) * all(given.factor[g]);
+        sum += squares ? p * p : p;
+      }
+      put(scores + i, load(scores + i) + sum);
+    }
+  }
+  for (; i < count; ++i) {
+    if (positions[i] <= newest) scores[i] += given.sum(i, scoring.power);
+  }
+}
+
+// The same of a token of the prompt, where its queries score by maximum.
+inline void take_largest(const Given& given, const H2oScoring& scoring, float* scores,
+                         const int32_t* positions, int count, int64_t newest) {
+  for (int i = 0; i < count; ++i) {
+    if (positions[i] <= newest) scores[i] = std::max(scores[i], given.largest(i, scoring.power));
+  }
+}
+
 // The lowest score; of equals, the newest position.
 struct Lowest {
   float score = kInfinity;

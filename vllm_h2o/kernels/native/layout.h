@@ -40,6 +40,7 @@ struct H2oCache {
   int32_t block_size;
   int32_t head_size;
   int32_t type;
+  int32_t has_mass;
 };
 
 // A step's tensors; strides are in elements, from token to token.
@@ -65,6 +66,7 @@ struct H2oScoring {
   int32_t by_age;
   int32_t by_maximum;
   int32_t reach;
+  float merge;
 };
 
 // B requests with one new token each.

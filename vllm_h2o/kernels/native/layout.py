@@ -34,6 +34,7 @@ class H2oCache(ctypes.Structure):
         ("block_size", c_int32),
         ("head_size", c_int32),
         ("type", c_int32),
+        ("has_mass", c_int32),
     )
 
 
@@ -66,6 +67,7 @@ class H2oScoring(ctypes.Structure):
         ("by_age", c_int32),
         ("by_maximum", c_int32),
         ("reach", c_int32),
+        ("merge", c_float),
     )
 
 
@@ -196,9 +198,14 @@ def cache_bytes(cache: LayerCache) -> bytes:
     row, column, inner = key.stride()
     size = key.itemsize
     base, split = key.data_ptr(), block_size * head_size * size
-    views = (cache.value.data_ptr(), cache.score.data_ptr(), cache.position.data_ptr())
-    expected_views = (base + split, base + 2 * split, base + 2 * split + 4 * block_size)
-    if views != expected_views or (column, inner) != (head_size, 1) or row * size % 4:
+    words = (cache.score, cache.position, *(() if cache.mass is None else (cache.mass,)))
+    views = (cache.value.data_ptr(), *(view.data_ptr() for view in words))
+    expected_words = (base + 2 * split + 4 * block_size * i for i in range(len(words)))
+    if (
+        views != (base + split, *expected_words)
+        or (column, inner) != (head_size, 1)
+        or row * size % 4
+    ):
         raise ValueError(
             f"the views are not of pages of {block_size} slots: strides {key.stride()}"
         )
@@ -210,7 +217,8 @@ def cache_bytes(cache: LayerCache) -> bytes:
         raise ValueError(f"the cache holds {key.dtype}, not one of {list(TYPES)}")
     heads, first_rows = cache.num_kv_heads, cache.first_rows
     shared = 0 if first_rows is None else first_rows.data_ptr()
-    return _CACHE.pack(base, shared, row * size, heads, block_size, head_size, TYPES[key.dtype])
+    sizes = (heads, block_size, head_size, TYPES[key.dtype], cache.mass is not None)
+    return _CACHE.pack(base, shared, row * size, *sizes)
 
 
 def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
@@ -273,6 +281,7 @@ def scoring_bytes(scoring: Scoring) -> bytes:
         scoring.by_age,
         scoring.by_maximum,
         scoring.reach,
+        scoring.merge,
     )
 
 

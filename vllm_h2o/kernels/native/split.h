@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "decode.h"
+#include "merge.h"
 
 namespace h2o {
 
@@ -16,13 +17,18 @@ struct Part {
   int64_t end = 0;
   int64_t strip_len = 0;  // slots of the whole strip
   Lowest lowest;
-  float* weights = nullptr;      // [G, stride]: e^(logit - row_max)
+  Nearest nearest;
+  float* weights = nullptr;      // [G, stride]: mass e^(logit - row_max)
+  float* extra = nullptr;        // [stride], with masses: products with the victim, then the masses
   float* row_max = nullptr;      // [G]
   float* row_sum = nullptr;      // [G], of the weights
   float* factor = nullptr;       // [G]: weights times factor are probabilities
   float* partial_out = nullptr;  // [G, D]: sum of weights times V
+  float* victim = nullptr;       // [2, D], with masses: a copy of its K and V, in their type
+  float victim_mass = 0.0f;
 
   bool whole() const { return begin == 0 && end == strip_len; }
+  bool has(int64_t slot) const { return slot >= begin && slot < end; }
   bool same_strip(const Part& other) const {
     return request == other.request && head == other.head;
   }

@@ -88,6 +88,8 @@ def store(
     cache.position[row, offset] = position[:, None].expand_as(row)
     zeros = torch.zeros_like(row, dtype=torch.float32)
     cache.score[row, offset] = zeros if score is None else score
+    if cache.mass is not None:
+        cache.mass[row, offset] = 1.0
 
 
 def attend_and_score(
@@ -128,6 +130,8 @@ def attend_and_score(
         hidden = hidden | ((distance > 0) & (distance <= num_free))
     grouped = query.view(num_requests, num_kv_heads, -1, head_size).to(torch.float32)
     logits = torch.matmul(grouped * scale, key.transpose(-1, -2))  # [B, H, G, L]
+    if cache.mass is not None:
+        logits += cache.mass[rows].flatten(2)[:, :, None, :].log()
     logits.masked_fill_(hidden[:, :, None, :], float("-inf"))
     probs = torch.softmax(logits, dim=-1)
     # A slot that nobody owns may hold anything, a NaN too, and 0 * NaN is NaN.

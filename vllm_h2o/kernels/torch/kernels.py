@@ -15,6 +15,7 @@ from vllm_h2o.kernels.batch import (
 )
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch import decode, pack, prefill, scoring_pass
+from vllm_h2o.kernels.torch.merge import merge_victims
 
 
 class TorchKernels:
@@ -35,6 +36,8 @@ class TorchKernels:
         strips = decode.Strips.of(cache, batch)
         slot = decode.new_slots(batch, victims, strips)
         score = None if initial is None else initial[token]
+        if scoring.merge:
+            merge_victims(cache, batch, strips.rows, strips.length, slot, scoring.merge)
         decode.store(cache, batch, strips, slot, tensors.key[token], tensors.value[token], score)
         query = tensors.query[token]
         out = decode.attend_and_score(cache, batch, strips, slot, query, tensors.scale, scoring)

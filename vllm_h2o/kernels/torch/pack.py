@@ -60,6 +60,8 @@ def pack_survivors(
     for view in (cache.key, cache.value, cache.position):
         view[target_at] = view[source_at]
     cache.score[target_at] = score.gather(1, survivor)
+    if cache.mass is not None:
+        cache.mass[target_at] = 1.0  # nothing is merged before a request is full for the first time
 
 
 def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Tensor:

@@ -45,6 +45,8 @@ def store(
     cache.position[row, offset] = position.to(torch.int32).expand_as(row)
     zeros = torch.zeros_like(row, dtype=torch.float32)
     cache.score[row, offset] = zeros if score is None else score.T
+    if cache.mass is not None:
+        cache.mass[row, offset] = 1.0
 
 
 def attend_and_score(

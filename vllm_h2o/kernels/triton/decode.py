@@ -6,6 +6,9 @@
     P[g, j] = exp(logits[g, j] - lse_g); out = P V      merge_and_score: the splits merged
     score[j] += sum_g P[g, j] ** power; victim = argmin merge_and_score, in the same pass
 
+Where victims are merged, a launch before the store finds out where to, and logits gain the
+logarithms of masses: see merge.py.
+
 Raw logits pass through a scratch buffer, one float32 for each query head and slot of the pool, so
 no place in it belongs to two requests, and a split's end needs no bookkeeping. Twins of
 ``reference.attend_and_score`` and ``select_victim`` (arXiv 2306.14048, Algorithm 1).
@@ -18,50 +21,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_h2o.kernels.batch import DECODE_FIELDS
+from vllm_h2o.kernels.triton.merge import take_victim_in
+from vllm_h2o.kernels.triton.strips import (
+    ATTENDED_LEN,
+    IN_PROMPT,
+    LOGICAL_START,
+    NUM_FREE_SLOTS,
+    NUM_SINKS,
+    OVERWRITES,
+    RECENT_START,
+    SCORES,
+    SELECTS,
+    TOKEN,
+    new_slot,
+    split_size,
+    strip_of,
+)
 from vllm_h2o.kernels.triton.tiles import load_slots, page_row
 
-TOKEN = tl.constexpr(DECODE_FIELDS.index("token"))
-ATTENDED_LEN = tl.constexpr(DECODE_FIELDS.index("attended_len"))
-OVERWRITES = tl.constexpr(DECODE_FIELDS.index("overwrites"))
-SELECTS = tl.constexpr(DECODE_FIELDS.index("selects"))
-LOGICAL_START = tl.constexpr(DECODE_FIELDS.index("logical_start"))
-RECENT_START = tl.constexpr(DECODE_FIELDS.index("recent_start"))
-NUM_SINKS = tl.constexpr(DECODE_FIELDS.index("num_sinks"))
-NEXT_OFFSET = tl.constexpr(DECODE_FIELDS.index("next_offset"))
-NUM_FREE_SLOTS = tl.constexpr(DECODE_FIELDS.index("num_free_slots"))
-SCORES = tl.constexpr(DECODE_FIELDS.index("scores"))
-IN_PROMPT = tl.constexpr(DECODE_FIELDS.index("in_prompt"))
-SPLIT = tl.constexpr(DECODE_FIELDS.index("split"))
 
-
-@triton.jit
-def strip_of(
-    fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads,
-    N: tl.constexpr, CAN_SPLIT: tl.constexpr,
-):  # fmt: skip
-    """(first row, row step, slots attended to) of a KV head; see cache.py."""
-    length = tl.load(fields + ATTENDED_LEN * field_stride).to(tl.int32)
-    first_row, row_step = h, num_kv_heads
-    if CAN_SPLIT:
-        split = tl.load(fields + SPLIT * field_stride) != 0
-        bounds = first_rows_ptr + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1) + h
-        begin = tl.load(bounds)
-        length = tl.where(split, (tl.load(bounds + 1) - begin) * N, length)
-        first_row, row_step = tl.where(split, begin, h), tl.where(split, 1, num_kv_heads)
-    return first_row, row_step, length
-
-
-@triton.jit
-def new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads):
-    """The slot that a head's new token takes. ``fields`` points at the request's."""
-    overwrites = tl.load(fields + OVERWRITES * field_stride) != 0
-    victim = tl.load(victims_ptr + first_block.to(tl.int64) * num_kv_heads + h)
-    next_offset = tl.load(fields + NEXT_OFFSET * field_stride).to(tl.int32)
-    return tl.where(overwrites, victim + next_offset, length - 1)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_kv_splits"])
 def store_token(
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
@@ -70,10 +49,13 @@ def store_token(
     value_pages,  # [R, N, D]
     score_pages,  # [R, N], float32
     position_pages,  # [R, N], int32
+    mass_pages,  # [R, N], float32; read and written when MERGES
+    nearest_ptr,  # [B, H, splits, 2], float32: see merge.nearest_key; read when MERGES
     block_table_ptr,  # [B, P], int32
     fields_ptr,  # [len(DECODE_FIELDS), B], int64
     victims_ptr,  # [num_blocks, H], int32
     first_rows_ptr,  # [num_blocks, H + 1], int32; read when CAN_SPLIT
+    merge,  # the cosine above which a victim is merged
     key_stride,
     value_stride,
     page_stride,  # of K and V, in elements
@@ -82,13 +64,20 @@ def store_token(
     field_stride,
     request_stride,
     num_kv_heads,
+    num_kv_splits,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_KV_SPLITS: tl.constexpr,
     HAS_INITIAL_SCORE: tl.constexpr,
     CAN_SPLIT: tl.constexpr,
+    MERGES: tl.constexpr,
 ):
-    """Write K, V, position and initial score of (request, head) into the new token's slot."""
+    """Write K, V, position and initial score of (request, head) into the new token's slot.
+
+    With MERGES its mass, too; a victim that was there goes to the nearest key before.
+    """
     b, h = tl.program_id(0), tl.program_id(1)
     fields = fields_ptr + b * request_stride
     if tl.load(fields + ATTENDED_LEN * field_stride) == 0:
@@ -103,6 +92,16 @@ def store_token(
     offset = slot % N
     token = tl.load(fields + TOKEN * field_stride)
     dim = tl.arange(0, D_PAD)
+    if MERGES:
+        if tl.load(fields + OVERWRITES * field_stride) != 0:
+            num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
+            nearest = nearest_ptr + (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * 2
+            take_victim_in(
+                key_pages, value_pages, mass_pages, nearest, num_splits, block_table, row, offset,
+                merge, first_row, row_step, page_stride, word_stride, num_kv_heads, dim, N, D,
+                MAX_KV_SPLITS, CAN_SPLIT,
+            )  # fmt: skip
+        tl.store(mass_pages + row * word_stride + offset, 1.0)
     key = tl.load(key_ptr + token * key_stride + h * D + dim, mask=dim < D)  # [D_PAD]
     value = tl.load(value_ptr + token * value_stride + h * D + dim, mask=dim < D)  # [D_PAD]
     tl.store(key_pages + row * page_stride + offset * D + dim, key, mask=dim < D)
@@ -115,17 +114,12 @@ def store_token(
     tl.store(score_pages + row * word_stride + offset, score)
 
 
-@triton.jit
-def split_size(attended_len, num_kv_splits, TILE: tl.constexpr):
-    """Slots of each split: whole tiles, the same number for all but the last."""
-    return tl.cdiv(tl.cdiv(attended_len, TILE), num_kv_splits) * TILE
-
-
 @triton.jit(do_not_specialize=["num_kv_splits"])
 def attend_split(
     query_ptr,  # [T, Hq, D]
     key_pages,
     value_pages,
+    mass_pages,  # read when MERGES
     block_table_ptr,
     fields_ptr,
     victims_ptr,
@@ -136,6 +130,7 @@ def attend_split(
     scale,
     query_stride,
     page_stride,
+    word_stride,
     table_stride,
     field_stride,
     request_stride,
@@ -151,6 +146,7 @@ def attend_split(
     KEEPS_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
     CAN_SPLIT: tl.constexpr,
+    MERGES: tl.constexpr,
 ):
     """Attend to one split of (request, KV head); G_PAD = 1 multiplies without matrix units."""
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -194,7 +190,10 @@ def attend_split(
             logits = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[None, :]  # [1, TILE]
         else:
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [G_PAD, TILE]
-        logits = tl.where(live[None, :], logits * scale, float("-inf"))
+        logits = logits * scale
+        if MERGES:
+            logits += tl.log(tl.load(mass_pages + row * word_stride + offset, live, 1.0))[None, :]
+        logits = tl.where(live[None, :], logits, float("-inf"))
         if KEEPS_LOGITS:
             logits_ptrs = logits_ptr + (row * G * N + offset)[None, :] + group[:, None] * N
             tl.store(logits_ptrs, logits, mask=(group < num_kept)[:, None] & resident[None, :])

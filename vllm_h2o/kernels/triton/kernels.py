@@ -18,7 +18,7 @@ from vllm_h2o.kernels.batch import (
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.triton import decode, pack, prefill, scoring_pass, share
+from vllm_h2o.kernels.triton import decode, merge, pack, prefill, scoring_pass, share
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
@@ -78,6 +78,7 @@ class TritonKernels:
         max_splits = self._num_programs + max_requests * num_kv_heads
         self._partial_out = torch.empty(max_splits * self.group, head_size, device=device)
         self._partial_max_sum = torch.empty(max_splits * self.group, 2, device=device)
+        self._nearest = torch.empty(max_splits, 2, device=device)
         self._logits = torch.empty(0, device=device)
 
     def decode(
@@ -105,24 +106,33 @@ class TritonKernels:
         request_args = (batch.block_table, batch.fields, victims, first_rows)
         strides = (batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads)
         page_stride, word_stride = cache.key.stride(0), cache.score.stride(0)
-        decode.store_token[(num_requests, num_kv_heads)](
-            key, value, key if initial is None else initial,
-            cache.key, cache.value, cache.score, cache.position, *request_args,
-            key.stride(0), value.stride(0), page_stride, word_stride, *strides,
-            **shape, **can_split, HAS_INITIAL_SCORE=initial is not None,
-        )  # fmt: skip
         num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size)
         tile = tile_of(self.padded_head, cache.key.element_size())
+        grid = (num_requests, num_kv_heads, num_kv_splits)
+        masses, merges = self._masses(cache)
+        if scoring.merge:
+            merge.nearest_key[grid](
+                cache.key, *request_args, self._nearest, page_stride, *strides, num_kv_splits,
+                **shape, **can_split, TILE=tile,
+            )  # fmt: skip
+        decode.store_token[grid[:2]](
+            key, value, key if initial is None else initial,
+            cache.key, cache.value, cache.score, cache.position, masses, self._nearest,
+            *request_args, scoring.merge,
+            key.stride(0), value.stride(0), page_stride, word_stride, *strides, num_kv_splits,
+            **shape, **can_split, **merges, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
+            HAS_INITIAL_SCORE=initial is not None,
+        )  # fmt: skip
         group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": tile}
-        decode.attend_split[(num_requests, num_kv_heads, num_kv_splits)](
-            query, cache.key, cache.value, *request_args,
+        decode.attend_split[grid](
+            query, cache.key, cache.value, masses, *request_args,
             self._logits, self._partial_out, self._partial_max_sum,
-            tensors.scale, query.stride(0), page_stride, *strides, num_kv_splits,
+            tensors.scale, query.stride(0), page_stride, word_stride, *strides, num_kv_splits,
             **shape, **group, HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
-            PRECISION=precision(cache.key.dtype), **can_split,
+            PRECISION=precision(cache.key.dtype), **can_split, **merges,
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
-        decode.merge_and_score[(num_requests, num_kv_heads)](
+        decode.merge_and_score[grid[:2]](
             out, cache.score, cache.position, *request_args,
             self._logits, self._partial_out, self._partial_max_sum,
             out.stride(0), word_stride, *strides, num_kv_splits, scoring.skip_recent,
@@ -146,12 +156,14 @@ class TritonKernels:
         sent = self._sent(chunks)
         longest = max(chunk.num_tokens for chunk in chunks)
         sizes = (len(sent), self.num_kv_heads)
+        masses, merges = self._masses(cache)
         prefill.store_chunk[(*sizes, triton.cdiv(longest, STORE_TILE))](
             key, value, key if initial is None else initial,
-            cache.key, cache.value, cache.score, cache.position, sent.block_table, sent.fields,
+            cache.key, cache.value, cache.score, cache.position, masses,
+            sent.block_table, sent.fields,
             key.stride(0), value.stride(0), cache.key.stride(0), cache.score.stride(0),
             sent.block_table.stride(0), *sizes,
-            **self._shape(cache), TILE=STORE_TILE, HAS_INITIAL_SCORE=initial is not None,
+            **self._shape(cache), **merges, TILE=STORE_TILE, HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
         lse = self.prompt_attention(cache, chunks, tensors)
         if not scoring.power:
@@ -274,6 +286,12 @@ class TritonKernels:
         """Constants of every kernel that touches K and V."""
         return {"N": cache.block_size, "D": self.head_size, "D_PAD": self.padded_head}
 
+    def _masses(self, cache: LayerCache) -> tuple[torch.Tensor, dict[str, bool]]:
+        """Masses, or what stands in their place where there are none; and which it is."""
+        if cache.mass is None:
+            return cache.score, {"MERGES": False}
+        return cache.mass, {"MERGES": True}
+
     def _prompt_options(self, cache: LayerCache) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the kernels that walk the keys of some queries, and the queries of some keys."""
         constants = self._shape(cache) | {"G": self.group}
@@ -313,11 +331,12 @@ class TritonKernels:
         """Run the prompt's kernels once on two pages of their own, before a request waits."""
         if self.device.type != "cuda":
             return
-        content = 2 * self.head_size + 8 // cache.key.element_size()
+        words = 2 if cache.mass is None else 3
+        content = 2 * self.head_size + 4 * words // cache.key.element_size()
         layout = (2, self.num_kv_heads, cache.block_size, content)
         kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=self.device)
         splits = cache.first_rows is not None
-        own = LayerCache.of(kv_cache, self.head_size, splits)
+        own = LayerCache.of(kv_cache, self.head_size, splits, cache.mass is not None)
         key = torch.zeros(2, self.num_kv_heads, self.head_size, dtype=cache.key.dtype).to(kv_cache)
         query = key.repeat(1, self.group, 1)
         chunks = [

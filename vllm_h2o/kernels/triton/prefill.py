@@ -52,6 +52,7 @@ def store_chunk(
     value_pages,
     score_pages,
     position_pages,
+    mass_pages,  # written when MERGES: 1
     block_table_ptr,  # [R, P], int32
     fields_ptr,
     key_stride,
@@ -66,6 +67,7 @@ def store_chunk(
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
     HAS_INITIAL_SCORE: tl.constexpr,
+    MERGES: tl.constexpr,
 ):
     """Write TILE tokens of (chunk, KV head) after the slots in use."""
     r, h, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -93,6 +95,8 @@ def store_chunk(
     if HAS_INITIAL_SCORE:
         score = tl.load(initial_score_ptr + token * num_kv_heads + h, mask=live)
     tl.store(score_pages + words, score, mask=live)
+    if MERGES:
+        tl.store(mass_pages + words, tl.full([TILE], 1.0, tl.float32), mask=live)
 
 
 @triton.jit(do_not_specialize=["num_chunks", "table_stride", "lse_stride"])

@@ -1,0 +1,98 @@
+"""Decode steps that every set of kernels is given, and their comparison with the torch ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from tests.kernels.caches import copied, on_triton, same
+from tests.kernels.harness import Shape
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, Scoring, StepTensors
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.native import loader
+from vllm_h2o.kernels.torch.kernels import TorchKernels
+
+
+def native_variant(variant: str) -> Callable[[Shape], Kernels]:
+    """One of the builds for this processor."""
+    return lambda shape: loader.load(variant)
+
+
+KERNELS: dict[str, Callable[[Shape], Kernels]] = {
+    "triton": on_triton,
+    **{variant: native_variant(variant) for variant in loader.available()},
+}
+
+
+def decode_batch(
+    shape: Shape, scoring: Scoring, seed: int, split: bool = False
+) -> tuple[DecodeBatch, int]:
+    """Requests that append, overwrite, select or are padding, and the blocks that they own."""
+    rng, owned, tables, fields = random.Random(seed), 0, [], []
+    size = shape.block_size
+    for token, attended in enumerate((1, size - 1, 2 * size, 3 * size + 5, 0, 9 * size, 6 * size)):
+        num_pages = -(-attended // size)
+        tables.append([owned + page for page in range(num_pages)] + [0] * (9 - num_pages))
+        owned += num_pages
+        overwrites = token in (2, 5)
+        next_offset = rng.randrange(size) if overwrites and scoring.by_page else 0
+        values = {
+            "token": token,
+            "attended_len": attended,
+            "overwrites": overwrites,
+            "selects": attended > 0 and attended % size == 0,
+            "logical_start": 1000,
+            "recent_start": 998 - 10 * token,
+            "num_sinks": token,
+            "next_offset": next_offset,
+            "num_free_slots": size - 1 - next_offset if overwrites and scoring.by_page else 0,
+            "scores": token != 3,
+            "in_prompt": token in (1, 3, 6),
+            "split": split and token in (2, 5, 6),
+        }
+        fields.append([int(values.get(name, 0)) for name in DECODE_FIELDS])
+    # They lie as a graph's buffer has them, request by request.
+    table = torch.tensor(tables, dtype=torch.int32)
+    return DecodeBatch(table, torch.tensor(fields).T), owned
+
+
+def compare_decodes(
+    make: Callable[[Shape], Kernels],
+    shape: Shape,
+    scoring: Scoring,
+    batch: DecodeBatch,
+    theirs: LayerCache,
+    victims: torch.Tensor,
+) -> None:
+    """The batch on two copies of the same pages; where victims are merged, some are."""
+    ours, before = copied(theirs, shape), theirs.mass
+    before = None if before is None else before.clone()
+    torch.manual_seed(3)
+    heads = shape.num_kv_heads
+    query = torch.randn(7, heads * shape.group, shape.head_size).to(shape.dtype)
+    key, value = torch.randn(2, 7, heads, shape.head_size).to(shape.dtype)
+    results = []
+    for kernels, cache in ((TorchKernels(), theirs), (make(shape), ours)):
+        out, chosen = torch.full(query.shape, 7.0), victims.clone()
+        rows = [0, 1, 2, 3, 5, 6] if kernels.copies_kv else list(range(7))
+        real = DecodeBatch(batch.block_table[rows], batch.fields[:, rows])
+        kernels.decode(cache, real, chosen, StepTensors(query, key, value, out, None, 0.2), scoring)
+        results.append((out, chosen))
+    agree(results, victims, 1e-5 if shape.dtype == torch.float32 else 2e-3)
+    same(ours, theirs, len(victims) - 1)
+    if before is not None:
+        assert theirs.mass is not None and (theirs.mass > before).any()
+
+
+def agree(
+    results: list[tuple[torch.Tensor, torch.Tensor]], victims: torch.Tensor, atol: float
+) -> None:
+    """Outputs and victims, where some were chosen; the fifth request is padding."""
+    (expected, their_victims), (out, our_victims) = results
+    expected[4] = 0.0
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=atol)
+    assert torch.equal(our_victims, their_victims)
+    assert (our_victims != victims).any()

@@ -1,0 +1,62 @@
+// A victim is merged into the key nearest to it: which that is, and what it becomes. Twin of
+// merge.py.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace h2o {
+
+// The key with the largest cosine; of equals, the lowest slot.
+struct Nearest {
+  float square = 0.0f;  // of the product with the victim, by that of its own length
+  int64_t slot = -1;
+
+  void offer(float square_, int64_t slot_) {
+    if (square_ > square || (square_ == square && slot_ < slot)) {
+      square = square_;
+      slot = slot_;
+    }
+  }
+};
+
+// The square of x's length, [D].
+template <class T>
+inline float square_of(const T* x, int size) {
+  Floats sum = {};
+  for (int d = 0; d < size; d += kLanes) sum += load(x + d) * load(x + d);
+  return sum_of(sum);
+}
+
+// Offers the keys of slots [slot, slot + count). `rows`: addresses of K, each [D], readable up to
+// the next multiple of kLanes; `dots`: [count], their products with the victim.
+template <class T>
+inline void offer_keys(Nearest& nearest, const T* const* rows, const float* dots, int count,
+                       int64_t slot, int head_size) {
+  for (int i = 0; i < count; i += kLanes) {
+    Floats sums[kLanes] = {};  // [slots, partial sums over D]
+    for (int d = 0; d < head_size; d += kLanes) {
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) {
+        const Floats k = load(rows[i + j] + d);
+        sums[j] += k * k;
+      }
+    }
+    const Floats dot = larger(load(dots + i), Floats{});
+    const Floats square = dot * dot / larger(sums_of(sums), all(1e-30f));
+    if (largest_of(square) <= nearest.square) continue;
+    for (int j = 0; j < std::min(kLanes, count - i); ++j) nearest.offer(square[j], slot + i + j);
+  }
+}
+
+// held [D] becomes the mean of it and the victim's, weighted by their masses; rounded once.
+template <class T>
+inline void average(T* held, const T* victim, float own, float other, int size) {
+  for (int d = 0; d < size; d += kLanes) {
+    const Floats sum = load(held + d) * all(own) + load(victim + d) * all(other);
+    put(held + d, sum / all(own + other));
+  }
+}
+
+}  // namespace h2o

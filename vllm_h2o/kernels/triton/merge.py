@@ -1,0 +1,129 @@
+"""A victim is merged into the nearest key of its KV head, before the new token takes its slot.
+
+``nearest_key`` finds the largest cosine in each split of the slots; ``take_victim_in``, a part of
+``decode.store_token``, takes the best of those, and writes the means. Twins of ``merge.nearest``
+and ``merge.merged``. A cosine stands here as the square of the product of both keys, divided by
+that of the other key's length: as good to compare, without roots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_h2o.kernels.triton.strips import ATTENDED_LEN, OVERWRITES, new_slot, split_size, strip_of
+from vllm_h2o.kernels.triton.tiles import load_slots, page_row
+
+
+@triton.jit(do_not_specialize=["num_kv_splits"])
+def nearest_key(
+    key_pages,  # [R, N, D]
+    block_table_ptr,  # [B, P], int32
+    fields_ptr,  # [len(DECODE_FIELDS), B], int64
+    victims_ptr,  # [num_blocks, H], int32
+    first_rows_ptr,  # [num_blocks, H + 1], int32; read when CAN_SPLIT
+    nearest_ptr,  # [B, H, splits, 2], float32: written, the best square and its slot
+    page_stride,
+    table_stride,
+    field_stride,
+    request_stride,
+    num_kv_heads,
+    num_kv_splits,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    CAN_SPLIT: tl.constexpr,
+):
+    """The key nearest to the victim's in one split of (request, KV head), if any has a victim."""
+    b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    fields = fields_ptr + b * request_stride
+    has_victim = tl.load(fields + OVERWRITES * field_stride) != 0
+    if (tl.load(fields + ATTENDED_LEN * field_stride) == 0) | (has_victim == 0):
+        return
+    block_table = block_table_ptr + b.to(tl.int64) * table_stride
+    first_row, row_step, length = strip_of(
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
+    )
+    size = split_size(length, num_kv_splits, TILE)
+    begin = s * size
+    if begin >= length:
+        return
+    first_block = tl.load(block_table)
+    victim = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
+    own_row = page_row(
+        block_table, victim // N, victim >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT
+    )
+    dim = tl.arange(0, D_PAD)
+    own_ptrs = key_pages + own_row * page_stride + victim % N * D + dim
+    own = tl.load(own_ptrs, mask=dim < D, other=0.0).to(tl.float32)  # [D_PAD]
+    # Running maxima, each in its own lane: of equals the first.
+    best = tl.zeros([TILE], tl.float32)
+    best_slot = tl.zeros([TILE], tl.int32)
+    for start in range(begin, tl.minimum(begin + size, length), TILE):
+        slot = start + tl.arange(0, TILE)
+        live = slot < length
+        row = page_row(block_table, slot // N, live, first_row, row_step, num_kv_heads, CAN_SPLIT)
+        key = load_slots(key_pages, row, slot % N, live, dim, page_stride, D).to(tl.float32)
+        dots = tl.maximum(tl.sum(key * own[None, :], axis=1), 0.0)
+        square = dots * dots / tl.maximum(tl.sum(key * key, axis=1), 1e-30)
+        better = live & (slot != victim) & (square > best)
+        best = tl.where(better, square, best)
+        best_slot = tl.where(better, slot, best_slot)
+    largest = tl.max(best, axis=0)
+    nearest = tl.min(tl.where(best == largest, best_slot, 2147483647), axis=0)
+    partial = nearest_ptr + (((b * num_kv_heads + h).to(tl.int64) * num_kv_splits) + s) * 2
+    tl.store(partial, largest)
+    tl.store(partial + 1, nearest.to(tl.float32))  # exact up to 2 ** 24 slots
+
+
+@triton.jit
+def take_victim_in(
+    key_pages,
+    value_pages,
+    mass_pages,
+    nearest,  # [splits, 2], of one request and KV head
+    num_splits,  # those with slots
+    block_table,
+    row,  # of the victim's slot
+    offset,
+    merge,
+    first_row,
+    row_step,
+    page_stride,
+    word_stride,
+    num_kv_heads,
+    dim,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    MAX_KV_SPLITS: tl.constexpr,
+    CAN_SPLIT: tl.constexpr,
+):
+    """Write K, V and mass of the nearest slot of all splits, if it is near enough."""
+    split = tl.arange(0, MAX_KV_SPLITS)
+    live = split < num_splits
+    squares = tl.load(nearest + split * 2, mask=live, other=-1.0)
+    slots = tl.load(nearest + split * 2 + 1, mask=live, other=0.0)
+    largest = tl.max(squares, axis=0)
+    slot = tl.min(tl.where(squares == largest, slots, float("inf")), axis=0).to(tl.int32)
+    mask, at = dim < D, row * page_stride + offset * D + dim
+    key = tl.load(key_pages + at, mask=mask, other=0.0).to(tl.float32)  # [D_PAD]
+    if largest > merge * merge * tl.sum(key * key, axis=0):
+        value = tl.load(value_pages + at, mask=mask, other=0.0).to(tl.float32)  # [D_PAD]
+        mass = tl.load(mass_pages + row * word_stride + offset)
+        to_row = page_row(
+            block_table, slot // N, slot >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT
+        )
+        to_word = mass_pages + to_row * word_stride + slot % N
+        to = to_row * page_stride + slot % N * D + dim
+        held = tl.load(to_word)
+        held_key = tl.load(key_pages + to, mask=mask, other=0.0).to(tl.float32)
+        held_value = tl.load(value_pages + to, mask=mask, other=0.0).to(tl.float32)
+        new_key = (held * held_key + mass * key) / (held + mass)
+        new_value = (held * held_value + mass * value) / (held + mass)
+        element = key_pages.dtype.element_ty
+        tl.store(key_pages + to, new_key.to(element), mask=mask)
+        tl.store(value_pages + to, new_value.to(element), mask=mask)
+        tl.store(to_word, held + mass)
+    # Other threads of this program may still read what is overwritten next.
+    tl.debug_barrier()
