@@ -175,6 +175,7 @@ class Oracle:
             reach=scoring.reach,
             splits=self.scheduler.ledger.splits,
             merge=scoring.merge,
+            window_lifetime=self.scheduler.ledger.window_lifetime,
             logical_len=plan.logical_start,
         )
 

@@ -170,7 +170,7 @@ def builder(
         dtype=shape.dtype,
     )
     config = vllm_config(policy, options)
-    spec = HeavyHitterSpec.of(stock, KVPolicyConfig.required(config).merges)
+    spec = HeavyHitterSpec.of(stock, KVPolicyConfig.required(config).extra_words)
     return HeavyHitterMetadataBuilder(spec, [LAYER_NAME], config, torch.device("cpu"))
 
 

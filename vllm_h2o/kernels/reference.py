@@ -29,6 +29,8 @@ class Strip:
             an observation window scores by maximum, the largest of them in the prompt.
         position: [L], int64; -1 where a slot is empty.
         mass: [L], tokens that each stands for; ones where it is left out.
+        mean_without_window: [L], of a prompt's tokens, what they are ranked by when the lifetime of
+            its observation window is over; zeros where it is left out.
 
     """
 
@@ -37,9 +39,11 @@ class Strip:
     score: torch.Tensor
     position: torch.Tensor
     mass: torch.Tensor = field(default_factory=lambda: torch.ones(()))
+    mean_without_window: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
-        self.mass = self.mass.to(self.score.dtype).expand(len(self)).clone()
+        for name in ("mass", "mean_without_window"):
+            setattr(self, name, getattr(self, name).to(self.score.dtype).expand(len(self)).clone())
 
     def ranks(self, logical_len: int, by_age: bool) -> torch.Tensor:
         """[L]: what is compared: scores, or their means over the queries since a token came."""
@@ -68,9 +72,20 @@ class Strip:
             self.score = torch.cat([self.score, self.score.new_tensor([score])])
             self.position = torch.cat([self.position, self.position.new_tensor([position])])
             self.mass = torch.cat([self.mass, self.mass.new_ones(1)])
+            mean = self.mean_without_window
+            self.mean_without_window = torch.cat([mean, mean.new_zeros(1)])
         else:
             self.key[slot], self.value[slot] = key, value
             self.score[slot], self.position[slot], self.mass[slot] = score, position, 1.0
+
+    def keep_means(self, logical_len: int) -> None:
+        """Before an observation window scores: what tokens are ranked by without it."""
+        self.mean_without_window = self.ranks(logical_len, by_age=True)
+
+    def restore_means(self, logical_len: int, prompt_len: int) -> None:
+        """Rank the tokens of a prompt by that again."""
+        again = self.mean_without_window * (logical_len - self.position)
+        self.score = torch.where(self.position < prompt_len, again, self.score)
 
     def merge(self, survivor: int, victim: int) -> None:
         """Let ``survivor`` take a victim in; it keeps its own score and position."""
@@ -203,7 +218,9 @@ def pack_survivors(
     best = sorted(slots, key=rank)[:num_survivors]
     survivors = sorted(best, key=lambda slot: int(strip.position[slot]))
     views = (strip.key, strip.value, strip.score, strip.position, strip.mass)
-    return Strip(*(view[survivors] for view in views))
+    kept = Strip(*(view[survivors] for view in views))
+    kept.mean_without_window = strip.mean_without_window[survivors]
+    return kept
 
 
 def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Tensor:
@@ -276,7 +293,10 @@ class Head:
             strip is packed after its next step.
         merge: the next token's victim goes to the nearest key whose cosine exceeds it, right
             before that token is stored; 0: victims are dropped.
+        window_lifetime: tokens behind the prompt for which what its observation window gave
+            counts; 0: for good.
         logical_len: tokens computed so far.
+        prompt_len: of them, those of the prompt, once it is complete.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full: where pages are
             evicted, the first slot of one.
@@ -300,7 +320,9 @@ class Head:
     splits: bool = False
     grows: bool = False
     merge: float = 0.0
+    window_lifetime: int = 0
     logical_len: int = 0
+    prompt_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
     survivor: int | None = None
@@ -342,18 +364,22 @@ class Head:
         limits = (self.power, self.skip_recent, first, by_maximum)
         out = attend_and_score(query, self.strip, self.scale, *limits)
         for scoring_pass, scoring_query in passes:
+            if self.window_lifetime and not scoring_pass.rotated:
+                self.strip.keep_means(self.logical_len)
             score_pass(scoring_query, self.strip, self.scale, scoring_pass)
         full = len(self.strip) >= self.capacity and not self.grows
         if self.in_prompt:
             if full and (ends_prompt or self.packs_chunks) and not self.splits:
                 self.extend_scores()
                 self.pack()
-            self.in_prompt = not ends_prompt
+            self.in_prompt, self.prompt_len = not ends_prompt, self.logical_len
         elif full and len(self.strip) > self.capacity:
             self.extend_scores()
             self.pack()
         elif full and not self.next_offset:
             self._select()
+        if not self.in_prompt and self.logical_len - self.prompt_len == self.window_lifetime > 0:
+            self.strip.restore_means(self.logical_len, self.prompt_len)
         return out
 
     def _vacate(self) -> int:
