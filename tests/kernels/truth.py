@@ -250,7 +250,7 @@ class Fence:
                 for slot in range(length) if self.accumulates else ():
                     scores[rows[slot // block_size], slot % block_size] = True
         now = self.layer.cache
-        kinds = (self.layer.impl.splits, self.layer.impl.merges)
+        kinds = self.layer.impl.kinds
         then = LayerCache.of(self.before, self.layer.shape.head_size, *kinds)
         merged = self._merged(then, now) & ~tokens
         masses = () if now.mass is None else ("mass",)
