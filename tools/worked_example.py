@@ -24,7 +24,8 @@ from vllm.v1.request import Request
 
 from tests.scheduler.harness import make_scheduler
 from tests.tiny_models import engine_config, folder
-from vllm_h2o.kernels.reference import Head, Strip
+from vllm_h2o.kernels.reference import Head
+from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.wire import RequestPlan
 

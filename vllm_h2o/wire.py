@@ -41,6 +41,8 @@ class RequestPlan:
         is_split: whether the KV heads of a layer hold unequal numbers of slots, ``capacity`` on
             average; then the request is at its capacity for good.
         splits: whether they do once survivors are packed.
+        restored_end: after this step the tokens [0, restored_end), a prompt's, are ranked without
+            what its observation window gave: its lifetime is over. 0: not in this step.
 
     """
 
@@ -63,6 +65,7 @@ class RequestPlan:
     pack_block_idx: int = 0
     is_split: bool = False
     splits: bool = False
+    restored_end: int = 0
 
     @property
     def logical_end(self) -> int:

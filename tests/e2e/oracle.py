@@ -14,8 +14,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from tests.kernels.truth import follow_merge
 from vllm_h2o.kernels.batch import Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
-from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
+from vllm_h2o.kernels.reference import Head, page_sums, random_score
 from vllm_h2o.kernels.split import pack_layer
+from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.step import PublishesSteps, Step, current_step
@@ -175,6 +176,7 @@ class Oracle:
             reach=scoring.reach,
             splits=self.scheduler.ledger.splits,
             merge=scoring.merge,
+            window_lifetime=self.scheduler.ledger.window_lifetime,
             logical_len=plan.logical_start,
         )
 

@@ -114,6 +114,8 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"score": "second_pass", "prefill": "chunked"},
         {"score": "combined", "observation_window": 12, "num_sink_tokens": 1},
         {"score": "combined", "observation_window": 7, "prefill": "chunked"},
+        {"score": "combined", "observation_window": 12, "window_lifetime": 9},
+        {"score": "combined", "observation_window": 7, "prefill": "chunked", "window_lifetime": 3},
         {"merge": 0.2},
         {"merge": 0.2, "kernels": "torch", "score": "mean_squares"},
         {"merge": 0.5, "prefill": "chunked", "num_sink_tokens": 2},
@@ -156,6 +158,7 @@ def test_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     "options",
     [
         {"score": "combined", "observation_window": 12, "num_sink_tokens": 1},
+        {"score": "combined", "observation_window": 12, "window_lifetime": 9, "merge": 0.2},
         {"score": "sum_squares"},
         {"prefill": "window", "observation_window": 20, "recent_ratio": 0.25},
         {"prefill": "window", "enable_prefix_caching": True},

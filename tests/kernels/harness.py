@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.reference import Strip
+from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.paths import WORKER
 from vllm_h2o.policy import Budget
@@ -170,14 +170,14 @@ def builder(
         dtype=shape.dtype,
     )
     config = vllm_config(policy, options)
-    spec = HeavyHitterSpec.of(stock, KVPolicyConfig.required(config).merges)
+    spec = HeavyHitterSpec.of(stock, KVPolicyConfig.required(config).extra_words)
     return HeavyHitterMetadataBuilder(spec, [LAYER_NAME], config, torch.device("cpu"))
 
 
-def empty_cache(shape: Shape, num_blocks: int, merges: bool = False) -> torch.Tensor:
+def empty_cache(shape: Shape, num_blocks: int, extra_words: int = 0) -> torch.Tensor:
     """A layer's cache as vLLM binds it; every byte 0xFF."""
     size = shape.dtype.itemsize
-    content = 2 * shape.head_size + (12 if merges else 8) // size
+    content = 2 * shape.head_size + (8 + 4 * extra_words) // size
     rows = num_blocks * shape.num_kv_heads * shape.block_size
     raw = torch.full((rows * content * size,), 0xFF, dtype=torch.uint8)
     layout = (num_blocks, shape.num_kv_heads, shape.block_size, content)
@@ -218,7 +218,8 @@ class Layer:
         with set_current_vllm_config(self.config):
             num_heads = shape.num_kv_heads * shape.group
             self.impl = HeavyHitterImpl(num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
-        self.kv_cache = empty_cache(shape, num_blocks, self.impl.merges)
+        extra_words = KVPolicyConfig.required(self.config).extra_words
+        self.kv_cache = empty_cache(shape, num_blocks, extra_words)
         self.cache = self.impl.cache_of(self.kv_cache)
         self.free = list(range(1, num_blocks))
         self.random.shuffle(self.free)

@@ -14,7 +14,8 @@ from tests.kernels.native.cases import threads
 from vllm_h2o.kernels.batch import Scoring, StepTensors
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.merge import nearest
-from vllm_h2o.kernels.reference import Head, Strip
+from vllm_h2o.kernels.reference import Head
+from vllm_h2o.kernels.strip import Strip
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

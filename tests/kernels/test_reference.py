@@ -12,13 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_h2o.kernels.reference import (
     Head,
-    Strip,
     attend_and_score,
     pack_survivors,
     random_score,
     reached,
     select_victim,
 )
+from vllm_h2o.kernels.strip import Strip
 
 HEAD_SIZE = 8
 SCALE = 0.7

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_h2o.kernels.reference import Head, Strip
+from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.split import pack_layer, split_capacity
+from vllm_h2o.kernels.strip import Strip
 
 
 def strips(scores: torch.Tensor) -> list[Strip]:

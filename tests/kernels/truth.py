@@ -10,8 +10,9 @@ import torch
 from tests.kernels.harness import LAYER_INDEX, Layer, Life
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.merge import cosines
-from vllm_h2o.kernels.reference import Head, Strip, page_sums, random_score
+from vllm_h2o.kernels.reference import Head, page_sums, random_score
 from vllm_h2o.kernels.split import pack_layer
+from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.policy import POLICIES, ScoreKind
 from vllm_h2o.wire import RequestPlan
 
@@ -250,7 +251,7 @@ class Fence:
                 for slot in range(length) if self.accumulates else ():
                     scores[rows[slot // block_size], slot % block_size] = True
         now = self.layer.cache
-        kinds = (self.layer.impl.splits, self.layer.impl.merges)
+        kinds = self.layer.impl.kinds
         then = LayerCache.of(self.before, self.layer.shape.head_size, *kinds)
         merged = self._merged(then, now) & ~tokens
         masses = () if now.mass is None else ("mass",)

@@ -23,6 +23,7 @@ CONFLICTING = (
     {"name": "local", "prefill": "window"},
     {"observation_window": 16},
     {"window_score": "sum"},
+    {"window_lifetime": 9},
     {"prefill": "window", "observation_window": 0},
     {"prefill": "window", "score": "mean"},
     {"granularity": "block", "score": "mean"},

@@ -65,6 +65,23 @@ def test_a_request_that_fits_is_not_scored() -> None:
         assert not Ledger(BUDGET, 4).preview("r", 0, 9, info).fits
 
 
+@pytest.mark.parametrize("prompt_len", [2, 12, 20])
+def test_a_windows_lifetime_ends_once(prompt_len: int) -> None:
+    """With its fifth token after the prompt; never where nothing is scored."""
+    ledger = Ledger(BUDGET, block_size=4, scores_window_only=False, window_lifetime=5)
+    run(ledger, 0, prompt_len, prompt_len)
+    plans = [run(ledger, n, n + 1, prompt_len) for n in range(prompt_len, prompt_len + 12)]
+    assert [plan.restored_end for plan in plans] == [0] * 4 + [prompt_len] + [0] * 7
+    fitting = RequestInfo(8, 16)
+    ledger.commit("s", ledger.preview("s", 0, 8, fitting), fitting)
+    ledger.take_step({"s": 8})
+    for n in range(8, 15):
+        plan = ledger.preview("s", n, n + 1, None)
+        ledger.commit("s", plan, None)
+        ledger.take_step({"s": 1})
+        assert plan.restored_end == 0
+
+
 @pytest.mark.parametrize("falls_back_at", [13, 14, 15, 16, 40])
 def test_under_pressure_a_request_grows_until_it_falls_back(falls_back_at: int) -> None:
     """Its next token is appended, C - 1 survive; up to C tokens there is nothing to pack."""

@@ -2,9 +2,11 @@
 
 Per (block, KV head), contiguous, N slots of head size D::
 
-    K [N, D] | V [N, D] | score [N] float32 | position [N] int32 [| mass [N] float32]
+    K [N, D] | V [N, D] | score [N] float32 | position [N] int32
+        [| mass [N] float32] [| mean_without_window [N] float32]
 
-Masses are there where victims are merged: see merge.py.
+Masses are there where victims are merged: see merge.py. Means are where an observation window's
+scores have a lifetime: see lifetime.py.
 
 A *row* is one (block, KV head): ``row = block_id * num_kv_heads + head``. Page i of a KV head is
 row ``first_row + i * row_step`` of its request, which counts the rows of its blocks one block after
@@ -35,6 +37,8 @@ class LayerCache:
             survivors are packed, read by each decode step. None where no request's do.
         mass: [R, N], float32: tokens that the one in each slot stands for; None where none are
             merged.
+        mean_without_window: [R, N], float32: of a prompt's token, the mean that it is ranked by
+            when the observation window's lifetime is over; None where that lasts.
 
     """
 
@@ -45,6 +49,7 @@ class LayerCache:
     num_kv_heads: int
     first_rows: torch.Tensor | None = None
     mass: torch.Tensor | None = None
+    mean_without_window: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -58,16 +63,22 @@ class LayerCache:
 
     @classmethod
     def of(
-        cls, kv_cache: torch.Tensor, head_size: int, splits: bool = False, merges: bool = False
+        cls,
+        kv_cache: torch.Tensor,
+        head_size: int,
+        splits: bool = False,
+        merges: bool = False,
+        keeps_means: bool = False,
     ) -> LayerCache:
         """View a layer's cache as pages. No copy.
 
         Args:
             kv_cache: [num_blocks, num_kv_heads, N, C] as vLLM binds it, head-major, where C
-                elements hold one slot's K, V, score and position, and its mass where there is one.
+                elements hold one slot's K, V, score and position, and what else there is.
             head_size: D, of K and of V.
             splits: whether heads may share slots; allocates ``first_rows`` then.
             merges: whether slots have masses.
+            keeps_means: whether they have means without the observation window.
 
         Raises:
             ValueError: when C has not the size of these, or the cache is not dense in that order.
@@ -75,11 +86,11 @@ class LayerCache:
         """
         num_blocks, num_kv_heads, block_size, content = kv_cache.shape
         size = kv_cache.element_size()
-        num_words = 3 if merges else 2
+        num_words = 2 + merges + keeps_means
         if content * size != 2 * head_size * size + 4 * num_words:
             raise ValueError(
                 f"a slot of {content * size} bytes does not hold K and V of {head_size} x {size} "
-                f"bytes and {4 * num_words} bytes of score, position{', mass' if merges else ''}"
+                f"bytes and {num_words} words, of which the first are score and position"
             )
         if not kv_cache.is_contiguous():
             raise ValueError(f"the cache is not head-major and dense: strides {kv_cache.stride()}")
@@ -87,7 +98,9 @@ class LayerCache:
         split = block_size * head_size
         words = rows.view(torch.float32)
         scores_at = words.shape[1] - num_words * block_size
-        positions_at, masses_at = scores_at + block_size, scores_at + 2 * block_size
+        each = [
+            words[:, at : at + block_size] for at in range(scores_at, words.shape[1], block_size)
+        ]
         first_rows = None
         if splits:
             shape = (num_blocks, num_kv_heads + 1)
@@ -95,11 +108,12 @@ class LayerCache:
         return cls(
             key=rows[:, :split].unflatten(1, (block_size, head_size)),
             value=rows[:, split : 2 * split].unflatten(1, (block_size, head_size)),
-            score=words[:, scores_at:positions_at],
-            position=words.view(torch.int32)[:, positions_at:masses_at],
+            score=each[0],
+            position=each[1].view(torch.int32),
             num_kv_heads=num_kv_heads,
             first_rows=first_rows,
-            mass=words[:, masses_at:] if merges else None,
+            mass=each[2] if merges else None,
+            mean_without_window=each[-1] if keeps_means else None,
         )
 
     def rows_of_split(self, blocks: torch.Tensor) -> list[torch.Tensor]:

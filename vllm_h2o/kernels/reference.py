@@ -1,7 +1,7 @@
 """The truth: one layer, one KV head, in plain torch; float64 where the caller's tensors are.
 
 Every other kernel is held to these functions, which follow the definition line by line and care for
-nothing else. A *strip* is what one KV head holds of one request, one entry a slot.
+nothing else. What they follow is a strip: see strip.py.
 
 Source: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs", arXiv 2306.14048,
 Algorithm 1, in the form that really drops K and V.
@@ -10,73 +10,13 @@ Algorithm 1, in the form that really drops K and V.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from vllm_h2o.kernels.batch import ScoringPass
-from vllm_h2o.kernels.merge import merged, nearest
-
-
-@dataclass
-class Strip:
-    """What one KV head holds of one request: L slots.
-
-    Args:
-        key: [L, D].
-        value: [L, D].
-        score: [L], sum of attention probabilities received, over queries and the GQA group; where
-            an observation window scores by maximum, the largest of them in the prompt.
-        position: [L], int64; -1 where a slot is empty.
-        mass: [L], tokens that each stands for; ones where it is left out.
-
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    score: torch.Tensor
-    position: torch.Tensor
-    mass: torch.Tensor = field(default_factory=lambda: torch.ones(()))
-
-    def __post_init__(self) -> None:
-        self.mass = self.mass.to(self.score.dtype).expand(len(self)).clone()
-
-    def ranks(self, logical_len: int, by_age: bool) -> torch.Tensor:
-        """[L]: what is compared: scores, or their means over the queries since a token came."""
-        return self.score / (logical_len - self.position) if by_age else self.score
-
-    @classmethod
-    def empty(cls, head_size: int, dtype: torch.dtype) -> Strip:
-        """A strip without slots."""
-        return cls(
-            torch.empty(0, head_size, dtype=dtype),
-            torch.empty(0, head_size, dtype=dtype),
-            torch.empty(0, dtype=dtype),
-            torch.empty(0, dtype=torch.int64),
-        )
-
-    def __len__(self) -> int:
-        return self.key.shape[0]
-
-    def store(
-        self, slot: int, key: torch.Tensor, value: torch.Tensor, position: int, score: float = 0.0
-    ) -> None:
-        """Write one token, [D] each, into ``slot``: a victim's, or the next new one."""
-        if slot == len(self):
-            self.key = torch.cat([self.key, key[None]])
-            self.value = torch.cat([self.value, value[None]])
-            self.score = torch.cat([self.score, self.score.new_tensor([score])])
-            self.position = torch.cat([self.position, self.position.new_tensor([position])])
-            self.mass = torch.cat([self.mass, self.mass.new_ones(1)])
-        else:
-            self.key[slot], self.value[slot] = key, value
-            self.score[slot], self.position[slot], self.mass[slot] = score, position, 1.0
-
-    def merge(self, survivor: int, victim: int) -> None:
-        """Let ``survivor`` take a victim in; it keeps its own score and position."""
-        self.key[survivor] = merged(self.key, self.mass, survivor, victim)
-        self.value[survivor] = merged(self.value, self.mass, survivor, victim)
-        self.mass[survivor] += self.mass[victim]
+from vllm_h2o.kernels.merge import nearest
+from vllm_h2o.kernels.strip import Strip
 
 
 def attend_and_score(
@@ -203,7 +143,9 @@ def pack_survivors(
     best = sorted(slots, key=rank)[:num_survivors]
     survivors = sorted(best, key=lambda slot: int(strip.position[slot]))
     views = (strip.key, strip.value, strip.score, strip.position, strip.mass)
-    return Strip(*(view[survivors] for view in views))
+    kept = Strip(*(view[survivors] for view in views))
+    kept.mean_without_window = strip.mean_without_window[survivors]
+    return kept
 
 
 def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Tensor:
@@ -276,7 +218,10 @@ class Head:
             strip is packed after its next step.
         merge: the next token's victim goes to the nearest key whose cosine exceeds it, right
             before that token is stored; 0: victims are dropped.
+        window_lifetime: tokens after the prompt for which what its observation window gave
+            counts; 0: for good.
         logical_len: tokens computed so far.
+        prompt_len: of them, those of the prompt, once it is complete.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full: where pages are
             evicted, the first slot of one.
@@ -300,7 +245,9 @@ class Head:
     splits: bool = False
     grows: bool = False
     merge: float = 0.0
+    window_lifetime: int = 0
     logical_len: int = 0
+    prompt_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
     survivor: int | None = None
@@ -342,18 +289,22 @@ class Head:
         limits = (self.power, self.skip_recent, first, by_maximum)
         out = attend_and_score(query, self.strip, self.scale, *limits)
         for scoring_pass, scoring_query in passes:
+            if self.window_lifetime and not scoring_pass.rotated:
+                self.strip.keep_means(self.logical_len)
             score_pass(scoring_query, self.strip, self.scale, scoring_pass)
         full = len(self.strip) >= self.capacity and not self.grows
         if self.in_prompt:
             if full and (ends_prompt or self.packs_chunks) and not self.splits:
                 self.extend_scores()
                 self.pack()
-            self.in_prompt = not ends_prompt
+            self.in_prompt, self.prompt_len = not ends_prompt, self.logical_len
         elif full and len(self.strip) > self.capacity:
             self.extend_scores()
             self.pack()
         elif full and not self.next_offset:
             self._select()
+        if not self.in_prompt and self.logical_len - self.prompt_len == self.window_lifetime > 0:
+            self.strip.restore_means(self.logical_len, self.prompt_len)
         return out
 
     def _vacate(self) -> int:

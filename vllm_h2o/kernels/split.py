@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_h2o.kernels.reference import Head, Strip
+from vllm_h2o.kernels.reference import Head
+from vllm_h2o.kernels.strip import Strip
 
 
 def split_capacity(

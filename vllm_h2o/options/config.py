@@ -124,6 +124,12 @@ class KVPolicyConfig:
         "into the nearest token that stays; 0: what is evicted is dropped",
         fraction="of 1, the cosine of equal keys,",
     )
+    window_lifetime: int = option(
+        128,
+        "with score=combined: tokens after the prompt for which what its observation window gave "
+        "counts; then its tokens go back to the mean that they had without; 0: for good",
+        bits=31,
+    )
     seed: int = option(0, "of the random policy, for requests that bring no seed", bits=63)
     kernels: str = option(
         "auto",
@@ -176,6 +182,16 @@ class KVPolicyConfig:
     def merges(self) -> bool:
         """Whether victims are merged, and slots have masses."""
         return self.merge > 0
+
+    @property
+    def keeps_means(self) -> bool:
+        """Whether what the observation window gave is taken back, and slots keep means for it."""
+        return self._uses_attention and self.ranking.window and self.window_lifetime > 0
+
+    @property
+    def extra_words(self) -> int:
+        """Words of a slot next to score and position."""
+        return self.merges + self.keeps_means
 
     @property
     def _uses_attention(self) -> bool:

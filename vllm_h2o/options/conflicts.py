@@ -92,6 +92,12 @@ CONFLICTS = (
         NO_OP,
     ),
     Conflict(
+        lambda c: c.window_lifetime != type(c).window_lifetime and not c.ranking.window,
+        "window_lifetime={c.window_lifetime!r}",
+        "score={c.score_name!r} adds nothing that an observation window gives",
+        NO_OP,
+    ),
+    Conflict(
         lambda c: c.observation_window < (2 if c.ranking.window else 1) and _asks_window(c),
         "observation_window={c.observation_window!r}",
         "no query scores",

@@ -114,7 +114,7 @@ def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyC
         ConfigError: when the budget comes to too few slots.
 
     """
-    slot_bytes = shape.slot_bytes(config.merges)
+    slot_bytes = shape.slot_bytes(config.extra_words)
     pool = Pool(memory // (slot_bytes * work.block_size), work.block_size)
     budget = config.resolve(work.max_model_len, work.block_size)
     longest, prompt = work.max_model_len, work.prompt_len

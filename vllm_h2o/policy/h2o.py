@@ -16,6 +16,7 @@ H2O = Policy(
         "recent_ratio",
         "granularity",
         "observation_window",
+        "window_lifetime",
         "window_score",
         "score",
         "score_skip_recent",

@@ -8,13 +8,11 @@ from vllm_h2o.pages import num_pages
 
 SCORE_AND_POSITION_BYTES = 8
 """float32 score and int32 position of one slot of one KV head."""
-MASS_BYTES = 4
-"""float32 mass of one slot of one KV head, where victims are merged."""
 
 
-def slot_extra_bytes(merges: bool) -> int:
-    """What a slot holds next to K and V."""
-    return SCORE_AND_POSITION_BYTES + merges * MASS_BYTES
+def slot_extra_bytes(extra_words: int = 0) -> int:
+    """What a slot of one KV head holds next to K and V: score, position and so many words more."""
+    return SCORE_AND_POSITION_BYTES + 4 * extra_words
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class CacheShape:
         """Bytes of a token in all layers: K and V."""
         return self.num_layers * self.num_kv_heads * 2 * self.head_size * self.element_size
 
-    def slot_bytes(self, merges: bool = False) -> int:
-        """Bytes of a token in all layers: K, V, score, position, and mass where there is one."""
-        extra = slot_extra_bytes(merges)
+    def slot_bytes(self, extra_words: int = 0) -> int:
+        """Bytes of a token in all layers: K, V, score, position, and what a policy may add."""
+        extra = slot_extra_bytes(extra_words)
         return self.stock_slot_bytes + self.num_layers * self.num_kv_heads * extra

@@ -29,6 +29,7 @@ class Ledger:
         packs_chunks: whether a prompt is evicted from after each of its chunks, not at its end.
         observation_window: last queries of a prompt that are computed, and score, together.
         scores_window_only: whether no other query of a prompt scores.
+        window_lifetime: tokens after a prompt for which what that window gave counts; 0: for good.
         second_pass_chunk: tokens of a prompt whose queries score a second time together; 0: none.
         evicts_blocks: whether a victim is a whole block, filled again in place, and not one token.
         max_blocks_per_request: columns of the block table; None: as many as are needed.
@@ -51,6 +52,7 @@ class Ledger:
         packs_chunks: bool = False,
         observation_window: int = 0,
         scores_window_only: bool = True,
+        window_lifetime: int = 0,
         second_pass_chunk: int = 0,
         evicts_blocks: bool = False,
         max_blocks_per_request: int | None = None,
@@ -64,6 +66,7 @@ class Ledger:
         self.packs_chunks = packs_chunks
         self.observation_window = observation_window
         self.scores_window_only = scores_window_only
+        self.window_lifetime = window_lifetime
         self.second_pass_chunk = second_pass_chunk
         self.victim_size = block_size if evicts_blocks else 1
         self.max_blocks_per_request = max_blocks_per_request
@@ -219,7 +222,14 @@ class Ledger:
             pack_block_idx=pack_block_idx,
             is_split=held.is_split,
             splits=self.splits and packs and held.resident_len + num_new > budget.kept,
+            restored_end=self._restored_end(held, num_computed, num_tokens),
         )
+
+    def _restored_end(self, held: RequestState, num_computed: int, num_tokens: int) -> int:
+        """Tokens of a prompt whose observation window's lifetime ends here; 0: it does not."""
+        end = held.prompt_end + self.window_lifetime
+        scored = self.window_lifetime > 0 and held.prompt_end > 1 and not held.fits
+        return held.prompt_end if scored and num_computed < end <= num_tokens else 0
 
     def commit(self, request_id: str, plan: RequestPlan, info: RequestInfo | None) -> None:
         """Enter a plan, previewed with the same info, whose pages were granted.

@@ -1,4 +1,4 @@
-"""The page that vLLM accounts for: K, V, and the score, position and perhaps mass of each slot."""
+"""The page that vLLM accounts for: K, V, and the score and position of each slot, perhaps more."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class HeavyHitterSpec(FullAttentionSpec):
         return slots * _kv_bytes(self)
 
     @classmethod
-    def of(cls, spec: AttentionSpec, merges: bool = False) -> HeavyHitterSpec:
+    def of(cls, spec: AttentionSpec, extra_words: int = 0) -> HeavyHitterSpec:
         """``spec`` with what a slot holds next to K and V.
 
         Args:
             spec: the full-attention spec that vLLM's layer made.
-            merges: whether slots have masses.
+            extra_words: of each slot, next to score and position.
 
         """
         own = {f.name for f in fields(cls)}
         values = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in own}
-        content = _kv_bytes(spec) + slot_extra_bytes(merges)
+        content = _kv_bytes(spec) + slot_extra_bytes(extra_words)
         return cls(**{**values, "state_content_bytes": content})
 
 

@@ -191,7 +191,7 @@ def _engine(
         # Not read, but where memory is given in bytes none is profiled.
         kv_cache_memory_bytes=num_blocks
         * block_size
-        * loaded.cache("auto").slot_bytes(config.merges),
+        * loaded.cache("auto").slot_bytes(config.extra_words),
         max_model_len=longest,
         block_size=block_size,
         enforce_eager=True,

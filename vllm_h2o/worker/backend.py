@@ -57,7 +57,7 @@ class HeavyHitterBackend(AttentionBackend):
                 "run this model without --kv-policy",
             )
         config = KVPolicyConfig.required(get_current_vllm_config())
-        return HeavyHitterSpec.of(spec, config.merges)
+        return HeavyHitterSpec.of(spec, config.extra_words)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

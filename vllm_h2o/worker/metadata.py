@@ -33,7 +33,7 @@ from vllm_h2o.paths import WORKER
 from vllm_h2o.policy import SecondPass
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.batching import Batching, CopiedBatches, PersistentBatch, Rows
-from vllm_h2o.worker.packing import Packing
+from vllm_h2o.worker.packing import Packing, Restoring
 from vllm_h2o.worker.random import RandomScores
 from vllm_h2o.worker.selector import select_kernels
 from vllm_h2o.worker.step import current_step
@@ -153,6 +153,12 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         packed = [chunk for chunk in chunks if chunk.num_survivors]
         if step and packed:
             step.packings.append(self._packing(packed))
+        if step:
+            step.packings.extend(
+                self._restoring(plan, table[row])
+                for row, plan in enumerate(plans)
+                if plan.restored_end
+            )
         covered = 0 if self.kernels.copies_kv else num_rows
         return HeavyHitterMetadata(
             self.kernels,
@@ -194,6 +200,11 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             splits=plan.splits,
             window_scores=window_scores,
         )
+
+    def _restoring(self, plan: RequestPlan, table_row: torch.Tensor) -> Restoring:
+        num_blocks = num_pages(plan.resident_end, self.spec.block_size)
+        own = table_row[:num_blocks]
+        return Restoring(own, plan.restored_end, plan.logical_end, self.layer_names, self.layers)
 
     def _packing(self, chunks: list[PromptChunk]) -> Packing:
         return Packing(

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.torch.lifetime import HeldMeans, restore_means
 from vllm_h2o.kernels.torch.pack import pack_survivors
 from vllm_h2o.worker.random import RandomScores
 
@@ -48,15 +50,53 @@ class Packing:
         caches = [layer.impl.cache_of(layer.kv_cache) for layer in layers]
         in_place = [chunk for chunk in self.chunks if chunk.destination_blocks is None]
         if in_place:
-            self.kernels.pack_survivors(caches, in_place, self.scoring)
+            self._move(caches, in_place)
         for chunk in self.chunks:
             if chunk.destination_blocks is not None:
                 for index, (name, cache) in enumerate(zip(self.layer_names, caches, strict=True)):
                     score = self._score(chunk, index, name)
                     pack_survivors(cache, chunk, self.scoring, score)
 
+    def _move(self, caches: list[LayerCache], chunks: list[PromptChunk]) -> None:
+        """Within their own pages; layer by layer where means move with them."""
+        if caches[0].mean_without_window is None:
+            self.kernels.pack_survivors(caches, chunks, self.scoring)
+            return
+        for cache in caches:
+            means = [HeldMeans.of(cache, chunk) for chunk in chunks]
+            self.kernels.pack_survivors([cache], chunks, self.scoring)
+            for held in means:
+                held.move(cache)
+
     def _score(self, chunk: PromptChunk, index: int, name: str) -> torch.Tensor | None:
         """[H, attended_len], of one layer; None: what the pages say."""
         if self.random_scores is not None:
             return self.random_scores.up_to(name, chunk, chunk.block_table.device).T
         return None if chunk.window_scores is None else chunk.window_scores[index]
+
+
+@dataclass(frozen=True)
+class Restoring:
+    """A request whose observation window's lifetime ends with a step.
+
+    Args:
+        blocks: [P], int32: its own.
+        prompt_end: tokens of its prompt.
+        logical_end: tokens computed.
+        layer_names: of the group's layers.
+        layers: vLLM's attention layers, by name; those of other groups among them.
+
+    """
+
+    blocks: torch.Tensor
+    prompt_end: int
+    logical_end: int
+    layer_names: Sequence[str]
+    layers: Mapping[str, Any]
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Rank its prompt's tokens without what the window gave, in every layer."""
+        for layer in (self.layers[name] for name in self.layer_names):
+            cache = layer.impl.cache_of(layer.kv_cache)
+            restore_means(cache, self.blocks, self.prompt_end, self.logical_end)

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
-from vllm_h2o.worker.packing import Packing
+from vllm_h2o.worker.packing import Packing, Restoring
 
 RowOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
 """The request id of each row of a batch."""
@@ -33,13 +33,13 @@ class Step:
     Args:
         plan: of the step.
         row_order: of the batch.
-        packings: survivors that move when the forward pass is through.
+        packings: what is done when the forward pass is through: survivors move, means are restored.
 
     """
 
     plan: ResidencyPlan
     row_order: RowOrder
-    packings: list[Packing] = field(default_factory=list)
+    packings: list[Packing | Restoring] = field(default_factory=list)
 
     def rows(self, common: CommonAttentionMetadata) -> list[RequestPlan]:
         """The plan of each row that has tokens, in the order of the batch.

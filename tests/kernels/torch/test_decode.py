@@ -12,7 +12,8 @@ from tests.kernels.harness import Layer, Life, Shape, empty_cache
 from tests.kernels.truth import Ranking, bits, live
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, Scoring
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
-from vllm_h2o.kernels.reference import Strip, select_victim
+from vllm_h2o.kernels.reference import select_victim
+from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.kernels.torch import decode
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.policy import Budget

@@ -10,13 +10,8 @@ import torch
 from tests.kernels.harness import Shape, empty_cache
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
-from vllm_h2o.kernels.reference import (
-    Strip,
-    attend_and_score,
-    pack_survivors,
-    reached,
-    score_pass,
-)
+from vllm_h2o.kernels.reference import attend_and_score, pack_survivors, reached, score_pass
+from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.kernels.torch import pack, prefill, scoring_pass
 
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)

@@ -11,7 +11,8 @@ import torch
 from tests.kernels.harness import Shape, empty_cache
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
-from vllm_h2o.kernels.reference import Strip, pack_survivors, random_score
+from vllm_h2o.kernels.reference import pack_survivors, random_score
+from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.kernels.torch import pack, prefill
 from vllm_h2o.kernels.torch.random import random_scores
 

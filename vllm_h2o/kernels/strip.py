@@ -1,0 +1,85 @@
+"""The truth, what it is about: a *strip*, all that one KV head holds of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_h2o.kernels.merge import merged
+
+
+@dataclass
+class Strip:
+    """What one KV head holds of one request: L slots.
+
+    Args:
+        key: [L, D].
+        value: [L, D].
+        score: [L], sum of attention probabilities received, over queries and the GQA group; where
+            an observation window scores by maximum, the largest of them in the prompt.
+        position: [L], int64; -1 where a slot is empty.
+        mass: [L], tokens that each stands for; ones where it is left out.
+        mean_without_window: [L], of a prompt's tokens, what they are ranked by when the lifetime of
+            its observation window is over; zeros where it is left out.
+
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    score: torch.Tensor
+    position: torch.Tensor
+    mass: torch.Tensor = field(default_factory=lambda: torch.ones(()))
+    mean_without_window: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def __post_init__(self) -> None:
+        for name in ("mass", "mean_without_window"):
+            setattr(self, name, getattr(self, name).to(self.score.dtype).expand(len(self)).clone())
+
+    def ranks(self, logical_len: int, by_age: bool) -> torch.Tensor:
+        """[L]: what is compared: scores, or their means over the queries since a token came."""
+        return self.score / (logical_len - self.position) if by_age else self.score
+
+    @classmethod
+    def empty(cls, head_size: int, dtype: torch.dtype) -> Strip:
+        """A strip without slots."""
+        return cls(
+            torch.empty(0, head_size, dtype=dtype),
+            torch.empty(0, head_size, dtype=dtype),
+            torch.empty(0, dtype=dtype),
+            torch.empty(0, dtype=torch.int64),
+        )
+
+    def __len__(self) -> int:
+        return self.key.shape[0]
+
+    def store(
+        self, slot: int, key: torch.Tensor, value: torch.Tensor, position: int, score: float = 0.0
+    ) -> None:
+        """Write one token, [D] each, into ``slot``: a victim's, or the next new one."""
+        if slot == len(self):
+            self.key = torch.cat([self.key, key[None]])
+            self.value = torch.cat([self.value, value[None]])
+            self.score = torch.cat([self.score, self.score.new_tensor([score])])
+            self.position = torch.cat([self.position, self.position.new_tensor([position])])
+            self.mass = torch.cat([self.mass, self.mass.new_ones(1)])
+            mean = self.mean_without_window
+            self.mean_without_window = torch.cat([mean, mean.new_zeros(1)])
+        else:
+            self.key[slot], self.value[slot] = key, value
+            self.score[slot], self.position[slot], self.mass[slot] = score, position, 1.0
+
+    def keep_means(self, logical_len: int) -> None:
+        """Before an observation window scores: what tokens are ranked by without it."""
+        self.mean_without_window = self.ranks(logical_len, by_age=True)
+
+    def restore_means(self, logical_len: int, prompt_len: int) -> None:
+        """Rank the tokens of a prompt by that again."""
+        again = self.mean_without_window * (logical_len - self.position)
+        self.score = torch.where(self.position < prompt_len, again, self.score)
+
+    def merge(self, survivor: int, victim: int) -> None:
+        """Let ``survivor`` take a victim in; it keeps its own score and position."""
+        self.key[survivor] = merged(self.key, self.mass, survivor, victim)
+        self.value[survivor] = merged(self.value, self.mass, survivor, victim)
+        self.mass[survivor] += self.mass[victim]
