@@ -1,4 +1,4 @@
-"""Full attention beside sliding windows: the policy on the one, vLLM's own attention on the other.
+"""Full attention next to sliding windows: the policy on the one, vLLM's own attention on the other.
 
 Windows of 32 tokens, so that prompts are shorter and longer than one.
 """
@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Cohere2Config, Gemma3TextConfig
 from vllm import LLM, SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
-from benchmarks.throughput.models import write_random
-from tests.e2e.harness import TEXT, Probe, assert_same_tokens, engine, generate, token_ids
+from tests.e2e.harness import (
+    FULL,
+    SLIDING,
+    TEXT,
+    Probe,
+    assert_same_tokens,
+    engine,
+    generate,
+    tiny_cohere2,
+    tiny_gemma3,
+    token_ids,
+)
 from tests.e2e.oracle import Oracle
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.worker import rotary
@@ -23,31 +32,7 @@ from vllm_h2o.worker.attention import HeavyHitterImpl
 
 CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 90, 150, 200)]
-SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "sliding_window": 32,
-}
-SLIDING, FULL = "sliding_attention", "full_attention"
-KINDS = [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING]
-"""vLLM makes three groups of two layers of them."""
 SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
-
-
-def gemma3(folder: Path, **options: Any) -> str:
-    """A Gemma 3 of random weights, two of its layers with full attention."""
-    settings = {**SMALL, "head_dim": 32, "layer_types": KINDS, **options}
-    return write_random(Gemma3TextConfig(**settings), folder)
-
-
-def cohere2(folder: Path) -> str:
-    """A Cohere 2: three of four layers slide, the fourth knows no positions."""
-    return write_random(Cohere2Config(**{**SMALL, "num_hidden_layers": 4}), folder)
 
 
 def follow(
@@ -90,22 +75,18 @@ def test_what_is_kept(
 ) -> None:
     """In the layers with full attention, and in those alone, what the reference keeps."""
     options = {"budget": 64, **options}
-    oracle, _ = follow(monkeypatch, gemma3(tmp_path), policy, options)
+    oracle, _ = follow(monkeypatch, tiny_gemma3(tmp_path), policy, options)
     assert {layer for layer, _, _ in oracle.retained} == {
         f"model.layers.{index}.self_attn.attn" for index in (1, 4)
     }
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_full_budget_gives_stock_s_tokens(
-    async_scheduling: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_budget_gives_stock_s_tokens(tmp_path: Path) -> None:
     """As likely as there, too; with a small budget less so: otherwise nothing would be said."""
-    model = gemma3(tmp_path)
-    settings = {**SETTINGS, "async_scheduling": async_scheduling}
-    with engine(model, **settings) as llm:
+    model = tiny_gemma3(tmp_path)
+    with engine(model, **SETTINGS) as llm:
         stock = generate(llm, PROMPTS, 40, logprobs=2)
-    with engine(model, "h2o", {"budget": 32}, **settings) as llm:
+    with engine(model, "h2o", {"budget": 32}, **SETTINGS) as llm:
         probe = Probe(llm)
         whole = generate(llm, PROMPTS, 40, logprobs=2, extra_args={"kv_budget": "full"})
         less = generate(llm, PROMPTS, 40, logprobs=2)
@@ -135,7 +116,7 @@ def test_a_small_pool(
     """Requests are preempted, or fall back, and go on as the reference says."""
     pool = {"num_gpu_blocks_override": 1 + pages}
     options = {"budget": 64, "eviction": eviction}
-    oracle, probe = follow(monkeypatch, gemma3(tmp_path), "h2o", options, 56, **pool)
+    oracle, probe = follow(monkeypatch, tiny_gemma3(tmp_path), "h2o", options, 56, **pool)
     if eviction == "always":
         assert probe.num_preemptions > 0
     else:
@@ -143,8 +124,8 @@ def test_a_small_pool(
 
 
 def test_abort(tmp_path: Path) -> None:
-    """Within a prompt, and behind it: pages of every group come back."""
-    with engine(gemma3(tmp_path), "h2o", {"budget": 32}, **SETTINGS) as llm:
+    """Within a prompt, and past it: pages of every group come back."""
+    with engine(tiny_gemma3(tmp_path), "h2o", {"budget": 32}, **SETTINGS) as llm:
         probe = Probe(llm)
         sampling = SamplingParams(max_tokens=50, ignore_eos=True, detokenize=False)
         for n, prompt in enumerate(PROMPTS):
@@ -163,7 +144,7 @@ def test_abort(tmp_path: Path) -> None:
 def test_pages_that_change_hands(tmp_path: Path) -> None:
     """Scores, read as K or V in 16 bits, may be no numbers: windows never see them."""
     settings = {**SETTINGS, "dtype": "bfloat16", "num_gpu_blocks_override": 60}
-    with engine(gemma3(tmp_path), "h2o", {"budget": 64}, **settings) as llm:
+    with engine(tiny_gemma3(tmp_path), "h2o", {"budget": 64}, **settings) as llm:
         clean = generate(llm, PROMPTS, 20, logprobs=1)
         _overwrite(llm, torch.nan)
         after = generate(llm, PROMPTS, 20, logprobs=1)
@@ -173,16 +154,16 @@ def test_pages_that_change_hands(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def _overwrite(llm: LLM, value: float) -> None:
-    """Every byte that a page of the policy's may leave behind."""
+    """Every byte that a page of the policy's may leave."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     for layer in worker.model_runner.compilation_config.static_forward_context.values():
         if isinstance(layer.impl, HeavyHitterImpl):
             layer.kv_cache.fill_(value)
 
 
-def test_the_default_command_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_command_line(tmp_path: Path) -> None:
     """A model and a policy are enough: prefix caching, on by default elsewhere, stays off."""
-    model = gemma3(tmp_path)
+    model = tiny_gemma3(tmp_path)
     llm = LLM(model, kv_policy="h2o", skip_tokenizer_init=True, enforce_eager=True)
     try:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -197,9 +178,9 @@ def test_full_attention_without_positions(tmp_path: Path, monkeypatch: pytest.Mo
     """Cohere 2 rotates where it slides alone: there is no second pass, and that is said."""
     said: list[str] = []
     monkeypatch.setattr(rotary.logger, "warning", lambda *args: said.append(args[0] % args[1:]))
-    model = cohere2(tmp_path)
+    model = tiny_cohere2(tmp_path)
     follow(monkeypatch, model, "h2o2", {"budget": 64, "observation_window": 20})
-    assert len(said) == 1 and "cohere2 may leave out beside windows" in said[0]
+    assert len(said) == 1 and "cohere2 may leave out next to windows" in said[0]
     with pytest.raises(UnsupportedError, match="cohere2 may leave out"):
         engine(model, "h2o", {"score": "second_pass"}, **SETTINGS).__enter__()
 
@@ -208,4 +189,4 @@ def test_more_than_one_group_of_full_attention(tmp_path: Path) -> None:
     """Where few layers slide, vLLM splits the others, which would keep tokens of their own."""
     kinds = [SLIDING, *[FULL] * 5]
     with pytest.raises(UnsupportedError, match="works on one group of layers with full attention"):
-        engine(gemma3(tmp_path, layer_types=kinds), "h2o", **SETTINGS).__enter__()
+        engine(tiny_gemma3(tmp_path, layer_types=kinds), "h2o", **SETTINGS).__enter__()

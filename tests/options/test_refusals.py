@@ -332,7 +332,7 @@ def test_options_that_agree(models: Path, arguments: dict[str, Any]) -> None:
     ("architecture", "overrides"),
     [(GEMMA, {}), ("Gemma2ForCausalLM", {"attn_logit_softcapping": None})],
 )
-def test_sliding_windows_beside_full_attention(
+def test_sliding_windows_next_to_full_attention(
     models: Path, architecture: str, overrides: dict[str, Any]
 ) -> None:
     """They go with a policy; Gemma 2's do where its logits are not capped."""

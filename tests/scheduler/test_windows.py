@@ -1,4 +1,4 @@
-"""Groups of sliding windows beside the policy's, in vLLM's real coordinator and pool."""
+"""Groups of sliding windows next to the policy's, in vLLM's real coordinator and pool."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=6)
         ([OWN, OWN, WINDOW], "these caches: HeavyHitterSpec, HeavyHitterSpec, SlidingWindowSpec"),
         (
             [OWN, ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8)],
-            "why not: beside full attention the policy works with sliding windows alone",
+            "why not: next to full attention the policy works with sliding windows alone",
         ),
         ([OWN, replace(WINDOW, block_size=8)], "pages of 256 bytes in 4 slots, 512 bytes in 8"),
         ([OWN, replace(WINDOW, num_kv_heads=2)], "pages of 256 bytes in 4 slots, 512 bytes in 4"),

@@ -63,7 +63,7 @@ def _kinds(vllm_config: Any) -> set[str]:
 
 
 def _slides(vllm_config: Any) -> bool:
-    """Whether layers with a sliding window stand beside others."""
+    """Whether layers with a sliding window stand next to others."""
     window = vllm_config.model_config.get_sliding_window()
     return window is not None and _SLIDING_ATTENTION in _kinds(vllm_config)
 

@@ -138,7 +138,7 @@ class Model:
         if (full := self.num_layers - self.num_sliding) > self.num_group_layers:
             raise UnsupportedError(
                 asked,
-                f"its {full} layers with full attention are more than one group beside "
+                f"its {full} layers with full attention are more than one group next to "
                 f"{self.num_sliding} with sliding windows",
                 ONE_GROUP,
                 ANOTHER_MODEL,
@@ -160,9 +160,7 @@ class Model:
             is_hybrid=not full
             and bool(states or kinds & _STATE_SPACE or _STATE_SPACE_KEYS & text.to_dict().keys()),
             is_multimodal_model=multimodal,
-            is_mm_prefix_lm=getattr(
-                self.config, "is_mm_prefix_lm", self.config.model_type in _BOTH_DIRECTIONS
-            ),
+            is_mm_prefix_lm=self.config.model_type in _BOTH_DIRECTIONS,
             is_diffusion=_first(self.config, ("canvas_length",)) is not None,
             get_sliding_window=lambda: _first(text, ("sliding_window",)),
         )

@@ -34,7 +34,7 @@ class Pool:
         return num_pages(num_slots, self.block_size)
 
     def num_sequences(self, num_slots: int, num_others: int = 0) -> int:
-        """Sequences of ``num_slots`` slots, and so many pages beside them, that fit at once."""
+        """Sequences of ``num_slots`` slots, and so many pages next to them, that fit at once."""
         return self.num_pages // (self.pages_of(num_slots) + num_others)
 
     def pages_of_windows(self, sizes: Iterable[int], max_len: int, in_flight: int) -> int:
@@ -67,7 +67,7 @@ class CacheShape:
     """What a model keeps of each token.
 
     Args:
-        num_layers: layers that keep K and V; beside sliding windows, those of one group, which
+        num_layers: layers that keep K and V; next to sliding windows, those of one group, which
             share pages.
         num_kv_heads: KV heads of a layer.
         head_size: elements of K, and of V, of one head.

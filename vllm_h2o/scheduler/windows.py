@@ -1,4 +1,4 @@
-"""Layers with a sliding window beside the policy's: vLLM keeps their pages, out of the same pool.
+"""Layers with a sliding window next to the policy's: vLLM keeps their pages, out of the same pool.
 
 vLLM puts layers into groups of one kind and one number; a request has a row of blocks in each. One
 group is the policy's. In a group of sliding windows a row grows by position, and blocks that the
@@ -52,7 +52,7 @@ class Windows:
     def num_taken(self, states: Mapping[str, RequestState]) -> int:
         """Pages that running requests take soon, at the most: for two tokens, or the prompt's rest.
 
-        What windows leave behind comes back sooner or later, and is not counted.
+        What windows leave comes back sooner or later, and is not counted.
         """
         return sum(
             self._taken(manager, request_id, state)
@@ -116,7 +116,7 @@ def policy_group(kv_cache_config: KVCacheConfig, block_size: int) -> int:
     if not all(type(other) is SlidingWindowSpec for other in others):
         raise _unsupported(
             f"its layers keep these caches: {kinds}",
-            "beside full attention the policy works with sliding windows alone",
+            "next to full attention the policy works with sliding windows alone",
         )
     shapes = [(spec.block_size, spec.stock_page_size_bytes), *_shapes(others)]
     if spec.block_size != block_size or len(set(shapes)) != 1:

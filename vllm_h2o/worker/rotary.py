@@ -54,7 +54,7 @@ class RopeShift:
         return rotated
 
 
-ROTATED_BESIDE_WINDOWS = frozenset({"gemma2", "gemma3_text", "mistral", "olmo3", "qwen3"})
+ROTATED_NEXT_TO_WINDOWS = frozenset({"gemma2", "gemma3_text", "mistral", "olmo3", "qwen3"})
 """Models with sliding windows that rotate queries of full attention, too. Others have the rotary
 embedding there and leave it out: Cohere 2, EXAONE 4."""
 
@@ -74,7 +74,7 @@ def bind(model: torch.nn.Module, score: str, model_type: str) -> None:
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     slides = any(layer.sliding_window is not None for layer in layers)
-    is_known = not slides or model_type in ROTATED_BESIDE_WINDOWS
+    is_known = not slides or model_type in ROTATED_NEXT_TO_WINDOWS
     for name, module in model.named_modules():
         children = list(module.children())
         for layer in children:
@@ -83,7 +83,7 @@ def bind(model: torch.nn.Module, score: str, model_type: str) -> None:
             found = [child for child in children if isinstance(child, RotaryEmbedding)]
             if len(found) != 1 or not is_known or not _adds_up(found[0]):
                 kinds = ", ".join(type(child).__name__ for child in found)
-                kinds += "" if is_known else f" that {model_type} may leave out beside windows"
+                kinds += "" if is_known else f" that {model_type} may leave out next to windows"
                 has = f"{name} has {kinds or 'no rotary embedding next to its attention'}"
                 why = "rotates queries, which takes one rotary embedding that does not scale"
                 if score == "combined":
