@@ -81,6 +81,7 @@ def tiny_gemma3(folder: Path, **options: Any) -> str:
     """A Gemma 3 of random weights: of three groups of two layers two slide over 32 tokens."""
     kinds = options.get("layer_types") or [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING]
     own = {"head_dim": 32, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+    own["tie_word_embeddings"] = False  # else it says one word again and again
     return write_random(Gemma3TextConfig(**{**WINDOWED, **own, **options}), folder)
 
 

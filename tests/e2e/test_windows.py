@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from tests.e2e.harness import (
@@ -82,7 +82,7 @@ def test_what_is_kept(
 
 
 def test_a_full_budget_gives_stock_s_tokens(tmp_path: Path) -> None:
-    """As likely as there, too; with a small budget less so: otherwise nothing would be said."""
+    """As likely as there, too; a small budget gives others: otherwise nothing would be said."""
     model = tiny_gemma3(tmp_path)
     with engine(model, **SETTINGS) as llm:
         stock = generate(llm, PROMPTS, 40, logprobs=2)
@@ -91,22 +91,20 @@ def test_a_full_budget_gives_stock_s_tokens(tmp_path: Path) -> None:
         whole = generate(llm, PROMPTS, 40, logprobs=2, extra_args={"kv_budget": "full"})
         less = generate(llm, PROMPTS, 40, logprobs=2)
         assert probe.num_free == probe.num_total
-    assert assert_same_tokens(stock, whole) <= 1
-    assert _first_chances(whole) == pytest.approx(_first_chances(stock), abs=1e-4)
-    assert _last_chances(less) != pytest.approx(_last_chances(stock), abs=1e-4)
+    assert assert_same_tokens(stock, whole) == 0
+    assert min(len(set(tokens)) for tokens in token_ids(stock)) >= 5
+    assert chances(whole) == pytest.approx(chances(stock), abs=1e-4)
+    assert token_ids(less) != token_ids(stock)
 
 
-def _first_chances(outputs: list[Any]) -> list[float]:
-    return [_chance(output, 0) for output in outputs]
-
-
-def _last_chances(outputs: list[Any]) -> list[float]:
-    return [_chance(output, -1) for output in outputs]
-
-
-def _chance(output: Any, step: int) -> float:
-    completion = output.outputs[0]
-    return float(completion.logprobs[step][completion.token_ids[step]].logprob)
+def chances(outputs: list[RequestOutput]) -> list[float]:
+    """The log-probability of each token."""
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        step[token].logprob
+        for completion in completions
+        for token, step in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("eviction", "pages"), [("always", 23), ("pressure", 48)])
@@ -149,7 +147,7 @@ def test_pages_that_change_hands(tmp_path: Path) -> None:
         _overwrite(llm, torch.nan)
         after = generate(llm, PROMPTS, 20, logprobs=1)
     assert token_ids(after) == token_ids(clean)
-    assert _last_chances(after) == _last_chances(clean)
+    assert chances(after) == chances(clean)
 
 
 @torch.inference_mode()
