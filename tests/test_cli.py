@@ -135,14 +135,14 @@ def test_a_model_larger_than_the_memory(model: str, capsys: pytest.CaptureFixtur
 
 
 def test_refused_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model with sliding windows is refused by both commands, before an engine starts."""
+    """A model of sliding windows alone is refused by both commands, before an engine starts."""
     config = transformers.MistralConfig(architectures=["MistralForCausalLM"], sliding_window=16)
     config.save_pretrained(tmp_path)
     trace = ["trace", str(tmp_path), "--prompt", "a", "--out", str(tmp_path / "t.html")]
     for command in (["plan", str(tmp_path), *MEMORY], trace):
         assert main(command) == 2
         error = capsys.readouterr().err
-        assert "asked: a kv-policy for MistralForCausalLM; is: it has or is sliding-win" in error
+        assert "asked: a kv-policy for MistralForCausalLM; is: it has or is a sliding" in error
     assert not (tmp_path / "t.html").exists()
 
 

@@ -214,7 +214,8 @@ def test_prepare(llama: str) -> None:
     for _ in range(2):
         assert prepare(args) == KVPolicyConfig()
         assert (args.scheduler_cls, args.worker_cls) == (SCHEDULER, WORKER)
-        assert args.attention_backend is CUSTOM
+        assert args.attention_backend is None
+        assert args.attention_config.backend_per_kind == {"full_attention": CUSTOM}
         assert args.enable_prefix_caching is False
         assert args.block_size == 128
         assert args.additional_config == {"kv_policy": KVPolicyConfig().to_dict(), "other": 1}
@@ -243,7 +244,8 @@ def test_config_with_a_policy(tmp_path: Path, architecture: str) -> None:
     for config in (args.create_engine_config(), args.create_engine_config()):
         assert config.scheduler_config.scheduler_cls == SCHEDULER
         assert config.parallel_config.worker_cls == WORKER
-        assert config.attention_config.backend is CUSTOM
+        assert config.attention_config.backend is None
+        assert config.attention_config.backend_per_kind == {"full_attention": CUSTOM}
         assert config.cache_config.enable_prefix_caching is False
         carried = KVPolicyConfig.from_additional_config(config.additional_config)
         assert carried == KVPolicyConfig("h2o", 64)
@@ -280,6 +282,7 @@ def test_without_a_policy_the_config_is_stock(llama: str, options: dict[str, Any
     assert with_plugin.compute_hash() == stock.compute_hash()
     assert with_plugin.scheduler_config.scheduler_cls is None
     assert with_plugin.attention_config.backend is None
+    assert with_plugin.attention_config.backend_per_kind == {}
     assert "H2o" not in repr(with_plugin) and "h2o" not in repr(with_plugin)
 
 

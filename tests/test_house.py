@@ -48,6 +48,7 @@ IMPORTED_BY_NO_TEST = {
     "vllm_h2o.scheduler.stats": "tests/scheduler/test_stats.py asks the scheduler",
     "vllm_h2o.worker.packing": "tests/worker/test_metadata.py runs what a step carries",
     "vllm_h2o.worker.random": "tests/e2e/test_retained.py compares it with the reference",
+    "vllm_h2o.worker.worker": "every engine runs it; tests/e2e/test_windows.py has pages cleared",
     "vllm_h2o.pages": "every count of pages goes through it",
 }
 """Module with logic -> what tests it nevertheless. Every patch is tested in test_each.py."""

@@ -202,8 +202,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     shape = loaded.cache(arguments.kv_dtype)
     memory, meaning = _cache_memory(arguments, loaded)
     rows = capacity.plan(shape, memory, work, configs)
-    cached = f"{show.memory_text(shape.stock_slot_bytes)} of K and V a token"
-    heads = f"{shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_size}"
+    token_bytes = shape.stock_slot_bytes * loaded.num_layers // shape.num_layers
+    cached = f"{show.memory_text(token_bytes)} of K and V a token"
+    heads = f"{loaded.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_size}"
+    if shape.windows:
+        heads += f", {loaded.num_sliding} of them with a sliding window of {loaded.window} tokens"
     name = Path(arguments.model).name
     print(f"{name}: {heads}, {loaded.dtype}; {cached}")
     print(f"memory for the cache: {show.memory_text(memory)}{meaning}")

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
-from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION, refuse
+from vllm_h2o.options.refusals import FULL_ATTENTION, REFUSALS, WHY_OPTION, refuse
 from vllm_h2o.paths import SCHEDULER, WORKER
 
 CPU_BLOCK_SIZE = 128
@@ -60,7 +60,10 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
                 f"leave {option} out, or run without --kv-policy",
             )
         setattr(engine_args, option, value)
-    engine_args.attention_config.backend = None  # given once, as attention_backend
+    # Layers of full attention alone are the policy's; of others the backend is vLLM's choice.
+    attention = engine_args.attention_config
+    engine_args.attention_backend = attention.backend = None
+    attention.backend_per_kind = {FULL_ATTENTION: custom, **attention.backend_per_kind}
     if engine_args.block_size is None and current_platform.is_cpu():
         engine_args.block_size = CPU_BLOCK_SIZE
     # On where it is asked for: a prompt's peak is then its own pages and those of its survivors.

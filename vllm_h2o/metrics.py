@@ -26,8 +26,8 @@ from vllm_h2o.wire import PolicyStats
 logger = init_logger("vllm.kv_policy")
 
 COUNTERS = {
-    "evicted_tokens": "Tokens evicted from the KV cache. Each layer evicts as many, and so "
-    "does each KV head, on average; they are counted once.",
+    "evicted_tokens": "Tokens evicted from the KV cache. Each layer with full attention "
+    "evicts as many, and so does each KV head, on average; they are counted once.",
     "packs": "Times that survivors were packed into a sequence's first pages: prompts, or, with "
     "prefill=chunked, chunks of them; with eviction=pressure, also later.",
     "pages_freed_early": "KV-cache pages that requests gave back while they ran.",
@@ -39,7 +39,7 @@ COUNTERS = {
 
 GAUGES = {
     "requests_at_capacity": "Requests whose slots are all taken: each new token evicts one.",
-    "resident_tokens": "Tokens in the KV cache.",
+    "resident_tokens": "Tokens in the KV cache of each layer with full attention.",
     "logical_tokens": "Tokens computed of the requests that hold pages: stock vLLM would hold all.",
     "saved_bytes": "Bytes of the pages that stock vLLM would hold for the logical tokens, without "
     "shared prefixes, less bytes of the pages held, with their scores and positions; on one "

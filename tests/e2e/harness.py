@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, OPTConfig
+from transformers import Cohere2Config, Gemma3TextConfig, LlamaConfig, OPTConfig
 from vllm import LLM, RequestOutput, SamplingParams
 
 from benchmarks.quality.forced import in_process
@@ -63,6 +63,31 @@ def tiny_opt(folder: Path) -> str:
         word_embed_proj_dim=128,
     )
     return write_random(config, folder)
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOWED: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "sliding_window": 32,
+}
+
+
+def tiny_gemma3(folder: Path, **options: Any) -> str:
+    """A Gemma 3 of random weights: of three groups of two layers two slide over 32 tokens."""
+    kinds = options.get("layer_types") or [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING]
+    own = {"head_dim": 32, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+    own["tie_word_embeddings"] = False  # else it says one word again and again
+    return write_random(Gemma3TextConfig(**{**WINDOWED, **own, **options}), folder)
+
+
+def tiny_cohere2(folder: Path) -> str:
+    """A Cohere 2 of random weights: three layers slide, the fourth knows no positions."""
+    return write_random(Cohere2Config(**WINDOWED, num_hidden_layers=4), folder)
 
 
 def opt_125m(folder: Path) -> str:

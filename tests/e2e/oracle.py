@@ -237,9 +237,11 @@ class Oracle:
     def _rotated(self, query: torch.Tensor, distance: int) -> torch.Tensor:
         """[T, G, D], at ``distance`` positions later, by the model's own theta."""
         hf_config = self.scheduler.vllm_config.model_config.hf_config
+        rope = hf_config.rope_parameters
+        rope = rope.get("full_attention", rope)  # of each kind of layer, where there are two
         half = query.shape[-1] // 2
         powers = torch.arange(half, dtype=torch.float64) / half
-        angle = distance * hf_config.rope_parameters["rope_theta"] ** -powers
+        angle = distance * rope["rope_theta"] ** -powers
         a, b = query[..., :half], query[..., half:]
         return torch.cat(
             [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1

@@ -16,7 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.e2e.harness import TEXT, Probe, arguments, engine, generate, tiny_llama, token_ids
+from tests.e2e.harness import (
+    TEXT,
+    Probe,
+    arguments,
+    engine,
+    generate,
+    tiny_gemma3,
+    tiny_llama,
+    token_ids,
+)
 from vllm_h2o.trace.record import Frame, record
 
 CHARACTERS = [ord(c) % 256 for c in TEXT]
@@ -138,6 +147,12 @@ def test_tensor_parallel_and_merging(
     assert_same(merging, run(model, "h2o", 0.3, tensor_parallel_size=2))
 
 
+def test_ranks_next_to_sliding_windows(tmp_path: Path, two_ranks: pytest.MonkeyPatch) -> None:
+    """A KV head each of every layer; what slides is vLLM's own."""
+    settings = {"model": tiny_gemma3(tmp_path), "policy": "h2o", "block_size": 32}
+    assert_same(run(**settings), run(**settings, tensor_parallel_size=2))
+
+
 def test_tensor_parallel_and_shared_prefixes(
     model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +212,18 @@ def test_pipeline_parallel_and_shared_prefixes(model: str, two_workers: pytest.M
     with engine(model, "h2o", WINDOW, **settings) as llm:
         probe = Probe(llm)
         assert_found(llm, expected, 16 + 32 + 64)
+        assert probe.num_free == probe.num_total
+
+
+def test_stages_next_to_sliding_windows(tmp_path: Path, two_workers: pytest.MonkeyPatch) -> None:
+    """One layer of full attention each."""
+    model, settings = tiny_gemma3(tmp_path), {**SETTINGS, "block_size": 32}
+    with engine(model, "h2o", OPTIONS, **settings) as llm:
+        expected = token_ids(generate(llm, PROMPTS, MAX_TOKENS))
+    settings |= {**TRACED, "pipeline_parallel_size": 2}
+    with engine(model, "h2o", OPTIONS, **settings) as llm:
+        probe = Probe(llm)
+        assert token_ids(generate(llm, PROMPTS, MAX_TOKENS)) == expected
         assert probe.num_free == probe.num_total
 
 

@@ -70,6 +70,22 @@ def heads(num: int, num_kv: int, size: int) -> Callable[[], hf.PretrainedConfig]
     return lambda: small(hf.LlamaConfig, hidden_size=16 * num, num_hidden_layers=1, **options)
 
 
+def sliding(kind: type[hf.PretrainedConfig], **options: Any) -> hf.PretrainedConfig:
+    """A config with a window that the longest prompt does not fit into."""
+    shape = {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "sliding_window": 32,
+        "use_sliding_window": True,
+    }
+    return small(kind, **{**shape, **options})
+
+
+def gemma3() -> hf.PretrainedConfig:
+    """Five layers slide; with tied embeddings it would say one word again and again."""
+    return sliding(hf.Gemma3TextConfig, num_hidden_layers=6, tie_word_embeddings=False)
+
+
 @dataclass(frozen=True)
 class Family:
     """One kind of decoder.
@@ -86,6 +102,7 @@ class Family:
     dtype: str = "float32"
 
 
+FEW = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 ROPE_YARN |= {"original_max_position_embeddings": 128}
 ROPE_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -153,9 +170,18 @@ FAMILIES = (
     Family("Mamba", lambda: hf.MambaConfig(vocab_size=256, hidden_size=64, num_hidden_layers=2)),
     Family("Llama 4", lambda: small(hf.Llama4TextConfig, head_dim=32, num_local_experts=2)),
     Family("Mistral, sliding window", lambda: small(hf.MistralConfig, sliding_window=32)),
-    Family("Gemma 2", lambda: small(hf.Gemma2Config, head_dim=32, sliding_window=32)),
-    Family("Gemma 3", lambda: small(hf.Gemma3TextConfig, head_dim=32, sliding_window=32)),
-    Family("Cohere 2 (Command R7B)", lambda: small(hf.Cohere2Config, sliding_window=32)),
+    Family("Mistral, some layers slide", lambda: sliding(hf.MistralConfig, layer_types=FEW)),
+    Family(
+        "Qwen3, some layers slide",
+        lambda: sliding(hf.Qwen3Config, layer_types=FEW, max_window_layers=4),
+    ),
+    Family("Gemma 2", lambda: sliding(hf.Gemma2Config)),
+    Family("Gemma 2, no soft cap", lambda: sliding(hf.Gemma2Config, attn_logit_softcapping=None)),
+    Family("Gemma 3", gemma3),
+    Family("Gemma 3, bfloat16", gemma3, "bfloat16"),
+    Family("Cohere 2 (Command R7B)", lambda: sliding(hf.Cohere2Config, logit_scale=0.25)),
+    Family("OLMo 3", lambda: sliding(hf.Olmo3Config)),
+    Family("EXAONE 4", lambda: sliding(hf.Exaone4Config, sliding_window_pattern=4)),
     Family("gpt-oss", lambda: small(hf.GptOssConfig, head_dim=32, num_local_experts=2)),
 )
 

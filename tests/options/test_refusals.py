@@ -18,7 +18,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import REFUSALS
 from vllm_h2o.paths import BACKEND, SCHEDULER, WORKER
 
-LLAMA = "LlamaForCausalLM"
+LLAMA, GEMMA = "LlamaForCausalLM", "Gemma3ForCausalLM"
 ANOTHER_MODEL = "run this model without --kv-policy"
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 EVENTS = {"enable_kv_cache_events": True, "publisher": "null"}
@@ -31,19 +31,45 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("an attention-free or hybrid (state-space) model", "MambaForCausalLM", {}, ANOTHER_MODEL),
     ("ALiBi", "BloomForCausalLM", {}, ANOTHER_MODEL),
     ("ALiBi", "FalconForCausalLM", {}, ANOTHER_MODEL),
-    *[
-        ("sliding-window or other windowed layers", f"{name}ForCausalLM", {}, ANOTHER_MODEL)
-        for name in ("Mistral", "Gemma2", "Gemma3", "Qwen2", "GptOss", "Llama4")
-    ],
-    *[
-        ("a multimodal model", f"{name}ForConditionalGeneration", {}, ANOTHER_MODEL)
-        for name in ("PaliGemma", "Qwen2Audio")
-    ],
+    ("a sliding window in every layer", "MistralForCausalLM", {}, ANOTHER_MODEL),
+    ("a soft cap of the attention's logits", "Gemma2ForCausalLM", {}, ANOTHER_MODEL),
+    ("attention sinks", "GptOssForCausalLM", {}, ANOTHER_MODEL),
     (
-        "an attention backend for one kind of cache",
+        "layers of other kinds than full attention and sliding windows",
+        "Llama4ForCausalLM",
+        {},
+        ANOTHER_MODEL,
+    ),
+    (
+        "attention in both directions within an image",
+        "PaliGemmaForConditionalGeneration",
+        {},
+        ANOTHER_MODEL,
+    ),
+    ("a multimodal model", "Qwen2AudioForConditionalGeneration", {}, ANOTHER_MODEL),
+    (
+        "prefix caching, and sliding windows",
+        GEMMA,
+        {"enable_prefix_caching": True},
+        "leave --enable-prefix-caching out",
+    ),
+    (
+        "sliding windows whose tokens are all kept",
+        GEMMA,
+        {"disable_hybrid_kv_cache_manager": True},
+        "leave --disable-hybrid-kv-cache-manager out",
+    ),
+    (
+        "sliding windows in pages that are no multiple of 32 slots",
+        GEMMA,
+        {"block_size": 16},
+        "give --block-size 32, 64 or 128",
+    ),
+    (
+        "an attention backend of your own for full attention",
         LLAMA,
         {"attention_config": {"backend_per_kind": {"full_attention": "CPU_ATTN"}}},
-        "leave attention_config.backend_per_kind out",
+        "leave full_attention out of attention_config.backend_per_kind",
     ),
     (
         "a KV connector",
@@ -285,6 +311,8 @@ def test_foreign_options(
         {"attention_backend": "custom"},
         {"attention_backend": "auto"},
         {"attention_config": {"backend": "CUSTOM"}},
+        {"attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}}},
+        {"attention_config": {"backend_per_kind": {"sliding_window": "CPU_ATTN"}}},
         {"enable_prefix_caching": False},
         {"async_scheduling": False},
     ],
@@ -296,7 +324,20 @@ def test_options_that_agree(models: Path, arguments: dict[str, Any]) -> None:
         folder(models, LLAMA), kv_policy="h2o", kv_policy_config={"budget": 64}, **arguments
     )
     assert config.scheduler_config.scheduler_cls == SCHEDULER
-    assert config.attention_config.backend.get_path() == BACKEND
+    backends = config.attention_config.backend_per_kind
+    assert backends["full_attention"].get_path() == BACKEND
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [(GEMMA, {}), ("Gemma2ForCausalLM", {"attn_logit_softcapping": None})],
+)
+def test_sliding_windows_next_to_full_attention(
+    models: Path, architecture: str, overrides: dict[str, Any]
+) -> None:
+    """They go with a policy; Gemma 2's do where its logits are not capped."""
+    config = engine_config(folder(models, architecture), kv_policy="h2o", hf_overrides=overrides)
+    assert config.cache_config.enable_prefix_caching is False
 
 
 def test_budget_without_room(models: Path) -> None:

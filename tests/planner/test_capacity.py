@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.harness import Probe, engine, generate, tiny_llama
+from tests.e2e.harness import Probe, engine, generate, tiny_gemma3, tiny_llama
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.planner.capacity import Row, Workload, plan, policy_row, stock_row
 from vllm_h2o.planner.model import Model, load
@@ -88,6 +89,35 @@ def test_the_scheduler_says_the_same(
         used = row.pool.num_blocks * WORK.block_size * shape.slot_bytes()
         assert stock == stock_row(shape, used, WORK).sequences
         assert row.num_bytes == pages * llm_page_bytes(shape)
+
+
+def test_sliding_windows(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both engines, with the pages of layers that slide: of three groups two, of two layers."""
+    folder = tiny_gemma3(tmp_path_factory.mktemp("model"))
+    read, said = load(folder, "float32"), []
+    shape, work = read.cache("auto"), replace(WORK, in_flight=1)  # never two on a CPU
+    assert (shape.num_layers, shape.windows, read.num_layers) == (2, (32, 32), 6)
+    stock = stock_row(shape, MEMORY, work)
+    with engine(folder, **SETTINGS) as llm:
+        assert blocks(llm) == stock.pool.num_blocks
+        capacity = llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency
+        assert capacity == stock.concurrency
+    row = policy_row(shape, MEMORY, work, KVPolicyConfig(budget=100))
+    monkeypatch.setattr(scheduler.logger, "info", lambda text, *args, **_: said.append(text % args))
+    with engine(folder, "h2o", {"budget": 100}, **SETTINGS) as llm:
+        assert blocks(llm) == row.pool.num_blocks
+    (line,) = filter(None, map(re.compile(LINE).search, said))
+    slots, _, _, pages, pool, sequences, stocks = map(int, line.groups())
+    assert (slots, pages, row.pages) == (row.slots, 4, 4 + 2 * 2)
+    assert (pool, sequences) == (row.pool.num_pages, row.sequences)
+    used = row.pool.num_blocks * WORK.block_size * shape.slot_bytes()
+    assert stocks == stock_row(shape, used, work).sequences
+    assert (
+        "h2o: that is of 2 layers with full attention; the other 4 keep the tokens of their sliding"
+        " windows, in up to 4 pages more of each sequence." in said
+    )
 
 
 def llm_page_bytes(shape: CacheShape) -> int:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
 from transformers import PretrainedConfig
 from vllm.config.model import (
     MODEL_ARCH_CONFIG_CONVERTORS,
     ModelArchConfigConvertorBase,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.tiny_models import CONFIGS, engine_config, folder
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.refusals import MODEL_REFUSALS
 from vllm_h2o.planner.model import load
+
+try:
+    from vllm.v1.core.kv_cache_planning import _get_kv_cache_groups_uniform_page_size
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 SHAPES: list[PretrainedConfig] = [
@@ -68,6 +76,34 @@ def test_refusals_are_the_engine_s(
         assert architecture in refused.asked
     else:
         assert why is None
+
+
+@pytest.mark.parametrize(
+    ("full", "sliding"),
+    [(1, 5), (2, 4), (10, 52), (12, 12), (12, 13), (4, 9), (5, 1), (7, 5), (3, 2)],
+)
+def test_groups_of_layers(full: int, sliding: int, tmp_path: Path) -> None:
+    """As vLLM makes them; where full attention comes to more than one, the engine refuses it."""
+    kinds = ["full_attention"] * full + ["sliding_attention"] * sliding
+    config = transformers.Gemma3TextConfig(
+        **{**_SMALL, "num_hidden_layers": len(kinds)}, layer_types=kinds, sliding_window=16
+    )
+    config.architectures = ["Gemma3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    model = load(str(tmp_path))
+    shape: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 8}
+    specs = [FullAttentionSpec(**shape, dtype=torch.float32)] * full
+    specs += [SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=16)] * sliding
+    groups = _get_kv_cache_groups_uniform_page_size(dict(enumerate(specs)))
+    of_full = [group for group in groups if isinstance(group.kv_cache_spec, FullAttentionSpec)]
+    assert model.num_groups == len(groups)
+    assert model.num_group_layers == max(len(group.layer_names) for group in groups)
+    if len(of_full) == 1:
+        model.refuse()
+        assert model.cache("auto").windows == (16,) * (len(groups) - 1)
+        return
+    with pytest.raises(UnsupportedError, match=f"its {full} layers with full attention are more"):
+        model.refuse()
 
 
 def test_some_are_refused(tmp_path: Path) -> None:

@@ -21,11 +21,17 @@ from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.scheduler.shadow_window import ShadowWindow
 from tests.tiny_models import engine_config, folder
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
@@ -67,15 +73,23 @@ def vllm_config(
 
 
 def make_scheduler(
-    config: VllmConfig, num_blocks: int, block_size: int, log_stats: bool = False
+    config: VllmConfig,
+    num_blocks: int,
+    block_size: int,
+    log_stats: bool = False,
+    windows: Sequence[int] = (),
 ) -> HeavyHitterScheduler:
-    """The plugin's scheduler over a pool of ``num_blocks`` pages, one of them the null page."""
-    stock = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=32, dtype=torch.float32
-    )
+    """The plugin's scheduler over a pool of ``num_blocks`` pages, one of them the null page.
+
+    ``windows`` are those of layers that slide, whose groups come before the policy's.
+    """
+    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     config.cache_config.num_gpu_blocks = num_blocks
     config.cache_config.block_size = block_size
-    groups = [KVCacheGroupSpec(["layer"], HeavyHitterSpec.of(stock))]
+    own = HeavyHitterSpec.of(FullAttentionSpec(**shape))
+    padded = {**shape, "page_size_padded": own.page_size_bytes}
+    specs = [*(SlidingWindowSpec(**padded, sliding_window=size) for size in windows), own]
+    groups = [KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)]
     return HeavyHitterScheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks, [], groups),
@@ -93,10 +107,13 @@ class ShadowPool:
 
     ``held`` is what the slots of each request hold after its last step, as (life, positions), and
     ``num_gone`` how many positions have left them while the request went on.
+
+    ``windows`` are those of groups before the policy's, whose slots are named alike.
     """
 
-    def __init__(self, seed: int, block_size: int) -> None:
+    def __init__(self, seed: int, block_size: int, windows: Sequence[int] = ()) -> None:
         self.block_size = block_size
+        self.windows = [ShadowWindow(size, block_size) for size in windows]
         self.random = random.Random(seed)
         self.slots: dict[tuple[int, int], tuple[object, int]] = {}
         self.before = dict(self.slots)
@@ -112,19 +129,22 @@ class ShadowPool:
 
     def execute(self, output: SchedulerOutput) -> None:
         """Run one step: update the block table rows as a model runner does, then every plan."""
+        for index, window in enumerate(self.windows):
+            window.execute(output, index, self.slots)
+        own = len(self.windows)
         for request_id in output.finished_req_ids:
             self.tables.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            self.tables[new.req_id] = list(new.block_ids[0])
+            self.tables[new.req_id] = list(new.block_ids[own])
             self.lives[new.req_id] += 1
         cached = output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
                 assert block_ids is not None
-                self.tables[request_id] = list(block_ids[0])
+                self.tables[request_id] = list(block_ids[own])
                 self.lives[request_id] += 1
             elif block_ids is not None:
-                self.tables[request_id].extend(block_ids[0])
+                self.tables[request_id].extend(block_ids[own])
         # No request reads what another writes in the same step: kernels take them in any order.
         self.before = dict(self.slots)
         for request_id, plan in output.residency_plan.requests.items():
@@ -205,9 +225,10 @@ class Simulation:
         depth: int,
         seed: int = 0,
         block_size: int = BLOCK_SIZE,
+        windows: Sequence[int] = (),
     ) -> None:
-        self.scheduler = make_scheduler(config, num_blocks, block_size)
-        self.pool = ShadowPool(seed, block_size)
+        self.scheduler = make_scheduler(config, num_blocks, block_size, windows=windows)
+        self.pool = ShadowPool(seed, block_size, windows)
         self.pool.victim_size = self.scheduler.ledger.victim_size
         self.hasher = None
         if config.cache_config.enable_prefix_caching:
@@ -232,7 +253,7 @@ class Simulation:
 
     def pages_of(self, request_id: str) -> int:
         """Pages that a request holds, read from vLLM's manager."""
-        return len(self.scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+        return len(self.scheduler.kv_cache_manager.get_block_ids(request_id)[-1])
 
     def add(
         self,

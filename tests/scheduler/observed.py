@@ -67,7 +67,8 @@ class Observed(Simulation):
         computed = {i: scheduler.requests[i].num_computed_tokens for i in with_pages}
         last = [self.plans[i] for i in with_pages]
         # One KV head of 32 + 32 floats of four bytes a slot, and eight bytes for the policy.
-        stock = sum(-(-tokens // size) for tokens in computed.values()) * size * 256
+        others = scheduler.windows.num_held()
+        stock = (sum(-(-tokens // size) for tokens in computed.values()) + others) * size * 256
         held = (self.num_total - self.num_free) * size * 264
         return {
             "requests_at_capacity": sum(

@@ -58,12 +58,29 @@ def _alibi(vllm_config: Any) -> bool:
     )
 
 
-def _windowed(vllm_config: Any) -> bool:
-    hf = vllm_config.model_config.hf_text_config.to_dict()
-    kinds = set(hf.get("layer_types") or ())
-    return vllm_config.model_config.get_sliding_window() is not None or bool(
-        kinds - {"full_attention"}
-    )
+def _kinds(vllm_config: Any) -> set[str]:
+    return set(vllm_config.model_config.hf_text_config.to_dict().get("layer_types") or ())
+
+
+def _slides(vllm_config: Any) -> bool:
+    """Whether layers with a sliding window stand next to others."""
+    window = vllm_config.model_config.get_sliding_window()
+    return window is not None and _SLIDING_ATTENTION in _kinds(vllm_config)
+
+
+def _slides_everywhere(vllm_config: Any) -> bool:
+    window = vllm_config.model_config.get_sliding_window()
+    return window is not None and _kinds(vllm_config) <= {_SLIDING_ATTENTION}
+
+
+def _has_sinks(vllm_config: Any) -> bool:
+    return vllm_config.model_config.hf_text_config.to_dict().get("model_type") == "gpt_oss"
+
+
+def _odd_pages(vllm_config: Any) -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and bool(vllm_config.cache_config.block_size % CPU_PAGE)
 
 
 def _config(vllm_config: Any) -> KVPolicyConfig:
@@ -91,7 +108,15 @@ def _foreign_platform(_: Any) -> bool:
     return not (current_platform.is_cpu() or current_platform.is_cuda())
 
 
+FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
+"""Kinds of layers, as configs of models and vLLM call them."""
+CPU_PAGE = 32
+"""Of so many slots, and multiples of it, are pages that vLLM's own attention on a CPU takes."""
+
 ANOTHER_MODEL = "run this model without --kv-policy"
+
+ONE_GROUP = "the policy works on one group of layers with full attention"
+"""Why a model is refused of whose layers vLLM makes more."""
 
 WHY_OPTION = {
     "scheduler_cls": "only its scheduler says which tokens stay",
@@ -137,6 +162,12 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         ANOTHER_MODEL,
     ),
     Refusal(
+        "attention in both directions within an image",
+        lambda c: c.model_config.is_mm_prefix_lm,
+        "a token would attend to later ones, which the kernels do not compute",
+        ANOTHER_MODEL,
+    ),
+    Refusal(
         "a multimodal model",
         lambda c: c.model_config.is_multimodal_model,
         "it has not been tried",
@@ -155,9 +186,22 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         ANOTHER_MODEL,
     ),
     Refusal(
-        "sliding-window or other windowed layers",
-        _windowed,
-        "the policy works where every layer is full attention",
+        "a soft cap of the attention's logits",
+        lambda c: bool(c.model_config.hf_text_config.to_dict().get("attn_logit_softcapping")),
+        WHY_IN_LAYERS,
+        ANOTHER_MODEL,
+    ),
+    Refusal("attention sinks", _has_sinks, WHY_IN_LAYERS, ANOTHER_MODEL),
+    Refusal(
+        "a sliding window in every layer",
+        _slides_everywhere,
+        "the policy evicts from full attention, and there is none",
+        ANOTHER_MODEL,
+    ),
+    Refusal(
+        "layers of other kinds than full attention and sliding windows",
+        lambda c: bool(_kinds(c) - {FULL_ATTENTION, _SLIDING_ATTENTION}),
+        "vLLM gives chunked-local attention the backend of full attention, and others keep states",
         ANOTHER_MODEL,
     ),
 )
@@ -165,10 +209,10 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
 REFUSALS: tuple[Refusal, ...] = (
     *MODEL_REFUSALS,
     Refusal(
-        "an attention backend for one kind of cache",
-        lambda c: bool(c.attention_config.backend_per_kind),
-        "only the policy's own backend keeps scores and evicts",
-        "leave attention_config.backend_per_kind out",
+        "an attention backend of your own for full attention",
+        lambda c: c.attention_config.backend_per_kind[FULL_ATTENTION].name != "CUSTOM",
+        WHY_OPTION["attention_backend"],
+        "leave full_attention out of attention_config.backend_per_kind",
     ),
     Refusal(
         "a KV connector",
@@ -181,6 +225,25 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.kv_events_config is not None and c.kv_events_config.enable_kv_cache_events,
         "it has not been tried",
         "leave --kv-events-config out",
+    ),
+    Refusal(
+        "prefix caching, and sliding windows",
+        lambda c: c.cache_config.enable_prefix_caching and _slides(c),
+        "what is found is cut back to where the request's own scores begin, and the window before "
+        "that place may be gone",
+        "leave --enable-prefix-caching out",
+    ),
+    Refusal(
+        "sliding windows whose tokens are all kept",
+        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager and _slides(c),
+        "the policy's pages and vLLM's own would be one group",
+        "leave --disable-hybrid-kv-cache-manager out",
+    ),
+    Refusal(
+        f"sliding windows in pages that are no multiple of {CPU_PAGE} slots",
+        lambda c: _slides(c) and _odd_pages(c),
+        "vLLM's own attention computes these layers, and on a CPU takes no others",
+        f"give --block-size {CPU_PAGE}, 64 or 128",
     ),
     Refusal(
         "prefix caching, and eviction='pressure'",

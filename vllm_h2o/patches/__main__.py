@@ -76,6 +76,20 @@ LIBERTIES = (
         "vLLM lets a scheduler choose the size of chunks",
     ),
     Liberty(
+        "_record_new_block_ids",
+        "scheduler/scheduler.py",
+        "next to sliding windows, pages that these take are reported, and cleared before a step",
+        "vLLM's own condition looks at dtypes alone: it takes scores for keys and values",
+        "`KVCacheConfig.needs_kv_cache_zeroing` asks the specs",
+    ),
+    Liberty(
+        "_init_kv_zero_meta",
+        "worker/worker.py",
+        "next to sliding windows, what clears pages on a GPU is made",
+        "the same condition",
+        "`KVCacheConfig.needs_kv_cache_zeroing` asks the specs",
+    ),
+    Liberty(
         "residency_plan",
         "scheduler/scheduler.py",
         "an attribute is added to vLLM's `SchedulerOutput`",

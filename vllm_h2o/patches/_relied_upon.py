@@ -7,6 +7,8 @@ from vllm_h2o.patches._patch import Symbol
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
+_COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
+_SELECTOR = "vllm.v1.attention.selector"
 _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
@@ -69,4 +71,28 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(f"{_RUNNER_V2}.execute_model", {"0.32": "72976ab315e4", "0.33": "60c35dfe24b9"}),
     Symbol(f"{_RUNNER_V2}.gather_batch_req_state", "beaf91514f56"),
     Symbol("vllm.v1.worker.gpu.attn_utils:build_attn_metadata", "9bdd0e85fa1b"),
+    # Next to layers with a sliding window, those of full attention alone get the policy's backend.
+    Symbol(f"{_SELECTOR}:get_attn_backend", {"0.32": "1ed83dc629a5", "0.33": "134a9494e609"}),
+    Symbol(f"{_SELECTOR}:get_attn_spec_kind", "0a2898911035"),
+    # All groups take their pages from one pool; a window's rows grow by position, and what it has
+    # left comes back.
+    Symbol(f"{_COORDINATOR}.get_num_blocks_to_allocate", "51fc8e3cb6da"),
+    Symbol(f"{_COORDINATOR}.allocate_new_blocks", "7328a51ecb47"),
+    Symbol(f"{_MANAGER}.get_num_blocks_to_allocate", "a02b66802e23"),
+    Symbol(f"{_MANAGER}.remove_skipped_blocks", "755fb01a12a7"),
+    Symbol(
+        "vllm.v1.core.single_type_kv_cache_manager:SlidingWindowManager.get_num_skipped_tokens",
+        "62ef239802d9",
+    ),
+    Symbol(
+        "vllm.v1.kv_cache_interface:SlidingWindowSpec.max_admission_blocks_per_request",
+        "cbb4c249d154",
+    ),
+    # The pages that it takes are cleared, in each step, before anybody writes to them.
+    Symbol(f"{_MANAGER}.take_new_block_ids", "8a20bc7b95ba"),
+    Symbol(f"{_SCHEDULER}._get_new_block_ids_to_zero", "1992cda23054"),
+    Symbol("vllm.v1.worker.gpu_worker:Worker.initialize_from_config", "20c3b2bfefe7"),
+    Symbol(f"{_RUNNER_V1}._init_kv_zero_meta", "4829badf28a3"),
+    Symbol(f"{_RUNNER_V2}._init_kv_zero_meta", "8ca227a01c92"),
+    Symbol("vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids", "9f7e577e2adb"),
 )

@@ -18,7 +18,10 @@ class Workload:
         max_model_len: longest sequence, in tokens.
         prompt_len: longest prompt, in tokens.
         block_size: slots of a page.
-        max_num_batched_tokens: most tokens of one step; read where ``prefill`` is ``chunked``.
+        max_num_batched_tokens: most tokens of one step; read where ``prefill`` is ``chunked``, and
+            where layers slide.
+        in_flight: steps on their way at once; with asynchronous scheduling two. Read where layers
+            slide.
 
     """
 
@@ -26,6 +29,7 @@ class Workload:
     prompt_len: int
     block_size: int
     max_num_batched_tokens: int
+    in_flight: int = 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Row:
         slot_bytes: bytes of a token.
         prompt_slots: tokens that the longest prompt holds until its end.
         start_slots: tokens for which vLLM wants room before it starts.
+        window_pages: pages of a sequence in layers that slide, past its prompt.
+        window_start_pages: the same before it starts.
 
     """
 
@@ -48,16 +54,23 @@ class Row:
     slot_bytes: int
     prompt_slots: int
     start_slots: int
+    window_pages: int = 0
+    window_start_pages: int = 0
 
     @property
     def pages(self) -> int:
         """Pages of a sequence past its prompt."""
-        return self.pool.pages_of(self.slots)
+        return self.pool.pages_of(self.slots) + self.window_pages
 
     @property
     def prompt_pages(self) -> int:
         """Pages of the longest prompt until its end, at its peak."""
-        return self.pool.pages_of(self.prompt_slots)
+        return self.pool.pages_of(self.prompt_slots) + self.window_start_pages
+
+    @property
+    def start_pages(self) -> int:
+        """Pages of the longest sequence, as vLLM counts them before it starts."""
+        return self.pool.pages_of(self.start_slots) + self.window_start_pages
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +80,7 @@ class Row:
     @property
     def sequences(self) -> int:
         """Sequences past their prompts that fit at once."""
-        return self.pool.num_sequences(self.slots)
+        return self.pool.num_sequences(self.slots, self.window_pages)
 
     @property
     def sequences_with_a_prompt(self) -> int:
@@ -79,12 +92,21 @@ class Row:
     @property
     def starts(self) -> bool:
         """Whether vLLM starts: it wants room for one longest sequence."""
-        return self.pool.num_pages >= self.pool.pages_of(self.start_slots)
+        return self.pool.num_pages >= self.start_pages
 
     @property
     def concurrency(self) -> float:
         """What vLLM itself logs as its maximum concurrency."""
-        return self.pool.num_blocks / self.pool.pages_of(self.start_slots)
+        return self.pool.num_blocks / self.start_pages
+
+
+def _window_pages(pool: Pool, shape: CacheShape, work: Workload) -> tuple[int, int]:
+    """Of a sequence past its prompt, and of one that vLLM wants room for."""
+    longest, chunks = work.max_model_len, work.in_flight * work.max_num_batched_tokens
+    return (
+        pool.pages_of_windows(shape.windows, longest, work.in_flight),
+        pool.pages_of_windows_in_prompts(shape.windows, longest, chunks),
+    )
 
 
 def stock_row(shape: CacheShape, memory: int, work: Workload) -> Row:
@@ -98,7 +120,10 @@ def stock_row(shape: CacheShape, memory: int, work: Workload) -> Row:
     """
     pool = Pool(memory // (shape.stock_slot_bytes * work.block_size), work.block_size)
     longest = work.max_model_len
-    return Row("stock vLLM", pool, longest, shape.stock_slot_bytes, work.prompt_len, longest)
+    windows = _window_pages(pool, shape, work)
+    return Row(
+        "stock vLLM", pool, longest, shape.stock_slot_bytes, work.prompt_len, longest, *windows
+    )
 
 
 def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyConfig) -> Row:
@@ -122,7 +147,8 @@ def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyC
         limit = budget.kept + work.max_num_batched_tokens
         longest, prompt = min(longest, limit), min(prompt, limit)
     slots = min(_own(config, work, budget).capacity, work.max_model_len)
-    return Row(_label(config), pool, slots, slot_bytes, prompt, longest)
+    windows = _window_pages(pool, shape, work)
+    return Row(_label(config), pool, slots, slot_bytes, prompt, longest, *windows)
 
 
 def plan(

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_h2o.errors import UnsupportedError
-from vllm_h2o.options.refusals import MODEL_REFUSALS, refuse
+from vllm_h2o.options.refusals import ANOTHER_MODEL, MODEL_REFUSALS, ONE_GROUP, refuse
+from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.footprint import CacheShape
 
 ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -18,6 +19,7 @@ ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ChatModel", "ForConditionalGeneration")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
+_BOTH_DIRECTIONS = {"bagel", "gemma3", "molmo2", "moondream3", "paligemma"}
 _STATE_SPACE = {"mamba", "mamba2", "conv", "linear_attention", "recurrent", "rwkv"}
 _STATE_SPACE_KEYS = {"layers_block_type", "hybrid_override_pattern", "attn_layer_period"}
 
@@ -64,11 +66,42 @@ class Model:
         """Longest sequence that the config knows, if it says."""
         return _first(self.text, _LENGTHS)
 
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep K and V."""
+        return int(self.text.num_hidden_layers)
+
+    @property
+    def num_sliding(self) -> int:
+        """Those of them that have a sliding window."""
+        kinds: list[str] = _first(self.text, ("layer_types",)) or []
+        return kinds.count("sliding_attention") if _first(self.text, ("sliding_window",)) else 0
+
+    @property
+    def window(self) -> int:
+        """Tokens that such a layer attends to; Cohere's count is of those before a token's own."""
+        own = self.text.model_type.startswith("cohere")
+        return int(_first(self.text, ("sliding_window",)) or 0) + own
+
+    @property
+    def num_group_layers(self) -> int:
+        """Layers that share pages: groups of vLLM's are of one kind, and most of one size."""
+        few, many = sorted((self.num_layers - self.num_sliding, self.num_sliding))
+        return many if many < 1.5 * few or not few else few
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers."""
+        kinds = (self.num_layers - self.num_sliding, self.num_sliding)
+        return sum(num_pages(layers, self.num_group_layers) for layers in kinds)
+
     def cache(self, kv_dtype: str) -> CacheShape:
         """What it keeps of each token, in elements of ``kv_dtype`` ("auto": as it runs)."""
         element_size = ELEMENT_SIZES[self.dtype if kv_dtype == "auto" else kv_dtype]
-        layers = self.text.num_hidden_layers
-        return CacheShape(layers, self.num_kv_heads, self.head_size, element_size)
+        windows = (self.window,) * (self.num_groups - 1)
+        return CacheShape(
+            self.num_group_layers, self.num_kv_heads, self.head_size, element_size, windows
+        )
 
     def parameter_bytes(self) -> int:
         """Bytes of its parameters, counted without any memory for them.
@@ -100,7 +133,16 @@ class Model:
 
         """
         shown = SimpleNamespace(model_config=self._as_vllm_sees_it())
-        refuse(MODEL_REFUSALS, shown, f"a kv-policy for {_name(self.config)}", "it has or is")
+        asked = f"a kv-policy for {_name(self.config)}"
+        refuse(MODEL_REFUSALS, shown, asked, "it has or is")
+        if (full := self.num_layers - self.num_sliding) > self.num_group_layers:
+            raise UnsupportedError(
+                asked,
+                f"its {full} layers with full attention are more than one group next to "
+                f"{self.num_sliding} with sliding windows",
+                ONE_GROUP,
+                ANOTHER_MODEL,
+            )
 
     def _as_vllm_sees_it(self) -> SimpleNamespace:
         """What :data:`MODEL_REFUSALS` read of vLLM's ModelConfig."""
@@ -118,6 +160,7 @@ class Model:
             is_hybrid=not full
             and bool(states or kinds & _STATE_SPACE or _STATE_SPACE_KEYS & text.to_dict().keys()),
             is_multimodal_model=multimodal,
+            is_mm_prefix_lm=self.config.model_type in _BOTH_DIRECTIONS,
             is_diffusion=_first(self.config, ("canvas_length",)) is not None,
             get_sliding_window=lambda: _first(text, ("sliding_window",)),
         )

@@ -67,7 +67,7 @@ def notes(rows: Sequence[Row], work: Workload) -> str:
     ]
     lines += [
         f"{row.label} does not start: vLLM wants room for one longest sequence, "
-        f"{row.pool.pages_of(row.start_slots)} pages, and there are {row.pool.num_pages}"
+        f"{row.start_pages} pages, and there are {row.pool.num_pages}"
         for row in rows
         if not row.starts
     ]

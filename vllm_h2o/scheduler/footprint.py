@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from vllm_h2o.pages import num_pages
@@ -37,9 +38,33 @@ class Pool:
         """Pages that hold ``num_slots`` slots."""
         return num_pages(num_slots, self.block_size)
 
-    def num_sequences(self, num_slots: int) -> int:
-        """Sequences of ``num_slots`` slots that fit at once."""
-        return self.num_pages // self.pages_of(num_slots)
+    def num_sequences(self, num_slots: int, num_others: int = 0) -> int:
+        """Sequences of ``num_slots`` slots, and so many pages next to them, that fit at once."""
+        return self.num_pages // (self.pages_of(num_slots) + num_others)
+
+    def pages_of_windows(self, sizes: Iterable[int], max_len: int, in_flight: int) -> int:
+        """Pages that a sequence past its prompt holds in layers with a sliding window, at the most.
+
+        Args:
+            sizes: tokens of the window, of each group of such layers.
+            max_len: longest sequence, in tokens.
+            in_flight: steps whose tokens are on their way: vLLM keeps what the first of them reads.
+
+        """
+        lengths = [min(size - 1 + in_flight, max_len) for size in sizes]
+        # A window begins anywhere in a page.
+        return sum(min(self.pages_of(n - 1) + 1, self.pages_of(max_len)) for n in lengths)
+
+    def pages_of_windows_in_prompts(self, sizes: Iterable[int], max_len: int, chunks: int) -> int:
+        """The same with tokens of a prompt on their way: vLLM reserves so much, and a page more.
+
+        Args:
+            sizes: tokens of the window, of each group of such layers.
+            max_len: longest sequence, in tokens.
+            chunks: most tokens on their way.
+
+        """
+        return sum(self.pages_of(min(size - 1 + chunks, max_len)) + 1 for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -47,10 +72,12 @@ class CacheShape:
     """What a model keeps of each token.
 
     Args:
-        num_layers: layers that keep K and V.
+        num_layers: layers that keep K and V; next to sliding windows, those of one group, which
+            share pages.
         num_kv_heads: KV heads of a layer.
         head_size: elements of K, and of V, of one head.
         element_size: bytes of an element.
+        windows: tokens of the window, of each group of as many layers that slide.
 
     """
 
@@ -58,13 +85,14 @@ class CacheShape:
     num_kv_heads: int
     head_size: int
     element_size: int
+    windows: tuple[int, ...] = ()
 
     @property
     def stock_slot_bytes(self) -> int:
-        """Bytes of a token in all layers: K and V."""
+        """Bytes of a token in these layers: K and V."""
         return self.num_layers * self.num_kv_heads * 2 * self.head_size * self.element_size
 
     def slot_bytes(self, extra_words: int = 0) -> int:
-        """Bytes of a token in all layers: K, V, score, position, and what a policy may add."""
+        """Bytes of a token in these layers: K, V, score, position, and what a policy may add."""
         extra = slot_extra_bytes(extra_words)
         return self.stock_slot_bytes + self.num_layers * self.num_kv_heads * extra

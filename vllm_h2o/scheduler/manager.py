@@ -18,6 +18,7 @@ from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.pressure import pages_to_admit
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import RequestInfo
+from vllm_h2o.scheduler.windows import Windows
 from vllm_h2o.wire import RequestPlan
 
 BudgetOf = Callable[[Request], Budget | None]
@@ -52,6 +53,7 @@ class HeavyHitterManager(FullAttentionManager):
         self._ledger: Ledger | None = None
         self._requests: Mapping[str, Request] = {}
         self._budget_of: BudgetOf = _no_budget_of_its_own
+        self._windows = Windows()
         self._largest_chunk = 0
         self._max_overshoot = 0
         self._packed: list[str] = []
@@ -65,6 +67,7 @@ class HeavyHitterManager(FullAttentionManager):
         budget_of: BudgetOf | None = None,
         largest_chunk: int = 0,
         max_overshoot: int = 0,
+        windows: Windows | None = None,
     ) -> None:
         """Give the manager what it counts with.
 
@@ -74,12 +77,14 @@ class HeavyHitterManager(FullAttentionManager):
             budget_of: a request's own budget; None where all have the ledger's.
             largest_chunk: most tokens of one step; read where chunks are packed.
             max_overshoot: tokens that may be computed after a request's last, and are thrown away.
+            windows: the groups of layers with a sliding window; None where there are none.
 
         """
         self._ledger, self._requests = ledger, requests
         self._budget_of = budget_of or _no_budget_of_its_own
         self._largest_chunk = largest_chunk
         self._max_overshoot = max_overshoot
+        self._windows = windows or Windows()
 
     def reserve(self, num_pages: int) -> None:
         """Keep pages that running requests will take from those that this step admits."""
@@ -222,11 +227,13 @@ class HeavyHitterManager(FullAttentionManager):
         """
         null = self.block_pool.null_block
         rows = {request_id: blocks for request_id, blocks in self.req_to_blocks.items() if blocks}
-        held = Counter(b.block_id for blocks in rows.values() for b in blocks if b is not null)
+        every_row = [*rows.values(), *self._windows.rows()]
+        held = Counter(b.block_id for blocks in every_row for b in blocks if b is not null)
         num_free = self.block_pool.get_num_free_blocks()
         total = self.block_pool.num_gpu_blocks - 1  # the null block is nobody's
         wrong_refs = [i for i, n in held.items() if self.block_pool.blocks[i].ref_cnt != n]
-        private = [b.block_id for i in rows for b in self._private(i) if held[b.block_id] > 1]
+        owned = [*map(self._private, rows), *self._windows.rows()]
+        private = [b.block_id for blocks in owned for b in blocks if held[b.block_id] > 1]
         misfits = {
             request_id: (len(blocks), blocks.count(null), state)
             for request_id, blocks in rows.items()
@@ -236,12 +243,15 @@ class HeavyHitterManager(FullAttentionManager):
             != (self.ledger.num_pages(state.held_len), state.first_block_idx)
         }
         strangers = rows.keys() ^ self.ledger.states.keys()
-        if num_free + len(held) != total or wrong_refs or private or strangers or misfits:
+        off_windows = self._windows.misfits(self.ledger.states)
+        wrong = wrong_refs or private or strangers or misfits or off_windows
+        if num_free + len(held) != total or wrong:
             raise IntegrityError(
                 f"pages: {num_free} free + {len(held)} held of {total}; reference count not that "
                 f"of the holders: {wrong_refs}; shared, though one rewrites them: {private}; "
                 f"owners without lengths or lengths without owners: {strangers}; (pages, dropped, "
-                f"lengths) that do not fit: {misfits}"
+                f"lengths) that do not fit: {misfits}; (group, request, blocks) of sliding windows "
+                f"that do not fit: {off_windows}"
             )
 
     def _private(self, request_id: str) -> list[KVCacheBlock]:

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_h2o.errors import ConfigError, IntegrityError, UnsupportedError
+from vllm_h2o.errors import ConfigError, IntegrityError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import asked_budget, budget_of
 from vllm_h2o.pages import num_pages
@@ -29,6 +29,7 @@ from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.pressure import Forecast, most_taken, pages_to_admit, relieve
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.stats import StatsReporter
+from vllm_h2o.scheduler.windows import Windows, policy_group
 
 logger = init_logger("vllm.kv_policy")
 
@@ -39,7 +40,7 @@ class HeavyHitterScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = KVPolicyConfig.required(self.vllm_config)
-        self.manager = self._sole_manager(self.kv_cache_config)
+        self.manager, self.windows = self._managers(self.kv_cache_config)
         block_size = self.manager.block_size
         self.policy_config = config
         self.ledger = Ledger(
@@ -64,9 +65,13 @@ class HeavyHitterScheduler(AsyncScheduler):
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         # vLLM stops in time with three steps in flight; each more may compute a token too many.
         max_overshoot = max(self.vllm_config.max_concurrent_batches - 3, 0)
-        self.manager.bind(self.ledger, self.requests, self._budget_of, largest_chunk, max_overshoot)
-        group = self.kv_cache_config.kv_cache_groups[0]
-        self.stats_reporter = StatsReporter(self.manager, len(group.layer_names))
+        self.manager.bind(
+            self.ledger, self.requests, self._budget_of, largest_chunk, max_overshoot, self.windows
+        )
+        # A block id names one page in each layer of a group; groups may be filled up with none.
+        groups = self.kv_cache_config.kv_cache_groups
+        num_layers = max(len(group.layer_names) for group in groups)
+        self.stats_reporter = StatsReporter(self.manager, num_layers, self.windows)
         self._log_meaning(config)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -84,10 +89,11 @@ class HeavyHitterScheduler(AsyncScheduler):
         self.kv_cache_manager.new_step_starts()
         states, block_size = self.ledger.states, self.manager.block_size
         pool, waiting = self.manager.block_pool, list(self._pages_waited_for())
-        free, most = pool.get_num_free_blocks(), most_taken(states.values(), block_size)
+        others = self.windows.num_taken(states)
+        free, most = pool.get_num_free_blocks() - others, most_taken(states.values(), block_size)
         if most + sum(waiting) <= free:
             self.ledger.is_short = False
-            self.manager.reserve(most)
+            self.manager.reserve(most + others)
             return
         ranked = self.policy == SchedulingPolicy.PRIORITY
         forecasts = [
@@ -105,7 +111,7 @@ class HeavyHitterScheduler(AsyncScheduler):
         relief = relieve(free, forecasts, waiting, spare)
         self.ledger.falling_back.update(relief.falling_back)
         self.ledger.is_short = relief.is_short
-        self.manager.reserve(sum(forecast.takes for forecast in forecasts))
+        self.manager.reserve(sum(forecast.takes for forecast in forecasts) + others)
 
     def _pages_waited_for(self) -> Iterator[int]:
         """Pages of each waiting request that this step or the next has room for but for them."""
@@ -125,7 +131,8 @@ class HeavyHitterScheduler(AsyncScheduler):
             if adapters is not None and adapter and adapter not in adapters:
                 continue
             num_tokens += request.num_tokens
-            needed = pages_to_admit(self.manager.info_of(request), self.manager.block_size)
+            info = self.manager.info_of(request)
+            needed = pages_to_admit(info, self.manager.block_size) + self.windows.num_to_admit(info)
             yield needed + kept_free
             kept_free = 0
 
@@ -182,7 +189,7 @@ class HeavyHitterScheduler(AsyncScheduler):
         blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request, *limits)
         if num_cached:
             limit = self.ledger.max_cached_tokens(self.manager.info_of(request))
-            num_written = self.manager.num_written(blocks.blocks[0])
+            num_written = self.manager.num_written(blocks.blocks[self.manager.kv_cache_group_id])
             limit = min(limit, num_written * self.manager.block_size)
             if num_cached > limit:
                 blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, limit)
@@ -247,17 +254,20 @@ class HeavyHitterScheduler(AsyncScheduler):
             logger.warning_once("%s It gets the engine's budget.", error)
             return budget_of(self.policy_config, *lengths, None)
 
-    def _sole_manager(self, kv_cache_config: KVCacheConfig) -> HeavyHitterManager:
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-        if len(managers) != 1 or not isinstance(managers[0], HeavyHitterManager):
-            raise UnsupportedError(
-                "a kv-policy for this model",
-                f"its layers keep these caches: {', '.join(specs) or 'none'}",
-                "the policy works where every layer is full attention",
-                "run this model without --kv-policy",
-            )
-        return managers[0]
+    def _managers(self, kv_cache_config: KVCacheConfig) -> tuple[HeavyHitterManager, Windows]:
+        """The policy's, and those of sliding windows.
+
+        What one kind of layer leaves in a page is no number to another: scores are not K or V. So
+        pages that a window takes are cleared before they are written to.
+        """
+        own = policy_group(kv_cache_config, self.cache_config.block_size)
+        managers = list(self.kv_cache_manager.coordinator.single_type_managers)
+        manager = managers.pop(own)
+        assert isinstance(manager, HeavyHitterManager)
+        for other in managers:
+            # A liberty: vLLM does this where caches differ in their dtype.
+            self.needs_kv_cache_zeroing = other._record_new_block_ids = True
+        return manager, Windows(managers)
 
     def _log_meaning(self, config: KVPolicyConfig) -> None:
         budget, spec = self.ledger.budget, self.manager.kv_cache_spec
@@ -266,6 +276,9 @@ class HeavyHitterScheduler(AsyncScheduler):
         pool = Pool(self.kv_cache_config.num_blocks, self.manager.block_size)
         num_bytes = pool.num_blocks * spec.unpadded_page_size_bytes
         stock = Pool(num_bytes // spec.stock_page_size_bytes, pool.block_size)
+        others = pool.pages_of_windows(
+            self.windows.sizes, self.max_model_len, self.vllm_config.max_concurrent_batches
+        )
         if config.splits:
             logger.info("%s: a layer's KV heads share its slots; counts are means.", config.name)
         logger.info(
@@ -281,15 +294,26 @@ class HeavyHitterScheduler(AsyncScheduler):
             pool.pages_of(slots),
             pool.block_size,
             pool.num_pages,
-            pool.num_sequences(slots),
+            pool.num_sequences(slots, others),
             self.max_model_len,
-            stock.num_sequences(self.max_model_len),
+            stock.num_sequences(self.max_model_len, others),
         )
+        if others:
+            groups = self.kv_cache_config.kv_cache_groups
+            own = len(groups[self.manager.kv_cache_group_id].layer_names)
+            logger.info(
+                "%s: that is of %d layers with full attention; the other %d keep the tokens of "
+                "their sliding windows, in up to %d pages more of each sequence.",
+                config.name,
+                own,
+                sum(len(group.layer_names) for group in groups) - own,
+                others,
+            )
         if self.ledger.under_pressure:
             logger.info(
                 "%s: eviction=pressure: so much when memory is short; until then a sequence holds "
                 "every token, and the pool %d sequences of max_model_len=%d.",
                 config.name,
-                pool.num_sequences(self.max_model_len),
+                pool.num_sequences(self.max_model_len, others),
                 self.max_model_len,
             )

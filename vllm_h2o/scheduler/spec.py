@@ -8,7 +8,9 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.refusals import ANOTHER_MODEL
 from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.footprint import slot_extra_bytes
 
@@ -20,6 +22,18 @@ class HeavyHitterSpec(FullAttentionSpec):
     A prompt is kept whole until its end, so the memory of one longest request is that of full
     attention, unless survivors are packed after each chunk.
     """
+
+    def __post_init__(self) -> None:
+        """Refuse to be padded, which vLLM does where other layers have larger pages."""
+        super().__post_init__()
+        if self.page_size_padded is not None:
+            raise UnsupportedError(
+                "a kv-policy for this model",
+                f"layers with full attention have pages of {self.unpadded_page_size_bytes} bytes, "
+                f"others of {self.page_size_padded}",
+                "the kernels take pages that lie next to one another",
+                ANOTHER_MODEL,
+            )
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of one longest request, which vLLM asks for at the start."""

@@ -183,15 +183,16 @@ def _engine(
     """An engine for one sequence, with no more memory than that needs."""
     from vllm import LLM
 
-    num_blocks = num_pages(longest, block_size) + 1
+    shape = loaded.cache("auto")
+    # vLLM wants a page more for a window, which may begin anywhere in one.
+    pages = num_pages(longest, block_size)
+    num_blocks = pages + len(shape.windows) * (pages + 1) + 1
     return LLM(
         model=model,
         dtype=loaded.dtype,
         num_gpu_blocks_override=num_blocks,
         # Not read, but where memory is given in bytes none is profiled.
-        kv_cache_memory_bytes=num_blocks
-        * block_size
-        * loaded.cache("auto").slot_bytes(config.extra_words),
+        kv_cache_memory_bytes=num_blocks * block_size * shape.slot_bytes(config.extra_words),
         max_model_len=longest,
         block_size=block_size,
         enforce_eager=True,

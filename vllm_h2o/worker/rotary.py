@@ -54,26 +54,36 @@ class RopeShift:
         return rotated
 
 
-def bind(model: torch.nn.Module, score: str) -> None:
+ROTATED_NEXT_TO_WINDOWS = frozenset({"gemma2", "gemma3_text", "mistral", "olmo3", "qwen3"})
+"""Models with sliding windows that rotate queries of full attention, too. Others have the rotary
+embedding there and leave it out: Cohere 2, EXAONE 4."""
+
+
+def bind(model: torch.nn.Module, score: str, model_type: str) -> None:
     """Give each of the policy's attention layers the rotation of its own rotary embedding.
 
     Args:
         model: vLLM's.
         score: its name; ``combined`` does without the second pass where nothing rotates.
+        model_type: in the model's config.
 
     Raises:
         UnsupportedError: when a layer has none, or one whose rotations do not add up, and a second
             pass is all that the score is about.
 
     """
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    slides = any(layer.sliding_window is not None for layer in layers)
+    is_known = not slides or model_type in ROTATED_NEXT_TO_WINDOWS
     for name, module in model.named_modules():
         children = list(module.children())
         for layer in children:
             if not (isinstance(layer, Attention) and isinstance(layer.impl, HeavyHitterImpl)):
                 continue
             found = [child for child in children if isinstance(child, RotaryEmbedding)]
-            if len(found) != 1 or not _adds_up(found[0]):
+            if len(found) != 1 or not is_known or not _adds_up(found[0]):
                 kinds = ", ".join(type(child).__name__ for child in found)
+                kinds += "" if is_known else f" that {model_type} may leave out next to windows"
                 has = f"{name} has {kinds or 'no rotary embedding next to its attention'}"
                 why = "rotates queries, which takes one rotary embedding that does not scale"
                 if score == "combined":
@@ -105,4 +115,5 @@ class BindsRopeShift:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = KVPolicyConfig.of(self.vllm_config)
         if config is not None and config.ranking.second_pass:
-            bind(self.model_runner.get_model(), config.score_name)
+            model_type = self.vllm_config.model_config.hf_text_config.model_type
+            bind(self.model_runner.get_model(), config.score_name, model_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_h2o.plugin import activate
 from vllm_h2o.worker.recorder import RecordsPages
@@ -19,3 +20,10 @@ else:
 
 class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, PlatformWorker):
     """vLLM's worker, which publishes each step's plan while it runs, and records on demand."""
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the cache, and get ready to clear pages that another group of layers wrote."""
+        super().initialize_from_config(kv_cache_config)
+        if len(kv_cache_config.kv_cache_groups) > 1:
+            # A liberty: vLLM does this where caches differ in their dtype.
+            self.model_runner._init_kv_zero_meta()

@@ -1,0 +1,190 @@
+"""Full attention next to sliding windows: the policy on the one, vLLM's own attention on the other.
+
+Windows of 32 tokens, so that prompts are shorter and longer than one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+from tests.e2e.harness import (
+    FULL,
+    SLIDING,
+    TEXT,
+    Probe,
+    assert_same_tokens,
+    engine,
+    generate,
+    tiny_cohere2,
+    tiny_gemma3,
+    token_ids,
+)
+from tests.e2e.oracle import Oracle
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.worker import rotary
+from vllm_h2o.worker.attention import HeavyHitterImpl
+
+CHARACTERS = [ord(c) % 256 for c in TEXT]
+PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 90, 150, 200)]
+SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+
+
+def follow(
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    policy: str,
+    options: dict[str, Any],
+    max_tokens: int = 40,
+    **settings: Any,
+) -> tuple[Oracle, Probe]:
+    """Generate, each retained set of each layer with full attention compared after every step."""
+    settings = {**SETTINGS, **settings}
+    with monkeypatch.context() as patch, engine(model, policy, options, **settings) as llm:
+        probe = Probe(llm)
+        oracle = Oracle(probe.scheduler).install(patch)
+        generate(llm, PROMPTS, max_tokens)
+        assert probe.num_free == probe.num_total
+    assert oracle.num_victims > 0
+    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
+    assert oracle.max_error < 1e-4
+    return oracle, probe
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("h2o", {}),
+        ("h2o", {"kernels": "torch", "recent_ratio": 0.25, "num_sink_tokens": 3}),
+        ("h2o", {"prefill": "window", "observation_window": 20}),
+        ("h2o", {"prefill": "chunked"}),
+        ("h2o", {"granularity": "block", "recent_ratio": 0.1, "budget": 128}),
+        ("h2o2", {"observation_window": 20}),
+        ("streaming", {}),
+        ("random", {}),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
+def test_what_is_kept(
+    policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the layers with full attention, and in those alone, what the reference keeps."""
+    options = {"budget": 64, **options}
+    oracle, _ = follow(monkeypatch, tiny_gemma3(tmp_path), policy, options)
+    assert {layer for layer, _, _ in oracle.retained} == {
+        f"model.layers.{index}.self_attn.attn" for index in (1, 4)
+    }
+
+
+def test_a_full_budget_gives_stock_s_tokens(tmp_path: Path) -> None:
+    """As likely as there, too; a small budget gives others: otherwise nothing would be said."""
+    model = tiny_gemma3(tmp_path)
+    with engine(model, **SETTINGS) as llm:
+        stock = generate(llm, PROMPTS, 40, logprobs=2)
+    with engine(model, "h2o", {"budget": 32}, **SETTINGS) as llm:
+        probe = Probe(llm)
+        whole = generate(llm, PROMPTS, 40, logprobs=2, extra_args={"kv_budget": "full"})
+        less = generate(llm, PROMPTS, 40, logprobs=2)
+        assert probe.num_free == probe.num_total
+    assert assert_same_tokens(stock, whole) == 0
+    assert min(len(set(tokens)) for tokens in token_ids(stock)) >= 5
+    assert chances(whole) == pytest.approx(chances(stock), abs=1e-4)
+    assert token_ids(less) != token_ids(stock)
+
+
+def chances(outputs: list[RequestOutput]) -> list[float]:
+    """The log-probability of each token."""
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        step[token].logprob
+        for completion in completions
+        for token, step in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("eviction", "pages"), [("always", 23), ("pressure", 48)])
+def test_a_small_pool(
+    eviction: str, pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are preempted, or fall back, and go on as the reference says."""
+    pool = {"num_gpu_blocks_override": 1 + pages}
+    options = {"budget": 64, "eviction": eviction}
+    oracle, probe = follow(monkeypatch, tiny_gemma3(tmp_path), "h2o", options, 56, **pool)
+    if eviction == "always":
+        assert probe.num_preemptions > 0
+    else:
+        assert oracle.num_packs > 0
+
+
+def test_abort(tmp_path: Path) -> None:
+    """Within a prompt, and past it: pages of every group come back."""
+    with engine(tiny_gemma3(tmp_path), "h2o", {"budget": 32}, **SETTINGS) as llm:
+        probe = Probe(llm)
+        sampling = SamplingParams(max_tokens=50, ignore_eos=True, detokenize=False)
+        for n, prompt in enumerate(PROMPTS):
+            llm.llm_engine.add_request(str(n), {"prompt_token_ids": prompt}, sampling)
+        for _ in range(4):
+            llm.llm_engine.step()
+        assert probe.scheduler.windows.num_held() > 0
+        states = probe.scheduler.ledger.states.values()
+        assert {state.in_prompt for state in states} == {False, True}
+        llm.llm_engine.abort_request([str(n) for n in range(len(PROMPTS))])
+        llm.llm_engine.step()
+        probe.scheduler.check_integrity()
+        assert probe.num_free == probe.num_total
+
+
+def test_pages_that_change_hands(tmp_path: Path) -> None:
+    """Scores, read as K or V in 16 bits, may be no numbers: windows never see them."""
+    settings = {**SETTINGS, "dtype": "bfloat16", "num_gpu_blocks_override": 60}
+    with engine(tiny_gemma3(tmp_path), "h2o", {"budget": 64}, **settings) as llm:
+        clean = generate(llm, PROMPTS, 20, logprobs=1)
+        _overwrite(llm, torch.nan)
+        after = generate(llm, PROMPTS, 20, logprobs=1)
+    assert token_ids(after) == token_ids(clean)
+    assert chances(after) == chances(clean)
+
+
+@torch.inference_mode()
+def _overwrite(llm: LLM, value: float) -> None:
+    """Every byte that a page of the policy's may leave."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    for layer in worker.model_runner.compilation_config.static_forward_context.values():
+        if isinstance(layer.impl, HeavyHitterImpl):
+            layer.kv_cache.fill_(value)
+
+
+def test_the_default_command_line(tmp_path: Path) -> None:
+    """A model and a policy are enough: prefix caching, on by default elsewhere, stays off."""
+    model = tiny_gemma3(tmp_path)
+    llm = LLM(model, kv_policy="h2o", skip_tokenizer_init=True, enforce_eager=True)
+    try:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert scheduler.windows.sizes == [32, 32]
+        assert all(type(m) is SlidingWindowManager for m in scheduler.windows.managers)
+        assert len(token_ids(generate(llm, PROMPTS, 5))) == len(PROMPTS)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def test_full_attention_without_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cohere 2 rotates where it slides alone: there is no second pass, and that is said."""
+    said: list[str] = []
+    monkeypatch.setattr(rotary.logger, "warning", lambda *args: said.append(args[0] % args[1:]))
+    model = tiny_cohere2(tmp_path)
+    follow(monkeypatch, model, "h2o2", {"budget": 64, "observation_window": 20})
+    assert len(said) == 1 and "cohere2 may leave out next to windows" in said[0]
+    with pytest.raises(UnsupportedError, match="cohere2 may leave out"):
+        engine(model, "h2o", {"score": "second_pass"}, **SETTINGS).__enter__()
+
+
+def test_more_than_one_group_of_full_attention(tmp_path: Path) -> None:
+    """Where few layers slide, vLLM splits the others, which would keep tokens of their own."""
+    kinds = [SLIDING, *[FULL] * 5]
+    with pytest.raises(UnsupportedError, match="works on one group of layers with full attention"):
+        engine(tiny_gemma3(tmp_path, layer_types=kinds), "h2o", **SETTINGS).__enter__()

@@ -1,0 +1,186 @@
+"""Groups of sliding windows next to the policy's, in vLLM's real coordinator and pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+
+from tests.scheduler.harness import BLOCK_SIZE, MAX_MODEL_LEN, Simulation, vllm_config
+from tests.scheduler.observed import Observed
+from tests.scheduler.schedules import OPTIONS, operations, overlaps
+from vllm_h2o.errors import IntegrityError, UnsupportedError
+from vllm_h2o.scheduler.footprint import Pool
+from vllm_h2o.scheduler.spec import HeavyHitterSpec
+from vllm_h2o.scheduler.windows import policy_group
+
+BUDGET = 12
+PRESSURE = (("eviction", "pressure"),)
+totals: Counter[str] = Counter()
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    ops=operations,
+    budget=st.sampled_from([BUDGET, 32]),
+    options=st.sampled_from((*OPTIONS, *[PRESSURE] * len(OPTIONS))),
+    windows=st.sampled_from([(8,), (1, 21), (6, 6, 6)]),
+    max_batched=st.sampled_from([12, 20, 64]),
+    spare=st.integers(0, 20),
+    block_size=st.sampled_from([1, 4, 8]),
+    stop_rate=st.sampled_from([0.0, 0.05]),
+    overlap=overlaps,
+    policy=st.sampled_from(["fcfs", "priority"]),
+    seed=st.integers(0, 1000),
+)
+def random_schedules(
+    ops: list[tuple],
+    budget: int,
+    options: tuple[tuple[str, object], ...],
+    windows: tuple[int, ...],
+    max_batched: int,
+    spare: int,
+    block_size: int,
+    stop_rate: float,
+    overlap: tuple[int, bool],
+    policy: str,
+    seed: int,
+) -> None:
+    """Every window finds its tokens, every number is right, and all pages come back."""
+    if ("granularity", "block") in options:
+        budget = 40
+    config = vllm_config(budget, max_batched, 8, policy, overlap[1], options)
+    # vLLM does not start with less than what one longest request may hold.
+    pool, most = Pool(0, block_size), config.max_in_flight_tokens
+    pages = pool.pages_of(MAX_MODEL_LEN)
+    pages += pool.pages_of_windows_in_prompts(windows, MAX_MODEL_LEN, most)
+    num_blocks = 1 + pages + spare * 4 // block_size
+    simulation = Observed(config, num_blocks, overlap[0], seed, block_size, windows)
+    simulation.stop_rate = stop_rate
+    simulation.run(ops)
+    assert simulation.num_free == simulation.num_total
+    assert not simulation.scheduler.ledger.states
+    totals.update(simulation.count)
+    totals["evict"] += simulation.pool.num_evictions
+
+
+def test_every_window_finds_its_tokens() -> None:
+    """Admit, chunk, decode, preempt, resume, abort, fall back in any order: each happened."""
+    totals.clear()
+    random_schedules()
+    events = "add chunk decode preempt resume abort finish pack evict reset"
+    for event in (*events.split(), "pack within a prompt", "next_offset"):
+        assert totals[event] >= 50, (event, totals)
+    assert totals["fall back"] >= 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("windows", [(6,), (5, 9, 40), (1,)])
+def test_pages_past_a_prompt(windows: tuple[int, ...], depth: int) -> None:
+    """As many as the line at the start says, and at some moment no fewer."""
+    config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=depth == 2)
+    simulation = Simulation(config, 80, depth, windows=windows)
+    simulation.add(prompt_len=20, max_tokens=40)
+    held = []
+    for step in range(30):
+        simulation.step()
+        if step > 3:
+            held.append(simulation.num_total - simulation.num_free - BUDGET // BLOCK_SIZE)
+    pool = Pool(80, BLOCK_SIZE)
+    assert max(held) == pool.pages_of_windows(windows, MAX_MODEL_LEN, depth)
+
+
+def test_what_vllm_wants_room_for() -> None:
+    """The same as its own spec, for windows and chunks of many sizes."""
+    for size in (1, 5, 8, 33):
+        spec = SlidingWindowSpec(
+            block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=size
+        )
+        for chunks in (1, 7, 100):
+            pages = Pool(0, 4).pages_of_windows_in_prompts([size], 64, chunks)
+            assert pages == spec.max_admission_blocks_per_request(chunks, 64)
+
+
+def held() -> Simulation:
+    """Two requests, one in its prompt, with a window of 6."""
+    config = vllm_config(BUDGET, 16, 8, "fcfs", async_scheduling=False)
+    simulation = Simulation(config, 60, depth=1, windows=(6,))
+    simulation.add(10, 20)
+    simulation.add(20, 20)
+    simulation.step()
+    simulation.scheduler.check_integrity()
+    return simulation
+
+
+def test_a_window_s_page_that_is_lost_is_seen() -> None:
+    """Free and held pages of all groups are the pool's."""
+    simulation = held()
+    simulation.scheduler.windows.managers[0].req_to_blocks["r0"].pop()
+    with pytest.raises(IntegrityError, match=r"sliding windows that do not fit: \[\(0, 'r0', 2\)"):
+        simulation.scheduler.check_integrity()
+
+
+def test_a_page_of_two_groups_is_seen() -> None:
+    """No page is K and V to one layer and scores to another."""
+    simulation = held()
+    scheduler = simulation.scheduler
+    (own, *_) = scheduler.manager.req_to_blocks["r0"]
+    scheduler.windows.managers[0].req_to_blocks["r1"][0] = own
+    with pytest.raises(IntegrityError, match=f"one rewrites them: .*{own.block_id}"):
+        scheduler.check_integrity()
+
+
+SHAPE = {"block_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+OWN = HeavyHitterSpec.of(FullAttentionSpec(**SHAPE))
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=6)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([WINDOW], "these caches: SlidingWindowSpec; why not: the policy works on one group"),
+        ([OWN, OWN, WINDOW], "these caches: HeavyHitterSpec, HeavyHitterSpec, SlidingWindowSpec"),
+        (
+            [OWN, ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8)],
+            "why not: next to full attention the policy works with sliding windows alone",
+        ),
+        ([OWN, replace(WINDOW, block_size=8)], "pages of 256 bytes in 4 slots, 512 bytes in 8"),
+        ([OWN, replace(WINDOW, num_kv_heads=2)], "pages of 256 bytes in 4 slots, 512 bytes in 4"),
+        ([replace(OWN, block_size=8)], "pages of 512 bytes in 8 slots"),
+    ],
+)
+def test_groups_that_do_not_go(specs: list[KVCacheSpec], message: str) -> None:
+    """One group is the policy's; the others slide, in pages of one shape."""
+    groups = [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate(specs)]
+    with pytest.raises(UnsupportedError, match=message):
+        policy_group(KVCacheConfig(9, [], groups), 4)
+
+
+def test_the_group_may_stand_anywhere() -> None:
+    """Where vLLM puts it."""
+    specs = [WINDOW, OWN, replace(WINDOW, page_size_padded=OWN.page_size_bytes)]
+    groups = [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate(specs)]
+    assert policy_group(KVCacheConfig(9, [], groups), 4) == 1
+
+
+def test_the_policy_s_pages_are_never_padded() -> None:
+    """VLLM would do that where layers that slide had larger ones."""
+    with pytest.raises(UnsupportedError, match="pages of 288 bytes, others of 4096"):
+        replace(OWN, page_size_padded=4096)

@@ -1,0 +1,139 @@
+"""Layers with a sliding window next to the policy's: vLLM keeps their pages, out of the same pool.
+
+vLLM puts layers into groups of one kind and one number; a request has a row of blocks in each. One
+group is the policy's. In a group of sliding windows a row grows by position, and blocks that the
+window has left are null::
+
+    the policy's group     | survivors |                      pages follow resident tokens
+    a window's group       | null | null | null | window |    pages follow positions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.options.refusals import ANOTHER_MODEL, ONE_GROUP
+from vllm_h2o.pages import num_pages
+from vllm_h2o.scheduler.spec import HeavyHitterSpec
+from vllm_h2o.scheduler.state import RequestInfo, RequestState
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The pages of all groups of sliding windows; none where every layer is full attention.
+
+    Args:
+        managers: vLLM's, one for each group.
+
+    """
+
+    managers: Sequence[SlidingWindowManager] = ()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each group's window."""
+        return [manager.sliding_window for manager in self.managers]
+
+    def rows(self) -> Iterator[list[KVCacheBlock]]:
+        """The blocks of each request in each group."""
+        for manager in self.managers:
+            yield from manager.req_to_blocks.values()
+
+    def num_held(self) -> int:
+        """Pages that requests hold."""
+        return sum(not block.is_null for row in self.rows() for block in row)
+
+    def num_taken(self, states: Mapping[str, RequestState]) -> int:
+        """Pages that running requests take soon, at the most: for two tokens, or the prompt's rest.
+
+        What windows leave comes back sooner or later, and is not counted.
+        """
+        return sum(
+            self._taken(manager, request_id, state)
+            for manager in self.managers
+            for request_id, state in states.items()
+        )
+
+    def num_to_admit(self, info: RequestInfo) -> int:
+        """Pages without which vLLM does not admit a request."""
+        return sum(
+            min(num_pages(info.prompt_len + 1, manager.block_size), _most(manager))
+            for manager in self.managers
+        )
+
+    def misfits(self, states: Mapping[str, RequestState]) -> list[tuple[int, str, int]]:
+        """(group, request, blocks of its row) where the row is not that of its tokens."""
+        lengths = {request_id: state.logical_len for request_id, state in states.items()}
+        return [
+            (manager.kv_cache_group_id, request_id, len(row))
+            for manager in self.managers
+            for request_id in lengths.keys() | manager.req_to_blocks.keys()
+            if len(row := manager.req_to_blocks.get(request_id, []))
+            != num_pages(lengths.get(request_id, 0), manager.block_size)
+        ]
+
+    def _taken(self, manager: SlidingWindowManager, request_id: str, state: RequestState) -> int:
+        end = (state.prompt_end if state.in_prompt else state.logical_len + 1) + 1
+        end = end if state.max_len is None else min(end, state.max_len)
+        row = manager.req_to_blocks.get(request_id, [])
+        taken = max(num_pages(end, manager.block_size) - len(row), 0)
+        held = sum(not block.is_null for block in row)
+        return min(taken, max(_most(manager) - held, 0)) if state.in_prompt else taken
+
+
+def _most(manager: SlidingWindowManager) -> int:
+    """Pages of one request, among them those of a chunk of its prompt."""
+    most = manager.max_admission_blocks_per_request
+    assert most is not None
+    return most
+
+
+def policy_group(kv_cache_config: KVCacheConfig, block_size: int) -> int:
+    """Index of the one group whose pages the policy keeps.
+
+    Args:
+        kv_cache_config: vLLM's groups.
+        block_size: slots of a page, as configured.
+
+    Raises:
+        UnsupportedError: when there is none, or more than one; when a group is neither that nor of
+            sliding windows in pages of as many slots, heads and bytes.
+
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    own = [(index, spec) for index, spec in enumerate(specs) if isinstance(spec, HeavyHitterSpec)]
+    kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
+    if len(own) != 1:
+        raise _unsupported(f"its layers keep these caches: {kinds}", ONE_GROUP)
+    ((index, spec),) = own
+    others = [other for other in specs if other is not spec]
+    if not all(type(other) is SlidingWindowSpec for other in others):
+        raise _unsupported(
+            f"its layers keep these caches: {kinds}",
+            "next to full attention the policy works with sliding windows alone",
+        )
+    shapes = [(spec.block_size, spec.stock_page_size_bytes), *_shapes(others)]
+    if spec.block_size != block_size or len(set(shapes)) != 1:
+        raise _unsupported(
+            f"its layers have pages of {', '.join(f'{b} bytes in {n} slots' for n, b in shapes)}",
+            "layers with full attention and those with sliding windows share pages of one shape",
+            "give a --block-size that both take, or run this model without --kv-policy",
+        )
+    return index
+
+
+def _shapes(specs: Iterable[object]) -> Iterator[tuple[int, int]]:
+    """(slots, bytes of K and V) of a page of each."""
+    for spec in specs:
+        assert isinstance(spec, SlidingWindowSpec)
+        yield spec.block_size, spec.unpadded_page_size_bytes
+
+
+def _unsupported(found: str, why: str, remedy: str = ANOTHER_MODEL) -> UnsupportedError:
+    return UnsupportedError("a kv-policy for this model", found, why, remedy)
