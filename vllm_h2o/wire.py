@@ -23,6 +23,8 @@ class RequestPlan:
         resident_start: slots in use before this step; above ``capacity`` in the prompt alone, or
             while the request ``grows``.
         capacity: slots the request may hold after its prompt, C.
+        evict_every: tokens that are evicted at a time past the prompt. With 1 a token overwrites
+            its victim; with more, survivors are packed when ``capacity`` slots are taken.
         num_survivors: tokens that survive this step; 0 means that nothing is packed.
         num_recent: most recent positions that are never victims.
         num_sinks: first positions that are never victims.
@@ -49,6 +51,7 @@ class RequestPlan:
     in_prompt: bool
     resident_start: int
     capacity: int
+    evict_every: int = 1
     num_survivors: int = 0
     num_recent: int = 0
     num_sinks: int = 0
@@ -79,6 +82,11 @@ class RequestPlan:
         return not self.in_prompt and not self.grows
 
     @property
+    def kept(self) -> int:
+        """Tokens that survive an eviction."""
+        return self.capacity - self.evict_every
+
+    @property
     def overwrites(self) -> bool:
         """Whether the new token takes its victim's slot: the request was full already."""
         return self._is_bounded and self.resident_start == self.capacity
@@ -91,12 +99,18 @@ class RequestPlan:
     @property
     def selects(self) -> bool:
         """Whether a victim is chosen after this step: no slot is left for the next token."""
-        return self._is_bounded and self.attended_len == self.capacity and not self.num_free_slots
+        full = self._is_bounded and self.attended_len == self.capacity
+        return full and self.evict_every == 1 and not self.num_free_slots
 
     @property
     def falls_back(self) -> bool:
         """Whether survivors are packed past the prompt, because memory is short."""
-        return not self.in_prompt and self.num_survivors > 0
+        return not self.in_prompt and self.grows and self.num_survivors > 0
+
+    @property
+    def evicts_together(self) -> bool:
+        """Whether survivors are packed past the prompt, because ``evict_every`` tokens came."""
+        return self._is_bounded and self.num_survivors > 0
 
     @property
     def num_evicted(self) -> int:
@@ -112,7 +126,7 @@ class RequestPlan:
     @property
     def held_end(self) -> int:
         """Slots whose pages stay held after this step, be it the prompt's last or a later one."""
-        if self.num_survivors == self.capacity - 1:
+        if self.num_survivors == self.kept:
             return self.capacity
         return self.num_survivors or self.attended_len
 
@@ -145,7 +159,8 @@ class PolicyStats:
         pressure_packs: packs past a prompt since then: of requests that fell back to their
             budget because memory was short.
         pressure_evicted_tokens: tokens evicted by those.
-        requests_at_capacity: requests now whose slots are all taken: a new token evicts one.
+        requests_at_capacity: requests now whose slots are all taken: a new token evicts one, or
+            each ``evict_every``-th as many.
         resident_tokens: tokens now in the cache.
         logical_tokens: tokens now that have been computed of the requests that hold pages: what
             stock vLLM would hold.

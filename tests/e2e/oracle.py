@@ -36,7 +36,8 @@ class Oracle:
         retained: positions that the engine holds now.
         num_compared: retained sets that were compared.
         num_victims: victims that were compared.
-        num_packs: packs behind prompts that were compared.
+        num_packs: packs because memory was short that were compared.
+        num_together: packs of every few tokens that were compared.
         num_ties: victims that differ, between scores closer than ``TIE``.
         num_unequal: times that KV heads of a layer got unequal numbers of slots.
         max_error: largest difference of an attention output from the reference's.
@@ -50,6 +51,7 @@ class Oracle:
     num_compared: int = 0
     num_victims: int = 0
     num_packs: int = 0
+    num_together: int = 0
     num_ties: int = 0
     num_unequal: int = 0
     max_error: float = 0.0
@@ -164,6 +166,7 @@ class Oracle:
             by_maximum=scoring.by_maximum,
             reach=scoring.reach,
             splits=self.scheduler.ledger.splits,
+            evict_every=plan.evict_every,
             logical_len=plan.logical_start,
         )
 
@@ -254,6 +257,7 @@ class Oracle:
         assert self.retained[where] == {p for p in strip.position.tolist() if p >= 0}, (where, plan)
         self.num_compared += 1
         self.num_packs += plan.falls_back
+        self.num_together += plan.evicts_together
         if plan.selects:
             self.num_victims += 1
             self._compare_victim(where, positions[int(victim)])

@@ -125,6 +125,16 @@ def test_tensor_parallel(model: str, alone: dict[str, Run], two_ranks: pytest.Mo
     assert_same(alone["h2o"], run(model, "h2o", tensor_parallel_size=2))
 
 
+def test_ranks_that_evict_several_at_a_time(model: str, two_ranks: pytest.MonkeyPatch) -> None:
+    """All pack in the same steps."""
+    runs = []
+    for size in (1, 2):
+        settings = {**SETTINGS, "tensor_parallel_size": size}
+        with engine(model, "h2o", {**OPTIONS, "evict_every": 5}, **settings) as llm:
+            runs.append(measure(llm))
+    assert_same(*runs)
+
+
 def test_tensor_parallel_and_shared_prefixes(
     model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch
 ) -> None:

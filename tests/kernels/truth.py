@@ -79,6 +79,7 @@ class Truth:
                 by_maximum=self.layer.builder.scoring.by_maximum,
                 reach=self.layer.builder.scoring.reach,
                 splits=life.splits,
+                evict_every=budget.evict_every,
             )
             for _ in range(shape.num_kv_heads)
         ]

@@ -173,7 +173,7 @@ class ShadowPool:
             dropped = set(self.random.sample(old, len(positions) - plan.num_survivors))
             positions = [p for p in positions if p not in dropped]
             for index, position in enumerate(positions):
-                slot = self._slot(request_id, index, plan.pack_block_idx)
+                slot = self._slot(request_id, index, plan.pack_block_idx or start)
                 self.slots[slot] = self._token(request_id, position)
             self.num_evictions += len(dropped)
         elif plan.selects:
@@ -287,6 +287,7 @@ class Simulation:
         self.count["decode"] += sum(not p.in_prompt for p in plans)
         self.count["pack"] += sum(p.num_survivors > 0 for p in plans)
         self.count["fall back"] += sum(p.falls_back for p in plans)
+        self.count["together"] += sum(p.evicts_together for p in plans)
         self.count["move"] += sum(p.pack_block_idx > 0 for p in plans)
         lives = zip(output.residency_plan.requests, plans, strict=True)
         self.count["hit"] += sum(p.logical_start > 0 for i, p in lives if i not in self.pool.tables)

@@ -264,6 +264,9 @@ class Head:
         splits: whether a layer's heads share its slots at the prompt's end: see split.py.
         grows: whether nothing is evicted for now, however many tokens there are. Set to false, the
             strip is packed after its next step.
+        evict_every: tokens that are evicted at a time past the prompt. With 1 the next token takes
+            the slot of one; with more, the step that fills the last of ``capacity`` slots packs
+            ``capacity - evict_every`` survivors, with the scores that they have.
         logical_len: tokens computed so far.
         in_prompt: whether the prompt is not complete yet.
         victim: the slot that the next token takes, once the strip is full: where pages are
@@ -286,6 +289,7 @@ class Head:
     reach: int = 0
     splits: bool = False
     grows: bool = False
+    evict_every: int = 1
     logical_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
@@ -328,17 +332,21 @@ class Head:
         out = attend_and_score(query, self.strip, self.scale, *limits)
         for scoring_pass, scoring_query in passes:
             score_pass(scoring_query, self.strip, self.scale, scoring_pass)
-        full = len(self.strip) >= self.capacity and not self.grows
+        length = len(self.strip)
         if self.in_prompt:
+            full = length > self.capacity - self.evict_every and not self.grows
             if full and (ends_prompt or self.packs_chunks) and not self.splits:
                 self.extend_scores()
                 self.pack()
             self.in_prompt = not ends_prompt
-        elif full and len(self.strip) > self.capacity:
+        elif length > self.capacity and not self.grows:
             self.extend_scores()
             self.pack()
-        elif full and not self.next_offset:
-            self._select()
+        elif length == self.capacity and not self.grows:
+            if self.evict_every > 1:
+                self.pack()
+            elif not self.next_offset:
+                self._select()
         return out
 
     def _vacate(self) -> int:
@@ -357,14 +365,15 @@ class Head:
             held.score = reached(held.score, held.position, self.reach)
 
     def pack(self) -> None:
-        """Keep ``capacity - 1`` tokens."""
+        """Keep ``capacity - evict_every`` tokens."""
         limits = (self.num_recent, self.num_sinks, self.by_age)
         held = self.strip
         if self.page_size > 1:
             ranked = Strip(held.key, held.value, page_sums(held, self.page_size), held.position)
         else:
             ranked = held
-        best = pack_survivors(ranked, self.logical_len, self.capacity - 1, *limits)
+        num_survivors = self.capacity - self.evict_every
+        best = pack_survivors(ranked, self.logical_len, num_survivors, *limits)
         kept = torch.isin(held.position, best.position)
         best.score = held.score[kept]
         self.strip = best

@@ -48,9 +48,14 @@ def _asks_window(config: Any) -> bool:
     return _has_window(config) or config.ranking.window
 
 
+def _evicts_together(config: Any) -> bool:
+    return config.evict_every > 1
+
+
 UNSPLIT: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda c: c.granularity == "block", "granularity={c.granularity!r}"),
     (_has_pressure, "eviction={c.eviction!r}"),
+    (_evicts_together, "evict_every={c.evict_every!r} packs again and again"),
     (lambda c: c.prefill == "chunked", "prefill={c.prefill!r} evicts before the prompt is known"),
 )
 """What heads that share slots do not go with: their pages stay their own from the prompt's end."""
@@ -113,6 +118,12 @@ CONFLICTS = (
         lambda c: c.granularity == "block" and _has_basis(c),
         "granularity='block' with budget_basis={c.budget_basis!r}",
         "the pages of a short request may all be recent",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.granularity == "block" and _evicts_together(c),
+        "granularity='block' with evict_every={c.evict_every!r}",
+        "a page is evicted at a time already, for as many tokens as it has slots",
         NOT_BUILT,
     ),
     Conflict(

@@ -28,6 +28,7 @@ BUDGET_OPTIONS = frozenset(
         "prefill",
         "eviction",
         "pressure_watermark",
+        "evict_every",
     }
 )
 """What every policy reads that evicts."""

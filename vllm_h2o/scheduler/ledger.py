@@ -15,7 +15,13 @@ from dataclasses import replace
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.state import LedgerStats, RequestInfo, RequestState, check_span
+from vllm_h2o.scheduler.state import (
+    LedgerStats,
+    RequestInfo,
+    RequestState,
+    check_evicts,
+    check_span,
+)
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 
 
@@ -63,7 +69,7 @@ class Ledger:
         self.seed = seed
         self.packs_chunks = packs_chunks
         self.observation_window = observation_window
-        self.scores_window_only = scores_window_only
+        self._scores_window_only = scores_window_only and observation_window > 0
         self.second_pass_chunk = second_pass_chunk
         self.victim_size = block_size if evicts_blocks else 1
         self.max_blocks_per_request = max_blocks_per_request
@@ -93,9 +99,8 @@ class Ledger:
     def num_row_blocks(self, plan: RequestPlan) -> int:
         """Columns of the block table that a step needs, those of dropped blocks included."""
         needed = plan.first_block_idx + self.num_pages(plan.attended_len)
-        if not plan.pack_block_idx:
-            return needed
-        return max(needed, plan.pack_block_idx + self.num_pages(plan.held_end))
+        start = plan.pack_block_idx or plan.first_block_idx
+        return max(needed, start + self.num_pages(plan.held_end))
 
     def fits(self, info: RequestInfo) -> bool:
         """Whether nothing of a request is ever evicted."""
@@ -180,37 +185,36 @@ class Ledger:
         num_new = num_tokens - num_computed
         in_prompt = held.in_prompt
         check_span(request_id, held, num_computed, num_tokens)
-        budget, window = held.budget, self.observation_window
-        window_start = max(held.prompt_end - window, 0) if window else held.prompt_end
+        budget, window_start = held.budget, self._window_start(held)
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
         # Survivors leave pages that others read, however few tokens there are.
         pack_block_idx = self.num_pages(held.shared_end) if due and not held.fits else 0
         falls_back = held.grows and (self.is_short if due else request_id in self.falling_back)
-        room = budget.capacity if falls_back and not due else budget.kept
-        packs = pack_block_idx > 0 or held.resident_len + num_new > room
+        end = held.resident_len + num_new
+        packs = pack_block_idx > 0 or end > (budget.kept if due else budget.capacity)
         packs = packs and (falls_back if held.grows else due)
         # One that holds no more than its capacity falls back without moving anything; a short
         # prompt that ends while memory is short has nothing to give, and goes on.
         grows = held.grows and (packs or due or not falls_back)
-        overwrites = not in_prompt and not grows and held.resident_len == budget.capacity
-        if held.fits and (packs or overwrites):
-            raise IntegrityError(
-                f"request {request_id}: token {num_tokens} does not fit into {budget.capacity} "
-                "slots, and was said to"
-            )
-        num_survivors = min(budget.kept, held.resident_len + num_new) if packs else 0
+        is_bounded = not in_prompt and not grows
+        overwrites = is_bounded and held.resident_len == budget.capacity
+        if is_bounded and budget.evict_every > 1:
+            packs = end > budget.capacity if held.fits else end == budget.capacity
+        if packs or overwrites:
+            check_evicts(request_id, held, num_tokens)
         return RequestPlan(
             logical_start=num_computed,
             num_new=num_new,
             in_prompt=in_prompt,
             resident_start=held.resident_len,
             capacity=budget.capacity,
-            num_survivors=num_survivors,
+            evict_every=budget.evict_every,
+            num_survivors=min(budget.kept, end) if packs else 0,
             num_recent=budget.num_recent,
             num_sinks=budget.num_sinks,
             seed=held.seed,
             fits=held.fits,
-            scoring_start=window_start if window and self.scores_window_only else 0,
+            scoring_start=window_start if self._scores_window_only else 0,
             window_start=window_start,
             grows=grows,
             next_offset=held.next_offset if overwrites else 0,
@@ -218,7 +222,7 @@ class Ledger:
             first_block_idx=held.first_block_idx,
             pack_block_idx=pack_block_idx,
             is_split=held.is_split,
-            splits=self.splits and packs and held.resident_len + num_new > budget.kept,
+            splits=self.splits and packs and end > budget.kept,
         )
 
     def commit(self, request_id: str, plan: RequestPlan, info: RequestInfo | None) -> None:
@@ -236,7 +240,9 @@ class Ledger:
         ends_prompt = plan.logical_end >= held.prompt_end
         if not plan.in_prompt:
             self.falling_back.discard(request_id)
-        held_len = plan.held_end if ends_prompt else max(held.held_len, plan.attended_len)
+        held_len = plan.held_end
+        if not ends_prompt or not plan.num_survivors:
+            held_len = max(held.held_len, plan.attended_len, held_len)
         self._step[request_id] = plan
         self._states[request_id] = replace(
             held,
@@ -278,6 +284,10 @@ class Ledger:
                 self.stats.pressure_packs += 1
                 self.stats.pressure_evicted_tokens += plan.num_evicted
         return ResidencyPlan(step)
+
+    def _window_start(self, held: RequestState) -> int:
+        """Position of the observation window's first query; the prompt's end without one."""
+        return max(held.prompt_end - self.observation_window, 0)
 
     def _fresh(self, request_id: str, info: RequestInfo | None, num_cached: int) -> RequestState:
         """The state of a request that holds nothing but what it found in the prefix cache."""

@@ -268,15 +268,13 @@ class HeavyHitterScheduler(AsyncScheduler):
         if config.splits:
             logger.info("%s: a layer's KV heads share its slots; counts are means.", config.name)
         logger.info(
-            "%s: past its prompt a sequence holds %s%d tokens (%d heavy, %d recent, %d sinks, "
-            "1 for the incoming token) = %d pages of %d; the pool of %d pages holds %d sequences "
-            "of max_model_len=%d at once, stock vLLM in the same memory %d.",
+            "%s: past its prompt a sequence holds %s%d tokens (%s) = %d pages of %d; the pool of "
+            "%d pages holds %d sequences of max_model_len=%d at once, stock vLLM in the same "
+            "memory %d.",
             config.name,
             "" if config.budget_basis == "max_model_len" else "at most ",
             budget.capacity,
-            budget.num_heavy,
-            budget.num_recent,
-            budget.num_sinks,
+            budget.parts,
             pool.pages_of(slots),
             pool.block_size,
             pool.num_pages,

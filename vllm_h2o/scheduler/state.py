@@ -72,9 +72,12 @@ class RequestState:
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot that the request may hold is taken: the next token evicts one."""
-        bounded = not self.in_prompt and not self.grows
-        return bounded and self.resident_len == self.budget.capacity
+        """Whether every slot that the request may hold is taken: new tokens evict others."""
+        if self.in_prompt or self.grows:
+            return False
+        if self.budget.evict_every > 1:  # some slots are free again as soon as all are taken
+            return self.resident_len < self.logical_len
+        return self.resident_len == self.budget.capacity
 
     def num_sharable(self, num_tokens: int) -> int:
         """Of the first ``num_tokens`` tokens, those that may lie in pages that others read."""
@@ -111,4 +114,18 @@ def check_span(request_id: str, held: RequestState, num_computed: int, num_token
         raise IntegrityError(
             f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
             f"prompt at {held.prompt_end}, or are more than one past it"
+        )
+
+
+def check_evicts(request_id: str, held: RequestState, num_tokens: int) -> None:
+    """Whether a request may lose tokens when token ``num_tokens`` is computed.
+
+    Raises:
+        IntegrityError: when all of it was said to fit.
+
+    """
+    if held.fits:
+        raise IntegrityError(
+            f"request {request_id}: token {num_tokens} does not fit into {held.budget.capacity} "
+            "slots, and was said to"
         )

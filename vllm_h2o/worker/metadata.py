@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.config import VllmConfig
@@ -140,18 +140,21 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
         # One token that ends a prompt, or with which a request falls back, runs the decode kernel;
         # its request is still packed.
-        chunks = [
-            self._prompt_chunk(plan, table[row], starts[row])
+        planned = [
+            (plan, self._prompt_chunk(plan, table[row], starts[row]))
             for row, plan in enumerate(plans)
             if plan.num_new > 1 or plan.num_survivors
         ]
+        chunks = [chunk for _, chunk in planned]
         prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
         decoding = [row for row, plan in enumerate(plans) if plan.num_new == 1]
         num_padded = num_rows if not prompts else len(decoding)
         decodes = self.batching(Rows(plans, table, starts, decoding, num_padded))
-        packed = [chunk for chunk in chunks if chunk.num_survivors]
-        if step and packed:
-            step.packings.append(self._packing(packed))
+        # What an observation window gives reaches further once: not whenever tokens are evicted.
+        for reach, together in ((self.scoring.reach, False), (0, True)):
+            packed = [c for p, c in planned if p.num_survivors and p.evicts_together is together]
+            if step and packed:
+                step.packings.append(self._packing(packed, reach))
         covered = 0 if self.kernels.copies_kv else num_rows
         return HeavyHitterMetadata(
             self.kernels,
@@ -172,6 +175,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             for first in (plan.scoring_start, plan.window_start)
         )
         destination = window_scores = None
+        if plan.first_block_idx:  # a kernel reads a row from its first column on
+            table_row = table_row.roll(-plan.first_block_idx)
         if plan.pack_block_idx:
             num_blocks = num_pages(plan.held_end, self.spec.block_size)
             destination = table_row[plan.pack_block_idx : plan.pack_block_idx + num_blocks]
@@ -194,12 +199,12 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             window_scores=window_scores,
         )
 
-    def _packing(self, chunks: list[PromptChunk]) -> Packing:
+    def _packing(self, chunks: list[PromptChunk], reach: int) -> Packing:
         return Packing(
             chunks,
             self.layer_names,
             self.layers,
             self.kernels,
-            self.scoring,
+            replace(self.scoring, reach=reach),
             self.random_scores,
         )
