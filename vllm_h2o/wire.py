@@ -17,7 +17,7 @@ class RequestPlan:
 
     Args:
         logical_start: tokens computed before this step; the position of the first new token.
-        num_new: tokens computed in this step; always 1 during decode.
+        num_new: tokens computed in this step; past the prompt 1, and drafts, which may be wrong.
         in_prompt: whether the new tokens belong to the prompt (of a resumed request: to what is
             computed again), within which a token takes a slot of its own.
         resident_start: slots in use before this step; above ``capacity`` in the prompt alone, or
@@ -40,6 +40,8 @@ class RequestPlan:
         first_block_idx: column of the block table's row in which the request's slots begin.
         pack_block_idx: column in which they begin once survivors are packed: after the prompt's
             blocks, which others read. 0: in place.
+        num_unscored: tokens of the request's last step, which had drafts, that were accepted: their
+            queries score before this step's.
         is_split: whether the KV heads of a layer hold unequal numbers of slots, ``capacity`` on
             average; then the request is at its capacity for good.
         splits: whether they do once survivors are packed.
@@ -64,6 +66,7 @@ class RequestPlan:
     num_free_slots: int = 0
     first_block_idx: int = 0
     pack_block_idx: int = 0
+    num_unscored: int = 0
     is_split: bool = False
     splits: bool = False
 
@@ -76,6 +79,11 @@ class RequestPlan:
     def recent_start(self) -> int:
         """Positions from here on are never victims."""
         return self.logical_end - self.num_recent
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether only the first of the new tokens is certain."""
+        return not self.in_prompt and self.num_new > 1
 
     @property
     def _is_bounded(self) -> bool:

@@ -41,6 +41,7 @@ class Ledger:
         prefix_caching: whether requests share the pages of a common prefix.
         splits: whether the KV heads of a layer share its slots once a prompt is evicted from.
         under_pressure: whether a request is evicted from only when memory is short.
+        num_drafts: most drafts that a step computes past a request's next token.
 
     Attributes:
         falling_back: requests past their prompts that fall back to their budget when their next
@@ -63,6 +64,7 @@ class Ledger:
         prefix_caching: bool = False,
         splits: bool = False,
         under_pressure: bool = False,
+        num_drafts: int = 0,
     ) -> None:
         self.budget = budget
         self.block_size = block_size
@@ -76,6 +78,7 @@ class Ledger:
         self.prefix_caching = prefix_caching
         self.splits = splits
         self.under_pressure = under_pressure
+        self.num_drafts = num_drafts
         self.falling_back: set[str] = set()
         self.is_short = False
         self.stats = LedgerStats()
@@ -139,7 +142,8 @@ class Ledger:
         """As many of the tokens [start, start + num_new) as leave whole what is scored together.
 
         That is the observation window, and with a second pass ``second_pass_chunk`` tokens or the
-        prompt's rest: so what a prompt keeps does not depend on what else a step computes.
+        prompt's rest: so what a prompt keeps does not depend on what else a step computes. Of
+        drafts, as many as there is room for; none follow a prompt's last token.
 
         Args:
             request_id: the request.
@@ -150,6 +154,7 @@ class Ledger:
         """
         held = self._states.get(request_id)
         prompt_end = held.prompt_end if held else prompt_len
+        num_new = min(num_new, held.max_new(self.num_drafts) if held else prompt_end - start)
         window_start = max(prompt_end - self.observation_window, 0)
         if self.second_pass_chunk and start < prompt_end:
             longest = max(self.second_pass_chunk, self.observation_window)
@@ -184,7 +189,7 @@ class Ledger:
         held = self._states.get(request_id) or self._fresh(request_id, info, num_computed)
         num_new = num_tokens - num_computed
         in_prompt = held.in_prompt
-        check_span(request_id, held, num_computed, num_tokens)
+        check_span(request_id, held, num_computed, num_tokens, self.num_drafts)
         budget, window_start = held.budget, self._window_start(held)
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
         # Survivors leave pages that others read, however few tokens there are.
@@ -221,6 +226,7 @@ class Ledger:
             num_free_slots=self.victim_size - 1 - held.next_offset if overwrites else 0,
             first_block_idx=held.first_block_idx,
             pack_block_idx=pack_block_idx,
+            num_unscored=held.num_unscored,
             is_split=held.is_split,
             splits=self.splits and packs and end > budget.kept,
         )
@@ -253,7 +259,21 @@ class Ledger:
             first_block_idx=plan.pack_block_idx or plan.first_block_idx,
             is_split=plan.is_split or plan.splits,
             grows=plan.grows and not plan.num_survivors,
+            num_unscored=plan.num_new if plan.has_drafts else 0,
         )
+
+    def settle(self, request_id: str, num_computed: int) -> None:
+        """Drop the drafts of a request's last step that were rejected; their slots are free.
+
+        Args:
+            request_id: the request.
+            num_computed: tokens computed, without those.
+
+        Raises:
+            IntegrityError: when its last step had no such drafts.
+
+        """
+        self._states[request_id] = self._states[request_id].settled(num_computed)
 
     def close(self, request_id: str) -> None:
         """Forget a request whose pages go back: finished, aborted or preempted."""
