@@ -22,7 +22,7 @@ class RequestPlan:
             computed again), within which a token takes a slot of its own.
         resident_start: slots in use before this step; above ``capacity`` in the prompt alone, or
             while the request ``grows``.
-        capacity: slots the request may hold after its prompt, C.
+        capacity: slots the request may hold after its prompt, C, or C - 1 + ``evict_every``.
         evict_every: tokens that are evicted at a time past the prompt. With 1 a token overwrites
             its victim; with more, survivors are packed when ``capacity`` slots are taken.
         num_survivors: tokens that survive this step; 0 means that nothing is packed.
