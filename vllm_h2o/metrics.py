@@ -29,7 +29,7 @@ COUNTERS = {
     "evicted_tokens": "Tokens evicted from the KV cache. Each layer with full attention "
     "evicts as many, and so does each KV head, on average; they are counted once.",
     "packs": "Times that survivors were packed into a sequence's first pages: prompts, or, with "
-    "prefill=chunked, chunks of them; with eviction=pressure, also later.",
+    "prefill=chunked, chunks of them; with eviction=pressure or evict_every, also later.",
     "pages_freed_early": "KV-cache pages that requests gave back while they ran.",
     "pressure_packs": "Packs past a prompt: requests that fell back to their budget because "
     "memory was short.",
@@ -38,7 +38,8 @@ COUNTERS = {
 """Field of PolicyStats -> what ``vllm:kv_policy_<field>_total`` counts."""
 
 GAUGES = {
-    "requests_at_capacity": "Requests whose slots are all taken: each new token evicts one.",
+    "requests_at_capacity": "Requests whose slots are all taken: each new token evicts one, or, "
+    "with evict_every=n, each n-th n of them.",
     "resident_tokens": "Tokens in the KV cache of each layer with full attention.",
     "logical_tokens": "Tokens computed of the requests that hold pages: stock vLLM would hold all.",
     "saved_bytes": "Bytes of the pages that stock vLLM would hold for the logical tokens, without "

@@ -17,12 +17,14 @@ class RequestPlan:
 
     Args:
         logical_start: tokens computed before this step; the position of the first new token.
-        num_new: tokens computed in this step; always 1 during decode.
+        num_new: tokens computed in this step; past the prompt 1, and drafts, which may be wrong.
         in_prompt: whether the new tokens belong to the prompt (of a resumed request: to what is
             computed again), within which a token takes a slot of its own.
         resident_start: slots in use before this step; above ``capacity`` in the prompt alone, or
             while the request ``grows``.
-        capacity: slots the request may hold after its prompt, C.
+        capacity: slots the request may hold after its prompt, C, or C - 1 + ``evict_every``.
+        evict_every: tokens that are evicted at a time past the prompt. With 1 a token overwrites
+            its victim; with more, survivors are packed when ``capacity`` slots are taken.
         num_survivors: tokens that survive this step; 0 means that nothing is packed.
         num_recent: most recent positions that are never victims.
         num_sinks: first positions that are never victims.
@@ -38,6 +40,8 @@ class RequestPlan:
         first_block_idx: column of the block table's row in which the request's slots begin.
         pack_block_idx: column in which they begin once survivors are packed: after the prompt's
             blocks, which others read. 0: in place.
+        num_unscored: tokens of the request's last step, which had drafts, that were accepted: their
+            queries score before this step's.
         is_split: whether the KV heads of a layer hold unequal numbers of slots, ``capacity`` on
             average; then the request is at its capacity for good.
         splits: whether they do once survivors are packed.
@@ -51,6 +55,7 @@ class RequestPlan:
     in_prompt: bool
     resident_start: int
     capacity: int
+    evict_every: int = 1
     num_survivors: int = 0
     num_recent: int = 0
     num_sinks: int = 0
@@ -63,6 +68,7 @@ class RequestPlan:
     num_free_slots: int = 0
     first_block_idx: int = 0
     pack_block_idx: int = 0
+    num_unscored: int = 0
     is_split: bool = False
     splits: bool = False
     restored_end: int = 0
@@ -78,8 +84,18 @@ class RequestPlan:
         return self.logical_end - self.num_recent
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether only the first of the new tokens is certain."""
+        return not self.in_prompt and self.num_new > 1
+
+    @property
     def _is_bounded(self) -> bool:
         return not self.in_prompt and not self.grows
+
+    @property
+    def kept(self) -> int:
+        """Tokens that survive an eviction."""
+        return self.capacity - self.evict_every
 
     @property
     def overwrites(self) -> bool:
@@ -94,12 +110,18 @@ class RequestPlan:
     @property
     def selects(self) -> bool:
         """Whether a victim is chosen after this step: no slot is left for the next token."""
-        return self._is_bounded and self.attended_len == self.capacity and not self.num_free_slots
+        full = self._is_bounded and self.attended_len == self.capacity
+        return full and self.evict_every == 1 and not self.num_free_slots
 
     @property
     def falls_back(self) -> bool:
         """Whether survivors are packed past the prompt, because memory is short."""
-        return not self.in_prompt and self.num_survivors > 0
+        return not self.in_prompt and self.grows and self.num_survivors > 0
+
+    @property
+    def evicts_together(self) -> bool:
+        """Whether survivors are packed past the prompt, because ``evict_every`` tokens came."""
+        return self._is_bounded and self.num_survivors > 0
 
     @property
     def num_evicted(self) -> int:
@@ -115,7 +137,7 @@ class RequestPlan:
     @property
     def held_end(self) -> int:
         """Slots whose pages stay held after this step, be it the prompt's last or a later one."""
-        if self.num_survivors == self.capacity - 1:
+        if self.num_survivors == self.kept:
             return self.capacity
         return self.num_survivors or self.attended_len
 
@@ -148,7 +170,8 @@ class PolicyStats:
         pressure_packs: packs past a prompt since then: of requests that fell back to their
             budget because memory was short.
         pressure_evicted_tokens: tokens evicted by those.
-        requests_at_capacity: requests now whose slots are all taken: a new token evicts one.
+        requests_at_capacity: requests now whose slots are all taken: a new token evicts one, or
+            each ``evict_every``-th as many.
         resident_tokens: tokens now in the cache.
         logical_tokens: tokens now that have been computed of the requests that hold pages: what
             stock vLLM would hold.

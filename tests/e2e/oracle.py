@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,14 +38,18 @@ class Oracle:
         retained: positions that the engine holds now.
         num_compared: retained sets that were compared.
         num_victims: victims that were compared.
-        num_packs: packs behind prompts that were compared.
+        num_packs: packs because memory was short that were compared.
+        num_together: packs of every few tokens that were compared.
         num_ties: victims that differ, between scores closer than ``TIE``.
         num_merged: victims that went to the nearest key; their K, V and masses are compared.
         num_merge_ties: those that went to another key than the reference's, as near: in a model's
             first layer the same token as far before the victim as behind it is.
         num_unequal: times that KV heads of a layer got unequal numbers of slots.
+        num_accepted: drafts that were accepted, and followed.
+        num_rejected: drafts that were rejected.
         max_error: largest difference of an attention output from the reference's.
         waiting: layers of the running step, to be followed when its survivors are packed.
+        drafted: steps with drafts, to be followed when it is known how many were accepted.
 
     """
 
@@ -55,12 +59,16 @@ class Oracle:
     num_compared: int = 0
     num_victims: int = 0
     num_packs: int = 0
+    num_together: int = 0
     num_ties: int = 0
     num_merged: int = 0
     num_merge_ties: int = 0
     num_unequal: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
     max_error: float = 0.0
     waiting: list[Callable[[], None]] = field(default_factory=list)
+    drafted: dict[Where, tuple[RequestPlan, tuple[torch.Tensor, ...]]] = field(default_factory=dict)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Oracle:
         """Follow every forward of the policy's attention from now on."""
@@ -123,10 +131,14 @@ class Oracle:
                 new = (query[tokens], key[tokens], value[tokens])
                 if where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
                     self.heads[where] = self._head(impl, metadata, plan, cache, rows[head])
-                out = self._step(impl, where, plan, *new, metadata.scoring)
-                group = slice(head * out.shape[1], (head + 1) * out.shape[1])
-                error = (out - output[tokens].view(*query[tokens].shape)[:, group].double()).abs()
-                self.max_error = max(self.max_error, float(error.max()))
+                self._settle(impl, where, plan, metadata.scoring)
+                out = output[tokens].view(*query[tokens].shape)
+                if plan.has_drafts:
+                    self.drafted[where] = (plan, (*new, out))
+                else:
+                    self._follow_tokens(impl, where, plan, (*new, out), metadata.scoring)
+            if plan.has_drafts:
+                continue
             if plan.splits:
                 heads = [
                     self.heads[layer_name, head, request_id] for head in range(impl.num_kv_heads)
@@ -142,6 +154,37 @@ class Oracle:
                     num_slots = len(strip) * cache.block_size - plan.splits
                 victim = None if victims is None else victims[head]
                 self._compare((layer_name, head, request_id), plan, cache, strip, num_slots, victim)
+
+    def _settle(
+        self, impl: HeavyHitterImpl, where: Where, plan: RequestPlan, scoring: Scoring
+    ) -> None:
+        """Follow the tokens of the last step that were accepted, one by one, as without drafts."""
+        last, tensors = self.drafted.pop(where, (plan, ()))
+        if plan.in_prompt or not tensors:
+            assert plan.num_unscored == 0
+            return
+        assert 1 <= plan.num_unscored <= last.num_new
+        self.num_accepted += plan.num_unscored - 1
+        self.num_rejected += last.num_new - plan.num_unscored
+        for i in range(plan.num_unscored):
+            one = replace(last, logical_start=last.logical_start + i, num_new=1)
+            own = tuple(t[i : i + 1] for t in tensors)
+            self._follow_tokens(impl, where, one, own, scoring)
+
+    def _follow_tokens(
+        self,
+        impl: HeavyHitterImpl,
+        where: Where,
+        plan: RequestPlan,
+        tensors: tuple[torch.Tensor, ...],
+        scoring: Scoring,
+    ) -> None:
+        """A step of one head, and how far the layer's output is from the reference's."""
+        query, key, value, output = tensors
+        out = self._step(impl, where, plan, query, key, value, scoring)
+        group = slice(where[1] * out.shape[1], (where[1] + 1) * out.shape[1])
+        error = (out - output[:, group].double()).abs()
+        self.max_error = max(self.max_error, float(error.max()))
 
     def _head(
         self,
@@ -177,6 +220,7 @@ class Oracle:
             splits=self.scheduler.ledger.splits,
             merge=scoring.merge,
             window_lifetime=self.scheduler.ledger.window_lifetime,
+            evict_every=plan.evict_every,
             logical_len=plan.logical_start,
         )
 
@@ -271,6 +315,7 @@ class Oracle:
             assert cache.mass[at].tolist() == [masses[p] for p in positions], (where, plan)
         self.num_compared += 1
         self.num_packs += plan.falls_back
+        self.num_together += plan.evicts_together
         if plan.selects:
             self.num_victims += 1
             self._compare_victim(where, positions[int(victim)])

@@ -153,6 +153,38 @@ def test_ranks_next_to_sliding_windows(tmp_path: Path, two_ranks: pytest.MonkeyP
     assert_same(run(**settings), run(**settings, tensor_parallel_size=2))
 
 
+def test_ranks_that_evict_several_at_a_time(model: str, two_ranks: pytest.MonkeyPatch) -> None:
+    """All pack in the same steps."""
+    runs = []
+    for size in (1, 2):
+        settings = {**SETTINGS, "tensor_parallel_size": size}
+        with engine(model, "h2o", {**OPTIONS, "evict_every": 5}, **settings) as llm:
+            runs.append(measure(llm))
+    assert_same(*runs)
+
+
+def test_ranks_with_drafts(model: str, two_ranks: pytest.MonkeyPatch) -> None:
+    """Each keeps the queries of its own heads until it is known which drafts were accepted."""
+    options = {**OPTIONS, "evict_every": 6}
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    drafts = {"speculative_config": {**ngram, "prompt_lookup_max": 3}}
+    with engine(model, "h2o", options, **SETTINGS) as llm:
+        expected = token_ids(generate(llm, PROMPTS, 60))
+    settings = {**SETTINGS, **drafts, "tensor_parallel_size": 2}
+    with engine(model, "h2o", options, **settings) as llm:
+        probe, accepted = Probe(llm), list[int]()
+        ledger, settle = probe.scheduler.ledger, probe.scheduler.ledger.settle
+
+        def noted(request_id: str, num_computed: int) -> None:
+            settle(request_id, num_computed)
+            accepted.append(ledger.states[request_id].num_unscored - 1)
+
+        ledger.settle = noted
+        assert token_ids(generate(llm, PROMPTS, 60)) == expected
+        assert sum(accepted) >= 5 and accepted.count(0) >= 5
+        assert probe.num_free == probe.num_total
+
+
 def test_tensor_parallel_and_shared_prefixes(
     model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch
 ) -> None:

@@ -233,7 +233,8 @@ class Layer:
         order = list(plans)
         self.random.shuffle(order)
         for request_id in order:
-            self._hold(request_id, plans[request_id].attended_len)
+            plan = plans[request_id]
+            self._hold(request_id, max(plan.attended_len, plan.held_end))
         step = Step(ResidencyPlan(plans), lambda _: order)
         lengths = [plans[request_id].num_new for request_id in order]
         common = common_metadata([*lengths, 0], self._block_tables(order))

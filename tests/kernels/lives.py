@@ -81,11 +81,20 @@ def merging(threshold: float) -> tuple[tuple[str, object], ...]:
     return (("merge", threshold),) if threshold else ()
 
 
-def make_lives(rows: list[tuple[int, int, int, list[int], int]]) -> list[Life]:
-    """A request for each row of capacity, recent, sinks, chunks and decodes."""
+def make_lives(
+    rows: list[tuple[int, int, int, list[int], int]], evict_every: int = 1
+) -> list[Life]:
+    """A request for each row of capacity, recent, sinks, chunks and decodes.
+
+    With ``evict_every`` it grows by so many tokens, less one, past its capacity.
+    """
+    budgets = [
+        Budget(c + evict_every - 1, c - 1 - recent - sinks, recent, sinks, evict_every)
+        for c, recent, sinks, *_ in rows
+    ]
     return [
-        Life(f"r{i}", Budget(capacity, capacity - 1 - recent - sinks, recent, sinks), *rest, seed=i)
-        for i, (capacity, recent, sinks, *rest) in enumerate(rows)
+        Life(f"r{i}", budget, *rest, seed=i)
+        for i, (budget, (_, _, _, *rest)) in enumerate(zip(budgets, rows, strict=True))
     ]
 
 

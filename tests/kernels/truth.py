@@ -86,6 +86,7 @@ class Truth:
                 reach=self.layer.builder.scoring.reach,
                 splits=life.splits,
                 merge=self.layer.builder.scoring.merge,
+                evict_every=budget.evict_every,
             )
             for _ in range(shape.num_kv_heads)
         ]

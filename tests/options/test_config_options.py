@@ -73,6 +73,16 @@ def test_choices_that_all_work(field: str, works: str) -> None:
             "the pages of a short request may all be recent",
         ),
         (
+            {"granularity": "block", "evict_every": 4},
+            "granularity='block' with evict_every=4",
+            "a page is evicted at a time already, for as many tokens as it has slots",
+        ),
+        (
+            {"split": True, "evict_every": 4},
+            "split=true",
+            "evict_every=4 packs again and again",
+        ),
+        (
             {"eviction": "pressure", "prefill": "chunked"},
             "eviction='pressure' with prefill='chunked'",
             "each chunk of a prompt is cut to the budget",
@@ -89,6 +99,22 @@ def test_options_that_do_not_go_together(options: dict[str, Any], asked: str, fo
     message = refusal(**options)
     assert message.startswith(f"kv-policy: asked: {asked}; is: {found}; why not: ")
     assert message.endswith("what to do: leave it out, or change the other option.")
+
+
+def test_evict_every() -> None:
+    """At least one token; `h2o2` does without shared slots; no policy without eviction reads it."""
+    assert refusal(evict_every=0) == (
+        "kv-policy: asked: evict_every=0; is: so many tokens are evicted at a time; why not: a "
+        "full sequence would never have room for its next token; what to do: give 1, which evicts "
+        "a token with each new one, or more."
+    )
+    assert "a whole number of at most 31 bits" in refusal(evict_every=1.5)
+    assert "'full' reads no options" in refusal(name="full", evict_every=2)
+    assert not KVPolicyConfig("h2o2", evict_every=2).splits
+    config = KVPolicyConfig(budget=64, evict_every=8)
+    assert config.resolve(512, 16) == Budget(71, 31, 32, 0, 8)
+    assert config.resolve_request(512, 16, 9, 9, 100) == Budget(119, 55, 56, 0, 8)
+    assert config.resolve_request(512, 16, 9, 9, "full") == Budget(512, 255, 256, 0)
 
 
 @pytest.mark.parametrize(

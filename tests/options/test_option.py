@@ -18,6 +18,7 @@ from vllm_h2o.options.option import help_line, table_row
 CONFLICTING = (
     {"split": True, "granularity": "block"},
     {"split": True, "eviction": "pressure"},
+    {"split": True, "evict_every": 4},
     {"split": True, "prefill": "chunked"},
     {"budget": 64, "budget_basis": "prompt"},
     {"name": "local", "prefill": "window"},
@@ -28,7 +29,9 @@ CONFLICTING = (
     {"prefill": "window", "score": "mean"},
     {"granularity": "block", "score": "mean"},
     {"granularity": "block", "budget_basis": "prompt"},
+    {"granularity": "block", "evict_every": 4},
     {"merge": 0.9, "granularity": "block"},
+    {"merge": 0.9, "evict_every": 4},
     {"eviction": "pressure", "prefill": "chunked"},
     {"pressure_watermark": 0.1},
 )

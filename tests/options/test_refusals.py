@@ -80,10 +80,10 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("a KV connector", LLAMA, {"kv_offloading_size": 0.1}, "leave --kv-transfer-config out"),
     ("KV cache events", LLAMA, {"kv_events_config": EVENTS}, "leave --kv-events-config out"),
     (
-        "speculative decoding",
+        "speculative decoding other than by n-grams",
         LLAMA,
-        {"speculative_config": NGRAM},
-        "leave --speculative-config out",
+        {"speculative_config": NGRAM | {"method": "ngram_gpu"}},
+        'use --speculative-config \'{"method": "ngram", ...}\', or leave it out',
     ),
     (
         "prefix caching, and a prefill of which cached queries would score or evict",
@@ -182,6 +182,38 @@ def test_other_platforms(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_config(config, policy_of(config))
 
 
+DRAFTING: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
+    # policy, options, settings, what does not go with two drafts
+    ("h2o", {"evict_every": 3}, {}, "evict_every below num_speculative_tokens + 2"),
+    ("h2o", {"evict_every": 4}, {}, None),
+    ("full", {}, {}, None),
+    ("h2o", {"evict_every": 4, "eviction": "pressure"}, {}, "eviction='pressure'"),
+    ("h2o", {"evict_every": 4}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+    ("h2o2", {"evict_every": 4}, {}, "a lifetime of what an observation window gives"),
+    ("h2o2", {"evict_every": 4, "window_lifetime": 0}, {}, None),
+]
+
+
+@pytest.mark.parametrize(("policy", "options", "settings", "what"), DRAFTING)
+def test_drafts(
+    models: Path,
+    policy: str,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    what: str | None,
+) -> None:
+    """Two at most, and the tokens before and after them, between two evictions."""
+    settings = {**settings, "speculative_config": NGRAM, "kv_policy": policy}
+    if what is None:
+        assert engine_config(folder(models, LLAMA), **settings, kv_policy_config=options)
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        engine_config(folder(models, LLAMA), **settings, kv_policy_config=options)
+    what = f"speculative decoding, and {what}"
+    (refusal,) = [each for each in REFUSALS if each.what == what]
+    assert str(caught.value) == expected(what, refusal.remedy)
+
+
 WINDOWS = "chunks of prompts that may be smaller than the observation window"
 
 
@@ -261,6 +293,7 @@ def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
     tested = {what for what, *_ in [*REFUSED, *TURNED]} | {"a platform other than CPU and CUDA"}
     tested |= {WINDOWS, PRESSED}
+    tested |= {f"speculative decoding, and {what}" for *_, what in DRAFTING if what}
     assert tested == {refusal.what for refusal in REFUSALS}
 
 

@@ -165,6 +165,16 @@ def test_rows_by_hand() -> None:
     assert policy_row(shape, memory, WORK, chunked).prompt_pages == 6  # 127 + 64 tokens
 
 
+def test_slots_for_several_tokens() -> None:
+    """They come on top of the budget, in whole pages."""
+    memory = 100 * 32 * 240
+    config = KVPolicyConfig(budget=0.25, evict_every=34)
+    row = policy_row(CacheShape(2, 3, 8, 2), memory, WORK, config)
+    assert (row.slots, row.pages, row.sequences) == (128 + 33, 6, 16)
+    chunked = KVPolicyConfig(budget=0.25, evict_every=130, prefill="chunked")
+    assert policy_row(CacheShape(2, 3, 8, 2), memory, WORK, chunked).prompt_slots == 128 + 129
+
+
 def test_too_small_a_pool() -> None:
     """Nothing fits: no longest sequence, and no start."""
     shape = CacheShape(2, 3, 8, 2)

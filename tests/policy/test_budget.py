@@ -61,6 +61,22 @@ def test_examples(
     assert split_budget(slots, block_size, recent_ratio, num_sinks) == expected
 
 
+@pytest.mark.parametrize(
+    ("evict_every", "max_len", "expected"),
+    [
+        (1, 200, Budget(64, 31, 32, 0)),
+        (8, 200, Budget(71, 31, 32, 0, 8)),
+        (8, None, Budget(71, 31, 32, 0, 8)),
+        (99, 100, Budget(112, 31, 32, 0, 49)),  # no sequence takes more than 7 pages
+        (8, 64, Budget(64, 31, 32, 0)),
+    ],
+)
+def test_slots_for_several_tokens(evict_every: int, max_len: int | None, expected: Budget) -> None:
+    """What is kept is the same; the slots for new tokens come on top."""
+    budget = split_budget(64, 16, 0.5, 0, evict_every, max_len)
+    assert budget == expected and budget.kept == 63
+
+
 @given(st.floats(1e-9, 1), sinks)
 def test_the_least_budget(recent_ratio: float, num_sinks: int) -> None:
     """With pages of one slot, the one token beside the sinks is a recent one."""
@@ -79,7 +95,7 @@ def test_negative_parts(parts: tuple[int, int, int, int]) -> None:
 @pytest.mark.parametrize("parts", [(64, 32, 32, 0), (64, 30, 32, 0), (0, 0, 0, 0)])
 def test_parts_that_do_not_add_up(parts: tuple[int, int, int, int]) -> None:
     """The next token's slot is neither forgotten nor counted twice."""
-    with pytest.raises(ValueError, match="capacity - 1"):
+    with pytest.raises(ValueError, match="capacity - evict_every"):
         Budget(*parts)
 
 

@@ -1,14 +1,8 @@
-"""The real scheduler, KV-cache manager and block pool, with a pool whose contents are simulated.
-
-``ShadowPool`` plays the worker: it executes every step's plan on a dictionary of slots, in order of
-scheduling, and checks at each step that every slot a request attends to holds that request's own
-token. A page that was leaked, freed twice or shared shows up as a foreign token.
-"""
+"""The real scheduler, KV-cache manager and block pool, with a pool whose contents are simulated."""
 
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -27,11 +21,11 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.scheduler.shadow_window import ShadowWindow
+from tests.scheduler.shadow import ShadowPool
 from tests.tiny_models import engine_config, folder
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
@@ -56,9 +50,11 @@ def vllm_config(
 ) -> VllmConfig:
     """A real config of a tiny model with the policy on.
 
-    ``options`` are the policy's, and ``prefix_caching``.
+    ``options`` are the policy's, ``prefix_caching``, and ``drafts``: how many at most.
     """
     own = {"name": "h2o", "budget": budget, **dict(options)}
+    drafts = own.pop("drafts", 0)
+    ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     config = engine_config(
         folder(Path(_MODELS.name), "LlamaForCausalLM"),
         max_model_len=MAX_MODEL_LEN,
@@ -67,6 +63,7 @@ def vllm_config(
         scheduling_policy=policy,
         enable_prefix_caching=bool(own.pop("prefix_caching", False)),
         additional_config={"kv_policy": own},
+        speculative_config=ngram if drafts else None,
     )
     config.scheduler_config.async_scheduling = async_scheduling  # the CPU platform forces it off
     return config
@@ -97,122 +94,6 @@ def make_scheduler(
         block_size=block_size,
         log_stats=log_stats,
     )
-
-
-class ShadowPool:
-    """Executes plans on slots named (block id, offset); each holds (whose, position).
-
-    Whose it is: a token that was computed with all before it, of the prompt or of a request that
-    fits whole, is anybody's with the same prefix; a later one is that of its request's life.
-
-    ``held`` is what the slots of each request hold after its last step, as (life, positions), and
-    ``num_gone`` how many positions have left them while the request went on.
-
-    ``windows`` are those of groups before the policy's, whose slots are named alike.
-    """
-
-    def __init__(self, seed: int, block_size: int, windows: Sequence[int] = ()) -> None:
-        self.block_size = block_size
-        self.windows = [ShadowWindow(size, block_size) for size in windows]
-        self.random = random.Random(seed)
-        self.slots: dict[tuple[int, int], tuple[object, int]] = {}
-        self.before = dict(self.slots)
-        self.prompts: dict[str, tuple[int, ...]] = {}
-        self.whole_until: dict[str, int] = {}
-        self.tables: dict[str, list[int]] = {}
-        self.lives: Counter[str] = Counter()
-        self.victims: dict[str, int] = {}
-        self.victim_size = 1
-        self.num_evictions = 0
-        self.held: dict[str, tuple[int, set[int]]] = {}
-        self.num_gone = 0
-
-    def execute(self, output: SchedulerOutput) -> None:
-        """Run one step: update the block table rows as a model runner does, then every plan."""
-        for index, window in enumerate(self.windows):
-            window.execute(output, index, self.slots)
-        own = len(self.windows)
-        for request_id in output.finished_req_ids:
-            self.tables.pop(request_id, None)
-        for new in output.scheduled_new_reqs:
-            self.tables[new.req_id] = list(new.block_ids[own])
-            self.lives[new.req_id] += 1
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in cached.resumed_req_ids:
-                assert block_ids is not None
-                self.tables[request_id] = list(block_ids[own])
-                self.lives[request_id] += 1
-            elif block_ids is not None:
-                self.tables[request_id].extend(block_ids[own])
-        # No request reads what another writes in the same step: kernels take them in any order.
-        self.before = dict(self.slots)
-        for request_id, plan in output.residency_plan.requests.items():
-            self._run(request_id, plan)
-
-    def _slot(self, request_id: str, index: int, start: int) -> tuple[int, int]:
-        row = self.tables[request_id]
-        return row[start + index // self.block_size], index % self.block_size
-
-    def _token(self, request_id: str, position: int) -> tuple[object, int]:
-        """What a slot with the request's token at ``position`` holds."""
-        if position >= self.whole_until[request_id]:
-            return (request_id, self.lives[request_id]), position
-        prefix = self.prompts[request_id][: position + 1]
-        return (prefix, position + 1 - len(prefix)), position
-
-    def _run(self, request_id: str, plan: RequestPlan) -> None:
-        if plan.fits:
-            self.whole_until[request_id] = sys.maxsize
-        elif plan.in_prompt:
-            self.whole_until[request_id] = plan.logical_end
-        newest, start = 0, plan.first_block_idx
-        own = set()
-        if plan.overwrites:
-            assert plan.num_new == 1
-            newest = self.victims[request_id] + plan.next_offset
-            slot = self._slot(request_id, newest, start)
-            self.slots[slot] = self._token(request_id, plan.logical_start)
-            own.add(slot)
-        else:
-            for i in range(plan.num_new):
-                slot = self._slot(request_id, plan.resident_start + i, start)
-                self.slots[slot] = self._token(request_id, plan.logical_start + i)
-                own.add(slot)
-        free = range(newest + 1, newest + 1 + plan.num_free_slots)
-        indices = [index for index in range(plan.attended_len) if index not in free]
-        held = [self._slot(request_id, index, start) for index in indices]
-        tokens = [(self.slots if slot in own else self.before)[slot] for slot in held]
-        positions = [token[1] for token in tokens]
-        assert tokens == [self._token(request_id, p) for p in positions], (request_id, plan, tokens)
-        assert len(set(positions)) == len(positions)
-        recent = range(max(plan.logical_end - plan.num_recent, 0), plan.logical_end)
-        assert set(recent) <= set(positions)
-        old = [p for p in positions if plan.num_sinks <= p < plan.logical_end - plan.num_recent]
-        if plan.num_survivors:
-            dropped = set(self.random.sample(old, len(positions) - plan.num_survivors))
-            positions = [p for p in positions if p not in dropped]
-            for index, position in enumerate(positions):
-                slot = self._slot(request_id, index, plan.pack_block_idx)
-                self.slots[slot] = self._token(request_id, position)
-            self.num_evictions += len(dropped)
-        elif plan.selects:
-            size = self.victim_size
-            able = [i for i, position in enumerate(positions) if position in old]
-            starts = [i for i in able if i % size == 0 and set(range(i, i + size)) <= set(able)]
-            self.victims[request_id] = self.random.choice(starts)
-            self.num_evictions += size
-        self._compare(request_id, plan, set(positions))
-
-    def _compare(self, request_id: str, plan: RequestPlan, now: set[int]) -> None:
-        """Count what the request held before this step, or was given in it, and holds no more."""
-        life, before = self.held.get(request_id, (0, set()))
-        found = set(range(plan.logical_start))
-        before = before if life == self.lives[request_id] else found
-        had = before | set(range(plan.logical_start, plan.logical_end))
-        assert now <= had
-        self.num_gone += len(had - now)
-        self.held[request_id] = (self.lives[request_id], now)
 
 
 class Simulation:
@@ -308,6 +189,7 @@ class Simulation:
         self.count["decode"] += sum(not p.in_prompt for p in plans)
         self.count["pack"] += sum(p.num_survivors > 0 for p in plans)
         self.count["fall back"] += sum(p.falls_back for p in plans)
+        self.count["together"] += sum(p.evicts_together for p in plans)
         self.count["move"] += sum(p.pack_block_idx > 0 for p in plans)
         lives = zip(output.residency_plan.requests, plans, strict=True)
         self.count["hit"] += sum(p.logical_start > 0 for i, p in lives if i not in self.pool.tables)
@@ -325,9 +207,14 @@ class Simulation:
     def deliver(self) -> None:
         """Hand the oldest step's sampled tokens to the scheduler."""
         before = set(self.scheduler.requests)
-        self.scheduler.update_from_output(*self.in_flight.popleft())
+        output, sampled = self.in_flight.popleft()
+        self.scheduler.update_from_output(output, sampled)
         self.count["finish"] += len(before - set(self.scheduler.requests))
         self.scheduler.check_integrity()
+        if num_drafts := self.scheduler.ledger.num_drafts:
+            some = [self.random.randint(0, num_drafts) for _ in sampled.req_ids]
+            drafts = DraftTokenIds(sampled.req_ids, [[8] * num for num in some])
+            self.scheduler.update_draft_token_ids(drafts)
 
     def _sample(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One token for each request whose last prompt token, or a later one, was computed."""
@@ -338,8 +225,19 @@ class Simulation:
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=[[self._token()] if samples else [] for samples in done],
+            sampled_token_ids=[
+                self._accepted(output, i) + [self._token()] if samples else []
+                for i, samples in zip(ids, done, strict=True)
+            ],
         )
+
+    def _accepted(self, output: SchedulerOutput, request_id: str) -> list[int]:
+        """As many of a request's drafts as happen to be accepted."""
+        drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+        num = self.random.randint(0, len(drafts))
+        self.count["accepted"] += num
+        self.count["rejected"] += len(drafts) - num
+        return drafts[:num]
 
     def _num_packed_within_a_prompt(self, output: SchedulerOutput) -> int:
         ends = self.scheduler.ledger.states

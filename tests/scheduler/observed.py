@@ -44,10 +44,14 @@ class Observed(Simulation):
         self.plans |= plans
         self.counted["evicted_tokens"] = self.pool.num_gone
         self.counted["packs"] += sum(plan.num_survivors > 0 for plan in plans.values())
-        behind = [plan for plan in plans.values() if plan.num_survivors and not plan.in_prompt]
+        behind = [
+            plan
+            for plan in plans.values()
+            if plan.num_survivors and plan.grows and not plan.in_prompt
+        ]
         self.counted["pressure_packs"] += len(behind)
         self.counted["pressure_evicted_tokens"] += sum(
-            plan.resident_start + 1 - (plan.capacity - 1) for plan in behind
+            plan.resident_start + 1 - (plan.capacity - plan.evict_every) for plan in behind
         )
         self.compare()
         return output
@@ -60,21 +64,31 @@ class Observed(Simulation):
         assert stats == self._levels()
         self.levels.update(stats)
 
+    def _is_full(self, request_id: str) -> bool:
+        plan = self.plans[request_id]
+        if plan.evict_every == 1:
+            return not plan.in_prompt and not plan.grows and plan.attended_len == plan.capacity
+        # It has lost tokens, and loses more whenever all slots are taken.
+        in_prompt = plan.logical_end < self.scheduler.ledger.states[request_id].prompt_end
+        ended = not in_prompt and (plan.num_survivors > 0 or not plan.grows)
+        return ended and plan.logical_end > plan.resident_end
+
     def _levels(self) -> dict[str, int]:
         """From vLLM's requests and pages, and from the slots."""
         scheduler, size = self.scheduler, self.pool.block_size
         with_pages = [i for i in scheduler.requests if self.pages_of(i)]
         computed = {i: scheduler.requests[i].num_computed_tokens for i in with_pages}
-        last = [self.plans[i] for i in with_pages]
         # One KV head of 32 + 32 floats of four bytes a slot, and eight bytes for the policy.
         others = scheduler.windows.num_held()
         stock = (sum(-(-tokens // size) for tokens in computed.values()) + others) * size * 256
         held = (self.num_total - self.num_free) * size * 264
         return {
-            "requests_at_capacity": sum(
-                not p.in_prompt and not p.grows and p.attended_len == p.capacity for p in last
+            "requests_at_capacity": sum(map(self._is_full, with_pages)),
+            "resident_tokens": sum(
+                position < computed[i]  # no draft that has been rejected by now
+                for i in with_pages
+                for position in self.pool.held[i][1]
             ),
-            "resident_tokens": sum(len(self.pool.held[i][1]) for i in with_pages),
             "logical_tokens": sum(computed.values()),
             "saved_bytes": stock - held,
         }

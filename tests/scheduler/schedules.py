@@ -14,6 +14,8 @@ OPTIONS = (
     (("score", "second_pass"),),
     (("score", "second_pass"), ("prefill", "chunked")),
     (("score", "combined"), ("observation_window", 3)),
+    (("evict_every", 6),),
+    (("evict_every", 3), ("prefill", "chunked"), ("protect_prompt_tokens", 6)),
 )
 
 

@@ -45,6 +45,44 @@ def test_resident_length_follows_the_definition(chunks: list[int], decodes: int)
         assert ledger.states["r"].logical_len == done
 
 
+@pytest.mark.parametrize("prompt_len", [3, 15, 17, 40])
+@pytest.mark.parametrize("evict_every", [2, 5, 30])
+def test_several_tokens_at_a_time(evict_every: int, prompt_len: int) -> None:
+    """C - 1 of the prompt; then up to C - 1 + s, of which s go; its pages never change again."""
+    budget = Budget(15 + evict_every, 7, 8, 0, evict_every)
+    ledger = Ledger(budget, block_size=4)
+    run(ledger, 0, prompt_len, prompt_len)
+    resident, num_evicted = min(prompt_len, 15), max(prompt_len - 15, 0)
+    assert ledger.states["r"].resident_len == resident
+    for done in range(prompt_len, 120):
+        plan = run(ledger, done, done + 1, prompt_len)
+        assert not plan.overwrites and not plan.selects and not plan.falls_back
+        assert plan.attended_len == resident + 1
+        packs = resident + 1 == 15 + evict_every
+        assert (plan.evicts_together, plan.num_survivors) == (packs, 15 if packs else 0)
+        assert plan.num_evicted == (evict_every if packs else 0)
+        resident = 15 if packs else resident + 1
+        num_evicted += plan.num_evicted
+        held = ledger.states["r"]
+        assert (held.resident_len, held.logical_len) == (resident, done + 1)
+        assert held.is_full is (num_evicted > 0)
+        if num_evicted:
+            assert ledger.num_row_blocks(plan) <= ledger.num_pages(15 + evict_every)
+            assert held.held_len == 15 + evict_every
+
+
+def test_several_tokens_at_a_time_of_a_request_that_fits() -> None:
+    """It fills all slots, the ones for new tokens too, and loses nothing."""
+    ledger, info = Ledger(Budget(20, 7, 8, 0, 5), 4), RequestInfo(9, 20)
+    for start, end in ((0, 9), *((n, n + 1) for n in range(9, 20))):
+        plan = ledger.preview("r", start, end, info)
+        ledger.commit("r", plan, info)
+        ledger.take_step({"r": end - start})
+        assert plan.fits and not plan.num_survivors
+    with pytest.raises(IntegrityError, match="does not fit into 20 slots"):
+        ledger.preview("r", 20, 21, info)
+
+
 def test_a_prompt_chunk_of_one_token_at_capacity_overwrites_nothing() -> None:
     """Only tokens past the prompt take a victim's slot."""
     ledger = Ledger(BUDGET, block_size=4)

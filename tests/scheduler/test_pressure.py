@@ -25,6 +25,7 @@ OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
     (PRESSURE, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
     (PRESSURE, ("score", "second_pass")),
     (PRESSURE, ("name", "streaming"), ("num_sink_tokens", 2)),
+    (PRESSURE, ("evict_every", 6)),
 )
 totals: Counter[str] = Counter()
 
@@ -86,7 +87,7 @@ def test_no_page_is_lost_shared_or_freed_twice() -> None:
     """Through everything that may happen to a request, and each of it did."""
     totals.clear()
     random_schedules()
-    events = "add chunk decode preempt resume abort finish pack reset next_offset"
+    events = "add chunk decode preempt resume abort finish pack reset next_offset together"
     for event in (*events.split(), "pressure_packs", "pressure_evicted_tokens"):
         assert totals[event] >= 100, (event, totals)
 

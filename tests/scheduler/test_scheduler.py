@@ -18,6 +18,7 @@ SHARING = (
     (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("granularity", "block"),
      ("recent_ratio", 0.2)),
     (_PREFIXES, ("name", "full")),
+    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("evict_every", 7)),
 )  # fmt: skip
 """Beside a budget in slots."""
 FRACTIONS = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))
@@ -86,7 +87,7 @@ def test_no_page_is_lost_shared_or_freed_twice() -> None:
     """Admit, chunk, decode, preempt, resume, abort, finish in any order: each really happened."""
     totals.clear()
     random_schedules()
-    events = "add chunk decode preempt resume abort finish pack evict reset"
+    events = "add chunk decode preempt resume abort finish pack evict reset together"
     for event in (*events.split(), "pack within a prompt", "next_offset", "move", "hit"):
         assert totals[event] >= 100, (event, totals)
 

@@ -161,7 +161,7 @@ class DecodeBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptChunk:
-    """T tokens of one request's prompt, or the one with which it falls back to its budget.
+    """T tokens of one request's prompt, or the one with which it is packed past it.
 
     Args:
         tokens: rows of the chunk in the step's tensors.

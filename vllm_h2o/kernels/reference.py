@@ -220,6 +220,9 @@ class Head:
             before that token is stored; 0: victims are dropped.
         window_lifetime: tokens after the prompt for which what its observation window gave
             counts; 0: for good.
+        evict_every: tokens that are evicted at a time past the prompt. With 1 the next token takes
+            the slot of one; with more, the step that fills the last of ``capacity`` slots packs
+            ``capacity - evict_every`` survivors, with the scores that they have.
         logical_len: tokens computed so far.
         prompt_len: of them, those of the prompt, once it is complete.
         in_prompt: whether the prompt is not complete yet.
@@ -246,6 +249,7 @@ class Head:
     grows: bool = False
     merge: float = 0.0
     window_lifetime: int = 0
+    evict_every: int = 1
     logical_len: int = 0
     prompt_len: int = 0
     in_prompt: bool = True
@@ -292,17 +296,21 @@ class Head:
             if self.window_lifetime and not scoring_pass.rotated:
                 self.strip.keep_means(self.logical_len)
             score_pass(scoring_query, self.strip, self.scale, scoring_pass)
-        full = len(self.strip) >= self.capacity and not self.grows
+        length = len(self.strip)
         if self.in_prompt:
+            full = length > self.capacity - self.evict_every and not self.grows
             if full and (ends_prompt or self.packs_chunks) and not self.splits:
                 self.extend_scores()
                 self.pack()
             self.in_prompt, self.prompt_len = not ends_prompt, self.logical_len
-        elif full and len(self.strip) > self.capacity:
+        elif length > self.capacity and not self.grows:
             self.extend_scores()
             self.pack()
-        elif full and not self.next_offset:
-            self._select()
+        elif length == self.capacity and not self.grows:
+            if self.evict_every > 1:
+                self.pack()
+            elif not self.next_offset:
+                self._select()
         if not self.in_prompt and self.logical_len - self.prompt_len == self.window_lifetime > 0:
             self.strip.restore_means(self.logical_len, self.prompt_len)
         return out
@@ -325,14 +333,15 @@ class Head:
             held.score = reached(held.score, held.position, self.reach)
 
     def pack(self) -> None:
-        """Keep ``capacity - 1`` tokens."""
+        """Keep ``capacity - evict_every`` tokens."""
         limits = (self.num_recent, self.num_sinks, self.by_age)
         held = self.strip
         if self.page_size > 1:
             ranked = Strip(held.key, held.value, page_sums(held, self.page_size), held.position)
         else:
             ranked = held
-        best = pack_survivors(ranked, self.logical_len, self.capacity - 1, *limits)
+        num_survivors = self.capacity - self.evict_every
+        best = pack_survivors(ranked, self.logical_len, num_survivors, *limits)
         kept = torch.isin(held.position, best.position)
         best.score = held.score[kept]
         self.strip = best

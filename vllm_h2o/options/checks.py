@@ -32,6 +32,13 @@ def check_fields(config: Any) -> None:
     for check in (_check_count, _check_fraction, _check_choice):
         for field in fields(config):
             check(field, getattr(config, field.name))
+    if config.evict_every < 1:
+        raise ConfigError(
+            f"evict_every={config.evict_every!r}",
+            "so many tokens are evicted at a time",
+            "a full sequence would never have room for its next token",
+            "give 1, which evicts a token with each new one, or more",
+        )
 
 
 def check_slots(config: Any, slots: int, least: int, meaning: str, num_sinks: int) -> None:

@@ -89,6 +89,12 @@ class KVPolicyConfig:
         "needed, when sequences have been cut",
         fraction="of the pool",
     )
+    evict_every: int = option(
+        1,
+        "past the prompt, tokens that are evicted at a time: a sequence grows by so many, less "
+        "one, past its budget, and falls back to it",
+        bits=31,
+    )
     observation_window: int = option(
         64,
         "how many of the prompt's last queries score with prefill=window, and once more with "
@@ -236,7 +242,7 @@ class KVPolicyConfig:
         self._check_cap(slots, max_model_len, max_model_len)
         meaning = f"that is {slots} slots of max_model_len={max_model_len}"
         self._check_slots(slots, meaning, self.num_sinks)
-        budget = split_budget(slots, block_size, self.effective_recent_ratio, self.num_sinks)
+        budget = self._split(slots, block_size, self.num_sinks, max_model_len)
         if self.granularity == "block":
             self._check_pages(budget, block_size, max_model_len)
         return budget
@@ -277,10 +283,14 @@ class KVPolicyConfig:
         else:
             own._check_slots(slots, f"that is {slots} slots", num_sinks)
             own._check_cap(slots, basis, max_model_len)
-        budget = split_budget(slots, block_size, self.effective_recent_ratio, num_sinks)
+        budget = self._split(slots, block_size, num_sinks, max_model_len)
         if self.granularity == "block" and asked is not None:
             own._check_pages(budget, block_size, max_model_len)
         return budget
+
+    def _split(self, slots: int, block_size: int, num_sinks: int, max_model_len: int) -> Budget:
+        ratio = self.effective_recent_ratio
+        return split_budget(slots, block_size, ratio, num_sinks, self.evict_every, max_model_len)
 
     def _with(self, asked: int | float | str) -> KVPolicyConfig:
         """This with the budget of a request, checked like its own."""

@@ -48,9 +48,14 @@ def _asks_window(config: Any) -> bool:
     return _has_window(config) or config.ranking.window
 
 
+def _evicts_together(config: Any) -> bool:
+    return config.evict_every > 1
+
+
 UNSPLIT: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (lambda c: c.granularity == "block", "granularity={c.granularity!r}"),
     (_has_pressure, "eviction={c.eviction!r}"),
+    (_evicts_together, "evict_every={c.evict_every!r} packs again and again"),
     (lambda c: c.prefill == "chunked", "prefill={c.prefill!r} evicts before the prompt is known"),
 )
 """What heads that share slots do not go with: their pages stay their own from the prompt's end."""
@@ -122,9 +127,21 @@ CONFLICTS = (
         NOT_BUILT,
     ),
     Conflict(
+        lambda c: c.granularity == "block" and _evicts_together(c),
+        "granularity='block' with evict_every={c.evict_every!r}",
+        "a page is evicted at a time already, for as many tokens as it has slots",
+        NOT_BUILT,
+    ),
+    Conflict(
         lambda c: c.merges and c.granularity == "block",
         "merge={c.merge!r}",
         "granularity={c.granularity!r} evicts the tokens of a page together",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.merges and _evicts_together(c),
+        "merge={c.merge!r}",
+        "evict_every={c.evict_every!r} packs survivors, and overwrites no token that could merge",
         NOT_BUILT,
     ),
     Conflict(

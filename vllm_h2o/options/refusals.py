@@ -93,13 +93,20 @@ def _cuts_windows(vllm_config: Any) -> bool:
     shares = vllm_config.cache_config.enable_prefix_caching and config.score_power
     if not shares and not config.ranking.window:
         return False
-    # In the worst case every other sequence takes a token of the step.
+    # In the worst case every other sequence takes a token of the step, and its drafts.
     max_tokens = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
-    room = max_tokens - limits.max_num_seqs + 1
+    room = max_tokens - (limits.max_num_seqs - 1) * (1 + vllm_config.num_speculative_tokens)
     if config.ranking.second_pass:  # its chunks wait until they have that much
         room = max(room, max_tokens // 2)
     longest = limits.long_prefill_token_threshold or room
     return min(room, longest) < config.observation_window
+
+
+def _drafts_too_many(vllm_config: Any) -> bool:
+    config, spec = _config(vllm_config), vllm_config.speculative_config
+    if spec is None or not config.policy.evicts:
+        return False
+    return bool(config.evict_every < spec.num_speculative_tokens + 2)
 
 
 def _foreign_platform(_: Any) -> bool:
@@ -266,11 +273,41 @@ REFUSALS: tuple[Refusal, ...] = (
         "--long-prefill-token-threshold, or a smaller observation_window",
     ),
     Refusal(
-        "speculative decoding",
-        lambda c: c.speculative_config is not None,
-        "which token goes depends on attention of the token before it: a rejected draft would have "
-        "evicted one already, and scored",
+        "speculative decoding other than by n-grams",
+        lambda c: c.speculative_config is not None and c.speculative_config.method != "ngram",
+        "a draft model has a cache of its own, and nothing else has been tried",
+        'use --speculative-config \'{"method": "ngram", ...}\', or leave it out',
+    ),
+    Refusal(
+        "speculative decoding, and evict_every below num_speculative_tokens + 2",
+        _drafts_too_many,
+        "which tokens go depends on attention of tokens that are certain: drafts fill slots while "
+        "nothing is evicted, and the token with which some are is computed without drafts",
+        "give a larger --kv-policy-config.evict_every, or fewer num_speculative_tokens",
+    ),
+    Refusal(
+        "speculative decoding, and eviction='pressure'",
+        lambda c: c.speculative_config is not None and _config(c).eviction == "pressure",
+        "the two are not built together",
+        "use --kv-policy-config.eviction always, or leave --speculative-config out",
+    ),
+    Refusal(
+        "speculative decoding, and a lifetime of what an observation window gives",
+        lambda c: c.speculative_config is not None and _config(c).keeps_means,
+        "drafts score a step later than they are computed, and it may be over by then",
+        "use --kv-policy-config.window_lifetime 0, another score, or leave --speculative-config out",
+    ),
+    Refusal(
+        "speculative decoding, and sliding windows",
+        lambda c: c.speculative_config is not None and _slides(c),
+        "it has not been tried",
         "leave --speculative-config out",
+    ),
+    Refusal(
+        "speculative decoding, and pipeline parallelism",
+        lambda c: c.speculative_config is not None and c.parallel_config.pipeline_parallel_size > 1,
+        "it has not been tried",
+        "leave --pipeline-parallel-size or --speculative-config out",
     ),
     Refusal(
         "a quantised KV cache",

@@ -114,7 +114,7 @@ def _checked(request: Any, vllm_config: Any) -> Any:
     if config.prefill == "chunked" and budget is not None and pages:
         # Elsewhere the pool is known to hold a longest sequence whole.
         chunk = vllm_config.scheduler_config.max_num_batched_tokens
-        longest = min(budget.kept + chunk, prompt_len + params.max_tokens)
+        longest = min(budget.most_slots(chunk), prompt_len + params.max_tokens)
         needed = num_pages(longest, block_size)
         if needed > pages - 1:
             raise ConfigError(

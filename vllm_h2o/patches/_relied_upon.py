@@ -42,6 +42,8 @@ RELIED_UPON: tuple[Symbol, ...] = (
         f"{_SCHEDULER}._update_request_with_output",
         {"0.32": "ffcaec8de983", "0.33": "d7f0ff1e416d"},
     ),
+    # Drafts that were rejected are taken off num_computed_tokens here, and nowhere else.
+    Symbol(f"{_SCHEDULER}.update_from_output", {"0.32": "d285784b0bfe", "0.33": "277436550f4f"}),
     # What is found in the prefix cache is asked for here, once, and held before new pages are; what
     # is computed is published after them. A chunk is cut where the scheduler says.
     Symbol(

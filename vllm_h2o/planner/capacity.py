@@ -144,7 +144,7 @@ def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyC
     budget = config.resolve(work.max_model_len, work.block_size)
     longest, prompt = work.max_model_len, work.prompt_len
     if config.prefill == "chunked":
-        limit = budget.kept + work.max_num_batched_tokens
+        limit = budget.most_slots(work.max_num_batched_tokens)
         longest, prompt = min(longest, limit), min(prompt, limit)
     slots = min(_own(config, work, budget).capacity, work.max_model_len)
     windows = _window_pages(pool, shape, work)

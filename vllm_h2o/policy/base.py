@@ -29,6 +29,7 @@ BUDGET_OPTIONS = frozenset(
         "eviction",
         "pressure_watermark",
         "merge",
+        "evict_every",
     }
 )
 """What every policy reads that evicts."""

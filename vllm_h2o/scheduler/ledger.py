@@ -15,7 +15,13 @@ from dataclasses import replace
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.state import LedgerStats, RequestInfo, RequestState, check_span
+from vllm_h2o.scheduler.state import (
+    LedgerStats,
+    RequestInfo,
+    RequestState,
+    check_evicts,
+    check_span,
+)
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 
 
@@ -36,6 +42,7 @@ class Ledger:
         prefix_caching: whether requests share the pages of a common prefix.
         splits: whether the KV heads of a layer share its slots once a prompt is evicted from.
         under_pressure: whether a request is evicted from only when memory is short.
+        num_drafts: most drafts that a step computes past a request's next token.
 
     Attributes:
         falling_back: requests past their prompts that fall back to their budget when their next
@@ -59,13 +66,14 @@ class Ledger:
         prefix_caching: bool = False,
         splits: bool = False,
         under_pressure: bool = False,
+        num_drafts: int = 0,
     ) -> None:
         self.budget = budget
         self.block_size = block_size
         self.seed = seed
         self.packs_chunks = packs_chunks
         self.observation_window = observation_window
-        self.scores_window_only = scores_window_only
+        self._scores_window_only = scores_window_only and observation_window > 0
         self.window_lifetime = window_lifetime
         self.second_pass_chunk = second_pass_chunk
         self.victim_size = block_size if evicts_blocks else 1
@@ -73,6 +81,7 @@ class Ledger:
         self.prefix_caching = prefix_caching
         self.splits = splits
         self.under_pressure = under_pressure
+        self.num_drafts = num_drafts
         self.falling_back: set[str] = set()
         self.is_short = False
         self.stats = LedgerStats()
@@ -96,9 +105,8 @@ class Ledger:
     def num_row_blocks(self, plan: RequestPlan) -> int:
         """Columns of the block table that a step needs, those of dropped blocks included."""
         needed = plan.first_block_idx + self.num_pages(plan.attended_len)
-        if not plan.pack_block_idx:
-            return needed
-        return max(needed, plan.pack_block_idx + self.num_pages(plan.held_end))
+        start = plan.pack_block_idx or plan.first_block_idx
+        return max(needed, start + self.num_pages(plan.held_end))
 
     def fits(self, info: RequestInfo) -> bool:
         """Whether nothing of a request is ever evicted."""
@@ -137,7 +145,8 @@ class Ledger:
         """As many of the tokens [start, start + num_new) as leave whole what is scored together.
 
         That is the observation window, and with a second pass ``second_pass_chunk`` tokens or the
-        prompt's rest: so what a prompt keeps does not depend on what else a step computes.
+        prompt's rest: so what a prompt keeps does not depend on what else a step computes. Of
+        drafts, as many as there is room for; none follow a prompt's last token.
 
         Args:
             request_id: the request.
@@ -148,6 +157,7 @@ class Ledger:
         """
         held = self._states.get(request_id)
         prompt_end = held.prompt_end if held else prompt_len
+        num_new = min(num_new, held.max_new(self.num_drafts) if held else prompt_end - start)
         window_start = max(prompt_end - self.observation_window, 0)
         if self.second_pass_chunk and start < prompt_end:
             longest = max(self.second_pass_chunk, self.observation_window)
@@ -182,46 +192,46 @@ class Ledger:
         held = self._states.get(request_id) or self._fresh(request_id, info, num_computed)
         num_new = num_tokens - num_computed
         in_prompt = held.in_prompt
-        check_span(request_id, held, num_computed, num_tokens)
-        budget, window = held.budget, self.observation_window
-        window_start = max(held.prompt_end - window, 0) if window else held.prompt_end
+        check_span(request_id, held, num_computed, num_tokens, self.num_drafts)
+        budget, window_start = held.budget, self._window_start(held)
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
         # Survivors leave pages that others read, however few tokens there are.
         pack_block_idx = self.num_pages(held.shared_end) if due and not held.fits else 0
         falls_back = held.grows and (self.is_short if due else request_id in self.falling_back)
-        room = budget.capacity if falls_back and not due else budget.kept
-        packs = pack_block_idx > 0 or held.resident_len + num_new > room
+        end = held.resident_len + num_new
+        packs = pack_block_idx > 0 or end > (budget.kept if due else budget.capacity)
         packs = packs and (falls_back if held.grows else due)
         # One that holds no more than its capacity falls back without moving anything; a short
         # prompt that ends while memory is short has nothing to give, and goes on.
         grows = held.grows and (packs or due or not falls_back)
-        overwrites = not in_prompt and not grows and held.resident_len == budget.capacity
-        if held.fits and (packs or overwrites):
-            raise IntegrityError(
-                f"request {request_id}: token {num_tokens} does not fit into {budget.capacity} "
-                "slots, and was said to"
-            )
-        num_survivors = min(budget.kept, held.resident_len + num_new) if packs else 0
+        is_bounded = not in_prompt and not grows
+        overwrites = is_bounded and held.resident_len == budget.capacity
+        if is_bounded and budget.evict_every > 1:
+            packs = end > budget.capacity if held.fits else end == budget.capacity
+        if packs or overwrites:
+            check_evicts(request_id, held, num_tokens)
         return RequestPlan(
             logical_start=num_computed,
             num_new=num_new,
             in_prompt=in_prompt,
             resident_start=held.resident_len,
             capacity=budget.capacity,
-            num_survivors=num_survivors,
+            evict_every=budget.evict_every,
+            num_survivors=min(budget.kept, end) if packs else 0,
             num_recent=budget.num_recent,
             num_sinks=budget.num_sinks,
             seed=held.seed,
             fits=held.fits,
-            scoring_start=window_start if window and self.scores_window_only else 0,
+            scoring_start=window_start if self._scores_window_only else 0,
             window_start=window_start,
             grows=grows,
             next_offset=held.next_offset if overwrites else 0,
             num_free_slots=self.victim_size - 1 - held.next_offset if overwrites else 0,
             first_block_idx=held.first_block_idx,
             pack_block_idx=pack_block_idx,
+            num_unscored=held.num_unscored,
             is_split=held.is_split,
-            splits=self.splits and packs and held.resident_len + num_new > budget.kept,
+            splits=self.splits and packs and end > budget.kept,
             restored_end=self._restored_end(held, num_computed, num_tokens),
         )
 
@@ -246,7 +256,9 @@ class Ledger:
         ends_prompt = plan.logical_end >= held.prompt_end
         if not plan.in_prompt:
             self.falling_back.discard(request_id)
-        held_len = plan.held_end if ends_prompt else max(held.held_len, plan.attended_len)
+        held_len = plan.held_end
+        if not ends_prompt or not plan.num_survivors:
+            held_len = max(held.held_len, plan.attended_len, held_len)
         self._step[request_id] = plan
         self._states[request_id] = replace(
             held,
@@ -257,7 +269,21 @@ class Ledger:
             first_block_idx=plan.pack_block_idx or plan.first_block_idx,
             is_split=plan.is_split or plan.splits,
             grows=plan.grows and not plan.num_survivors,
+            num_unscored=plan.num_new if plan.has_drafts else 0,
         )
+
+    def settle(self, request_id: str, num_computed: int) -> None:
+        """Drop the drafts of a request's last step that were rejected; their slots are free.
+
+        Args:
+            request_id: the request.
+            num_computed: tokens computed, without those.
+
+        Raises:
+            IntegrityError: when its last step had no such drafts.
+
+        """
+        self._states[request_id] = self._states[request_id].settled(num_computed)
 
     def close(self, request_id: str) -> None:
         """Forget a request whose pages go back: finished, aborted or preempted."""
@@ -288,6 +314,10 @@ class Ledger:
                 self.stats.pressure_packs += 1
                 self.stats.pressure_evicted_tokens += plan.num_evicted
         return ResidencyPlan(step)
+
+    def _window_start(self, held: RequestState) -> int:
+        """Position of the observation window's first query; the prompt's end without one."""
+        return max(held.prompt_end - self.observation_window, 0)
 
     def _fresh(self, request_id: str, info: RequestInfo | None, num_cached: int) -> RequestState:
         """The state of a request that holds nothing but what it found in the prefix cache."""

@@ -139,7 +139,8 @@ class HeavyHitterManager(FullAttentionManager):
         needed = self.ledger.num_row_blocks(plan)
         if apply_admission_cap and self.ledger.packs_chunks and plan.in_prompt:
             # The whole prompt at once, which never comes: each chunk leaves C - 1 tokens.
-            needed = min(needed, self.ledger.num_pages(plan.capacity - 1 + self._largest_chunk))
+            most = max(plan.kept + self._largest_chunk, plan.capacity)
+            needed = min(needed, self.ledger.num_pages(most))
         if apply_admission_cap and self.ledger.under_pressure:
             if info is not None and not plan.num_survivors:
                 needed = pages_to_admit(info, self.block_size)
@@ -157,7 +158,7 @@ class HeavyHitterManager(FullAttentionManager):
         new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
         self.ledger.commit(request_id, plan, info)
         state = self.ledger.states[request_id]
-        if plan.num_survivors and not state.in_prompt:
+        if plan.num_survivors and not state.in_prompt and not plan.evicts_together:
             self._packed.append(request_id)
         if self.ledger.under_pressure:
             # Who is admitted takes the rest of its prompt later, and its next token.

@@ -14,8 +14,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_h2o.errors import ConfigError, IntegrityError
@@ -57,10 +59,13 @@ class HeavyHitterScheduler(AsyncScheduler):
             prefix_caching=self._prefix_caching,
             splits=config.splits,
             under_pressure=config.eviction == "pressure",
+            num_drafts=self.num_spec_tokens,
         )
         # A liberty: the switch of a seam for Mamba, at which a chunk of a prompt may end early.
         self.need_mamba_block_aligned_split = (
-            self._prefix_caching or config.ranking.second_pass is not None
+            self._prefix_caching
+            or config.ranking.second_pass is not None
+            or self.num_spec_tokens > 0
         )
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         # vLLM stops in time with three steps in flight; each more may compute a token too many.
@@ -82,6 +87,17 @@ class HeavyHitterScheduler(AsyncScheduler):
         # A liberty: an attribute added to an object of vLLM's, which reaches every worker.
         output.residency_plan = self.ledger.take_step(output.num_scheduled_tokens)
         return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Hand over the sampled tokens; the drafts that were rejected are computed no more."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request_id in scheduler_output.scheduled_spec_decode_tokens:
+            if request_id in self.ledger.states:
+                computed = self.requests[request_id].num_computed_tokens
+                self.ledger.settle(request_id, computed)
+        return outputs
 
     def _relieve_pressure(self) -> None:
         """Say which requests fall back to their budget in their next step, before vLLM preempts."""
@@ -203,15 +219,16 @@ class HeavyHitterScheduler(AsyncScheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Keep what is scored together in one chunk."""
+        """Keep what is scored together in one chunk, and drafts within what there is room for."""
         start = request.num_computed_tokens + num_new_local_computed_tokens
         prompt_len = request.num_tokens
         return self.ledger.align_chunk(request.request_id, start, num_new_tokens, prompt_len)
 
     def _second_pass_chunk(self) -> int:
-        """What a step has room for next to one token of each other sequence, or half of it all."""
+        """What a step has room for next to a token of each other sequence, or half of it all."""
         limits, max_tokens = self.scheduler_config, self.max_num_scheduled_tokens
-        room = max(max_tokens - limits.max_num_seqs + 1, max_tokens // 2, 1)
+        others = (limits.max_num_seqs - 1) * (1 + self.num_spec_tokens)
+        room = max(max_tokens - others, max_tokens // 2, 1)
         return min(room, limits.long_prefill_token_threshold or room)
 
     @property
@@ -282,15 +299,13 @@ class HeavyHitterScheduler(AsyncScheduler):
         if config.splits:
             logger.info("%s: a layer's KV heads share its slots; counts are means.", config.name)
         logger.info(
-            "%s: past its prompt a sequence holds %s%d tokens (%d heavy, %d recent, %d sinks, "
-            "1 for the incoming token) = %d pages of %d; the pool of %d pages holds %d sequences "
-            "of max_model_len=%d at once, stock vLLM in the same memory %d.",
+            "%s: past its prompt a sequence holds %s%d tokens (%s) = %d pages of %d; the pool of "
+            "%d pages holds %d sequences of max_model_len=%d at once, stock vLLM in the same "
+            "memory %d.",
             config.name,
             "" if config.budget_basis == "max_model_len" else "at most ",
             budget.capacity,
-            budget.num_heavy,
-            budget.num_recent,
-            budget.num_sinks,
+            budget.parts,
             pool.pages_of(slots),
             pool.block_size,
             pool.num_pages,

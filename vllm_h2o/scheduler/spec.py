@@ -42,7 +42,7 @@ class HeavyHitterSpec(FullAttentionSpec):
         if config is not None and config.prefill == "chunked":
             budget = config.resolve(max_len, self.block_size)
             chunk = vllm_config.scheduler_config.max_num_batched_tokens
-            max_len = min(max_len, budget.kept + chunk)
+            max_len = min(max_len, budget.most_slots(chunk))
         return num_pages(max_len, self.block_size) * self.page_size_bytes
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
@@ -48,6 +48,8 @@ class RequestState:
         grows: whether it keeps every token for as long as there is room; never again once it has
             fallen back to its budget.
         max_len: ``RequestInfo.max_len``.
+        num_unscored: tokens of its last step, where that had drafts: those that were accepted, as
+            soon as it is known; their queries have not scored yet.
 
     """
 
@@ -64,6 +66,7 @@ class RequestState:
     is_split: bool = False
     grows: bool = False
     max_len: int | None = None
+    num_unscored: int = 0
 
     @property
     def in_prompt(self) -> bool:
@@ -72,9 +75,49 @@ class RequestState:
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot that the request may hold is taken: the next token evicts one."""
-        bounded = not self.in_prompt and not self.grows
-        return bounded and self.resident_len == self.budget.capacity
+        """Whether every slot that the request may hold is taken: new tokens evict others."""
+        if self.in_prompt or self.grows:
+            return False
+        if self.budget.evict_every > 1:  # some slots are free again as soon as all are taken
+            return self.resident_len < self.logical_len
+        return self.resident_len == self.budget.capacity
+
+    def max_new(self, num_drafts: int) -> int:
+        """Most tokens of its next step: drafts leave the last slot to a token that is certain.
+
+        So survivors are packed in a step without drafts, after as many tokens as without any.
+
+        Args:
+            num_drafts: most drafts of a step.
+
+        """
+        if self.in_prompt:
+            return self.prompt_end - self.logical_len
+        room = self.budget.capacity - self.resident_len - (0 if self.fits else 1)
+        return max(min(room, 1 + num_drafts), 1)
+
+    def settled(self, num_computed: int) -> RequestState:
+        """The same without the drafts that were rejected: of its last step's tokens.
+
+        Args:
+            num_computed: tokens computed, without those.
+
+        Raises:
+            IntegrityError: when that is not after the first of them, or more than there are.
+
+        """
+        num_rejected = self.logical_len - num_computed
+        if not 0 <= num_rejected < self.num_unscored:
+            raise IntegrityError(
+                f"{num_computed} tokens are said to be computed after a step of "
+                f"{self.num_unscored} that ends at {self.logical_len}"
+            )
+        return replace(
+            self,
+            logical_len=num_computed,
+            resident_len=self.resident_len - num_rejected,
+            num_unscored=self.num_unscored - num_rejected,
+        )
 
     def num_sharable(self, num_tokens: int) -> int:
         """Of the first ``num_tokens`` tokens, those that may lie in pages that others read."""
@@ -95,8 +138,17 @@ class LedgerStats:
     pressure_evicted_tokens: int = 0
 
 
-def check_span(request_id: str, held: RequestState, num_computed: int, num_tokens: int) -> None:
+def check_span(
+    request_id: str, held: RequestState, num_computed: int, num_tokens: int, num_drafts: int
+) -> None:
     """Whether tokens [num_computed, num_tokens) may follow what a request holds.
+
+    Args:
+        request_id: the request.
+        held: what it holds.
+        num_computed: tokens computed.
+        num_tokens: tokens computed after the step.
+        num_drafts: most drafts of a step.
 
     Raises:
         IntegrityError: when the lengths contradict each other.
@@ -107,8 +159,23 @@ def check_span(request_id: str, held: RequestState, num_computed: int, num_token
             f"request {request_id}: tokens [{num_computed}, {num_tokens}) are scheduled while "
             f"{held.logical_len} are computed"
         )
-    if num_tokens > (held.prompt_end if held.in_prompt else num_computed + 1):
+    if num_tokens > num_computed + held.max_new(num_drafts):
         raise IntegrityError(
             f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
-            f"prompt at {held.prompt_end}, or are more than one past it"
+            f"prompt at {held.prompt_end}, or are more than one past it and the drafts there is "
+            "room for"
+        )
+
+
+def check_evicts(request_id: str, held: RequestState, num_tokens: int) -> None:
+    """Whether a request may lose tokens when token ``num_tokens`` is computed.
+
+    Raises:
+        IntegrityError: when all of it was said to fit.
+
+    """
+    if held.fits:
+        raise IntegrityError(
+            f"request {request_id}: token {num_tokens} does not fit into {held.budget.capacity} "
+            "slots, and was said to"
         )

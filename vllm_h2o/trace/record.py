@@ -148,9 +148,8 @@ def run(
 
 
 def _meaning(budget: Budget, splits: bool) -> str:
-    parts = f"{budget.num_heavy} heavy, {budget.num_recent} recent, {budget.num_sinks} sinks"
     head = "a head on average" if splits else "a head"
-    return f"{budget.capacity} tokens {head} ({parts}, 1 for the incoming token)"
+    return f"{budget.capacity} tokens {head} ({budget.parts})"
 
 
 def _check_fit(prompt_len: int, max_tokens: int, max_len: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, ScoringPass, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.lifetime import keep_means
-from vllm_h2o.kernels.torch.prefill import column_scores
+from vllm_h2o.kernels.torch.prefill import add_to_scores, column_scores
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
@@ -119,6 +120,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             initial_score = self.random_scores.of_step(
                 name, attn_metadata.decodes, chunks, query.shape[0], query.device
             )
+        self._score_accepted(cache, attn_metadata, name)
+        for tokens, queries in attn_metadata.drafted:
+            queries[name] = query[tokens].clone()
         tensors = StepTensors(query, key, value, output, initial_score, self.scale)
         if chunks:
             kernels.prefill(cache, chunks, tensors, scoring)
@@ -184,6 +188,14 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
                 chunk.window_scores[metadata.layer_index[name]] = column_scores(
                     cache, chunk, own, self.scale, metadata.scoring, first
                 )
+
+    def _score_accepted(self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str) -> None:
+        """Add what queries of earlier steps give, of the tokens that were accepted."""
+        scoring = replace(metadata.scoring, by_maximum=False)
+        for chunk, queries in metadata.accepted:
+            own = queries[name][: chunk.num_tokens]
+            columns = column_scores(cache, chunk, own, self.scale, scoring, first_query=0)
+            add_to_scores(cache, chunk, columns, scoring)
 
     def _victims(self, cache: LayerCache) -> torch.Tensor:
         """Made in a warm-up where there are graphs: before the first of them is captured."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from vllm.config import VllmConfig
@@ -36,7 +36,7 @@ from vllm_h2o.worker.batching import Batching, CopiedBatches, PersistentBatch, R
 from vllm_h2o.worker.packing import Packing, Restoring
 from vllm_h2o.worker.random import RandomScores
 from vllm_h2o.worker.selector import select_kernels
-from vllm_h2o.worker.step import current_step
+from vllm_h2o.worker.step import DraftQueries, current_step
 
 
 @dataclass
@@ -50,6 +50,10 @@ class HeavyHitterMetadata(AttentionMetadata):
             together.
         prompts: the chunks of prompts that have more.
         asked: for each scoring pass, the chunks that have queries which score in it, with those.
+        drafted: rows of the step's tensors that are drafts and the token before them, and where
+            each layer puts their queries, [T, Hq, D].
+        accepted: tokens of last steps with drafts that were accepted, and the queries of those
+            steps, by layer: they score first.
         layer_index: each layer's place in the chunks' ``window_scores``, by its name.
         zero_output: whether there are tokens of a warm-up that no padding of ``decodes`` makes
             zeros.
@@ -62,6 +66,8 @@ class HeavyHitterMetadata(AttentionMetadata):
     prompts: list[PromptChunk]
     asked: list[list[PromptChunk]]
     layer_index: Mapping[str, int]
+    drafted: list[tuple[slice, dict[str, torch.Tensor]]] = field(default_factory=list)
+    accepted: list[tuple[PromptChunk, dict[str, torch.Tensor]]] = field(default_factory=list)
     zero_output: bool = False
 
 
@@ -141,18 +147,21 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
         # One token that ends a prompt, or with which a request falls back, runs the decode kernel;
         # its request is still packed.
-        chunks = [
-            self._prompt_chunk(plan, table[row], starts[row])
+        planned = [
+            (plan, self._prompt_chunk(plan, table[row], starts[row]))
             for row, plan in enumerate(plans)
             if plan.num_new > 1 or plan.num_survivors
         ]
+        chunks = [chunk for _, chunk in planned]
         prompts = [chunk for chunk in chunks if chunk.num_tokens > 1]
         decoding = [row for row, plan in enumerate(plans) if plan.num_new == 1]
         num_padded = num_rows if not prompts else len(decoding)
         decodes = self.batching(Rows(plans, table, starts, decoding, num_padded))
-        packed = [chunk for chunk in chunks if chunk.num_survivors]
-        if step and packed:
-            step.packings.append(self._packing(packed))
+        # What an observation window gives reaches further once: not whenever tokens are evicted.
+        for reach, together in ((self.scoring.reach, False), (0, True)):
+            packed = [c for p, c in planned if p.num_survivors and p.evicts_together is together]
+            if step and packed:
+                step.packings.append(self._packing(packed, reach))
         if step:
             step.packings.extend(
                 self._restoring(plan, table[row])
@@ -160,7 +169,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
                 if plan.restored_end
             )
         covered = 0 if self.kernels.copies_kv else num_rows
-        return HeavyHitterMetadata(
+        metadata = HeavyHitterMetadata(
             self.kernels,
             self.scoring,
             decodes,
@@ -172,10 +181,48 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             self.layer_index,
             zero_output=not plans and common_attn_metadata.num_actual_tokens > covered,
         )
+        if step and self.scoring.power:
+            order = step.order(common_attn_metadata)
+            for row, (request_id, plan) in enumerate(zip(order, plans, strict=True)):
+                key = (request_id, self.layer_names[0])
+                self._draft(metadata, step.draft_queries, key, plan, table[row], starts[row])
+        return metadata
+
+    def _draft(
+        self,
+        metadata: HeavyHitterMetadata,
+        kept: DraftQueries,
+        key: tuple[str, str],
+        plan: RequestPlan,
+        table_row: torch.Tensor,
+        start: int,
+    ) -> None:
+        """Say what is to be done with queries of drafts: an earlier step's, and this one's.
+
+        Raises:
+            IntegrityError: when queries that score now were not kept.
+
+        """
+        queries, num = kept.pop(key, None), plan.num_unscored
+        if num and not plan.fits:
+            if queries is None:
+                raise IntegrityError(f"request {key[0]}: the queries of its drafts are gone")
+            chunk = PromptChunk(
+                tokens=slice(0, num),
+                block_table=_own_blocks(plan, table_row),
+                resident_start=plan.resident_start - num,
+                logical_start=plan.logical_start - num,
+            )
+            metadata.accepted.append((chunk, queries))
+        if plan.has_drafts and not plan.fits:
+            tokens = slice(start, start + plan.num_new)
+            metadata.drafted.append((tokens, kept.setdefault(key, {})))
 
     def _prompt_chunk(self, plan: RequestPlan, table_row: torch.Tensor, start: int) -> PromptChunk:
+        # Drafts score when it is known which of them were accepted.
+        waits = plan.fits or plan.has_drafts
         first_scoring, first_window = (
-            plan.num_new if plan.fits else min(max(first - plan.logical_start, 0), plan.num_new)
+            plan.num_new if waits else min(max(first - plan.logical_start, 0), plan.num_new)
             for first in (plan.scoring_start, plan.window_start)
         )
         destination = window_scores = None
@@ -187,7 +234,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
                 window_scores = torch.empty(shape, dtype=torch.float32, device=self.device)
         return PromptChunk(
             tokens=slice(start, start + plan.num_new),
-            block_table=table_row,
+            block_table=_own_blocks(plan, table_row),
             resident_start=plan.resident_start,
             logical_start=plan.logical_start,
             num_survivors=plan.num_survivors,
@@ -206,12 +253,17 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         own = table_row[:num_blocks]
         return Restoring(own, plan.restored_end, plan.logical_end, self.layer_names, self.layers)
 
-    def _packing(self, chunks: list[PromptChunk]) -> Packing:
+    def _packing(self, chunks: list[PromptChunk], reach: int) -> Packing:
         return Packing(
             chunks,
             self.layer_names,
             self.layers,
             self.kernels,
-            self.scoring,
+            replace(self.scoring, reach=reach),
             self.random_scores,
         )
+
+
+def _own_blocks(plan: RequestPlan, row: torch.Tensor) -> torch.Tensor:
+    """A row of the block table from the request's first block on, as long as it was."""
+    return row.roll(-plan.first_block_idx) if plan.first_block_idx else row

@@ -3,7 +3,8 @@
 A step carries one :class:`Packing` for each group of layers. It runs when the forward pass is
 through, whether that was called or captured in a graph, and before the next step: in every layer
 the survivors of a prompt move to its first slots, or out of pages that others read. So do those of
-a request that falls back to its budget past its prompt: its one new token is a chunk, too.
+a request that falls back to its budget past its prompt, or evicts every few tokens: its one new
+token is a chunk, too.
 """
 
 from __future__ import annotations

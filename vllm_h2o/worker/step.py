@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,6 +22,10 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.packing import Packing, Restoring
+
+DraftQueries = dict[tuple[str, str], dict[str, torch.Tensor]]
+"""Of requests whose last step had drafts, by (request id, first layer of a group): the queries of
+that step by layer, [T, Hq, D]. They score when it is known how many of them were accepted."""
 
 RowOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
 """The request id of each row of a batch."""
@@ -34,12 +39,18 @@ class Step:
         plan: of the step.
         row_order: of the batch.
         packings: what is done when the forward pass is through: survivors move, means are restored.
+        draft_queries: of earlier steps; those of this one are added.
 
     """
 
     plan: ResidencyPlan
     row_order: RowOrder
     packings: list[Packing | Restoring] = field(default_factory=list)
+    draft_queries: DraftQueries = field(default_factory=dict)
+
+    def order(self, common: CommonAttentionMetadata) -> list[str]:
+        """The request of each row that has tokens."""
+        return list(self.row_order(common)[: len(self.plan.requests)])
 
     def rows(self, common: CommonAttentionMetadata) -> list[RequestPlan]:
         """The plan of each row that has tokens, in the order of the batch.
@@ -49,17 +60,17 @@ class Step:
 
         """
         starts = common.query_start_loc_cpu.tolist()
-        order = self.row_order(common)[: len(self.plan.requests)]
+        order = self.order(common)
         if set(order) != self.plan.requests.keys():
             raise IntegrityError(
-                f"the batch has rows of {list(order)}, the plan is for {list(self.plan.requests)}"
+                f"the batch has rows of {order}, the plan is for {list(self.plan.requests)}"
             )
         plans = [self.plan.requests[request_id] for request_id in order]
         lengths = [end - start for start, end in zip(starts, starts[1:], strict=False)]
         if [plan.num_new for plan in plans] != lengths[: len(plans)] or any(lengths[len(plans) :]):
             raise IntegrityError(
                 f"the batch has rows of {lengths} tokens, the plan is for "
-                f"{[plan.num_new for plan in plans]} of {list(order)}"
+                f"{[plan.num_new for plan in plans]} of {order}"
             )
         return plans
 
@@ -127,6 +138,8 @@ class PublishesSteps:
             specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
         return specs
 
+    _draft_queries: DraftQueries | None = None
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step of the schedule, or one that Model Runner V2 makes up to warm up.
 
@@ -141,7 +154,12 @@ class PublishesSteps:
                 "a step reached the worker without a plan: HeavyHitterScheduler did not schedule it"
             )
         rows = v2_row_order if self.use_v2_model_runner else v1_row_order
-        step = Step(scheduler_output.residency_plan, rows(self.model_runner))
+        if self._draft_queries is None:
+            self._draft_queries = {}
+        for key in [k for k in self._draft_queries if k[0] in scheduler_output.finished_req_ids]:
+            del self._draft_queries[key]
+        order, kept = rows(self.model_runner), self._draft_queries
+        step = Step(scheduler_output.residency_plan, order, draft_queries=kept)
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
         for packing in step.packings:

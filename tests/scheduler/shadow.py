@@ -1,0 +1,149 @@
+"""``ShadowPool`` plays the worker: it executes every step's plan on a dictionary of slots.
+
+In order of scheduling; at each step it checks that every slot a request attends to holds that
+request's own token. A page that was leaked, freed twice or shared shows up as a foreign token.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from tests.scheduler.shadow_window import ShadowWindow
+from vllm_h2o.wire import RequestPlan
+
+
+class ShadowPool:
+    """Executes plans on slots named (block id, offset); each holds (whose, position).
+
+    Whose it is: a token that was computed with all before it, of the prompt or of a request that
+    fits whole, is anybody's with the same prefix; a later one is that of its request's life.
+
+    ``held`` is what the slots of each request hold after its last step, as (life, positions), and
+    ``num_gone`` how many positions have left them while the request went on.
+
+    ``windows`` are those of groups before the policy's, whose slots are named alike.
+    """
+
+    def __init__(self, seed: int, block_size: int, windows: Sequence[int] = ()) -> None:
+        self.block_size = block_size
+        self.windows = [ShadowWindow(size, block_size) for size in windows]
+        self.random = random.Random(seed)
+        self.slots: dict[tuple[int, int], tuple[object, int]] = {}
+        self.before = dict(self.slots)
+        self.prompts: dict[str, tuple[int, ...]] = {}
+        self.whole_until: dict[str, int] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.lives: Counter[str] = Counter()
+        self.victims: dict[str, int] = {}
+        self.victim_size = 1
+        self.num_evictions = 0
+        self.held: dict[str, tuple[int, set[int]]] = {}
+        self.num_gone = 0
+
+    def execute(self, output: SchedulerOutput) -> None:
+        """Run one step: update the block table rows as a model runner does, then every plan."""
+        for index, window in enumerate(self.windows):
+            window.execute(output, index, self.slots)
+        own = len(self.windows)
+        for request_id in output.finished_req_ids:
+            self.tables.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[own])
+            self.lives[new.req_id] += 1
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                assert block_ids is not None
+                self.tables[request_id] = list(block_ids[own])
+                self.lives[request_id] += 1
+            elif block_ids is not None:
+                self.tables[request_id].extend(block_ids[own])
+        # No request reads what another writes in the same step: kernels take them in any order.
+        self.before = dict(self.slots)
+        for request_id, plan in output.residency_plan.requests.items():
+            self._run(request_id, plan)
+
+    def _slot(self, request_id: str, index: int, start: int) -> tuple[int, int]:
+        row = self.tables[request_id]
+        return row[start + index // self.block_size], index % self.block_size
+
+    def _token(self, request_id: str, position: int) -> tuple[object, int]:
+        """What a slot with the request's token at ``position`` holds."""
+        if position >= self.whole_until[request_id]:
+            return (request_id, self.lives[request_id]), position
+        prefix = self.prompts[request_id][: position + 1]
+        return (prefix, position + 1 - len(prefix)), position
+
+    def _run(self, request_id: str, plan: RequestPlan) -> None:
+        if plan.fits:
+            self.whole_until[request_id] = sys.maxsize
+        elif plan.in_prompt:
+            self.whole_until[request_id] = plan.logical_end
+        newest, start = 0, plan.first_block_idx
+        own = set()
+        for back in range(1, plan.num_unscored + 1):  # drafts that were accepted
+            slot = self._slot(request_id, plan.resident_start - back, start)
+            position = plan.logical_start - back
+            assert self.slots[slot] in (self._token(request_id, position), ("draft", position))
+            self.slots[slot] = self.before[slot] = self._token(request_id, position)
+        if plan.overwrites:
+            assert plan.num_new == 1
+            newest = self.victims[request_id] + plan.next_offset
+            slot = self._slot(request_id, newest, start)
+            self.slots[slot] = self._token(request_id, plan.logical_start)
+            own.add(slot)
+        else:
+            for i in range(plan.num_new):
+                slot = self._slot(request_id, plan.resident_start + i, start)
+                self.slots[slot] = self._token(request_id, plan.logical_start + i)
+                own.add(slot)
+        self._check_slots(request_id, plan, own, newest)
+
+    def _check_slots(
+        self, request_id: str, plan: RequestPlan, own: set[tuple[int, int]], newest: int
+    ) -> None:
+        """Check what is attended to, and let survivors and victims be chosen at random."""
+        start = plan.first_block_idx
+        free = range(newest + 1, newest + 1 + plan.num_free_slots)
+        indices = [index for index in range(plan.attended_len) if index not in free]
+        held = [self._slot(request_id, index, start) for index in indices]
+        tokens = [(self.slots if slot in own else self.before)[slot] for slot in held]
+        positions = [token[1] for token in tokens]
+        assert tokens == [self._token(request_id, p) for p in positions], (request_id, plan, tokens)
+        assert len(set(positions)) == len(positions)
+        recent = range(max(plan.logical_end - plan.num_recent, 0), plan.logical_end)
+        assert set(recent) <= set(positions)
+        old = [p for p in positions if plan.num_sinks <= p < plan.logical_end - plan.num_recent]
+        if plan.num_survivors:
+            dropped = set(self.random.sample(old, len(positions) - plan.num_survivors))
+            positions = [p for p in positions if p not in dropped]
+            for index, position in enumerate(positions):
+                slot = self._slot(request_id, index, plan.pack_block_idx or start)
+                self.slots[slot] = self._token(request_id, position)
+            self.num_evictions += len(dropped)
+        elif plan.selects:
+            size = self.victim_size
+            able = [i for i, position in enumerate(positions) if position in old]
+            starts = [i for i in able if i % size == 0 and set(range(i, i + size)) <= set(able)]
+            self.victims[request_id] = self.random.choice(starts)
+            self.num_evictions += size
+        if plan.has_drafts:
+            for i in range(1, plan.num_new):
+                slot = self._slot(request_id, plan.resident_start + i, start)
+                self.slots[slot] = ("draft", plan.logical_start + i)
+        self._compare(request_id, plan, set(positions))
+
+    def _compare(self, request_id: str, plan: RequestPlan, now: set[int]) -> None:
+        """Count what the request held before this step, or was given in it, and holds no more."""
+        life, before = self.held.get(request_id, (0, set()))
+        found = set(range(plan.logical_start))
+        before = before & found if life == self.lives[request_id] else found  # no rejected draft
+        had = before | set(range(plan.logical_start, plan.logical_end))
+        assert now <= had
+        self.num_gone += len(had - now)
+        self.held[request_id] = (self.lives[request_id], now)

@@ -1,0 +1,146 @@
+"""Drafts that are accepted and rejected at random: lengths, pages, and when tokens are evicted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.scheduler.harness import Simulation, vllm_config
+from tests.scheduler.observed import Observed
+from tests.scheduler.schedules import operations
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.state import RequestInfo
+
+BUDGET = 12
+_WINDOW = (("prefill", "window"), ("observation_window", 5))
+OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
+    (("evict_every", 6),),
+    (("evict_every", 9), ("prefill", "chunked"), ("protect_prompt_tokens", 6)),
+    (("evict_every", 6), *_WINDOW),
+    (("evict_every", 6), *_WINDOW, ("prefix_caching", True)),
+    (("evict_every", 7), ("score", "second_pass")),
+    (("evict_every", 7), ("name", "streaming"), ("num_sink_tokens", 2), ("prefix_caching", True)),
+    (("name", "full"),),
+)
+totals: Counter[str] = Counter()
+
+
+@settings(
+    max_examples=500,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    ops=operations,
+    budget=st.sampled_from([BUDGET, BUDGET, 32, 64]),
+    options=st.sampled_from(OPTIONS),
+    max_batched=st.sampled_from([40, 64]),
+    num_pages=st.integers(17, 26),
+    block_size=st.sampled_from([1, 4, 8]),
+    stop_rate=st.sampled_from([0.0, 0.05]),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    seed=st.integers(0, 1000),
+)
+def random_schedules(
+    ops: list[tuple],
+    budget: int,
+    options: tuple[tuple[str, object], ...],
+    max_batched: int,
+    num_pages: int,
+    block_size: int,
+    stop_rate: float,
+    policy: str,
+    seed: int,
+) -> None:
+    """No page is lost, shared or freed twice, and every number is right."""
+    size: float = budget
+    if ("name", "full") in options:
+        size, num_pages = 1.0, max(num_pages, 20)
+    config = vllm_config(size, max_batched, 8, policy, False, (*options, ("drafts", 4)))
+    own = Simulation if ("prefix_caching", True) in options else Observed
+    simulation = own(config, 1 + num_pages * 4 // block_size, 1, seed, block_size)
+    simulation.stop_rate = stop_rate
+    simulation.run(ops)
+    assert simulation.num_free == simulation.num_total
+    assert not simulation.scheduler.ledger.states
+    totals.update(simulation.count)
+
+
+def test_no_page_is_lost_shared_or_freed_twice() -> None:
+    """Preempted, aborted and ended with drafts on their way, and each of it did happen."""
+    totals.clear()
+    random_schedules()
+    events = "add chunk decode preempt resume abort finish pack reset together accepted rejected"
+    for event in events.split():
+        assert totals[event] >= 100, (event, totals)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_evicted_from_after_as_many_tokens_as_without_drafts(seed: int) -> None:
+    """Whatever was accepted, and never in a step with drafts."""
+    packs = []
+    for drafts in (0, 5):
+        options = (("evict_every", 7), ("drafts", drafts))
+        simulation = Simulation(vllm_config(BUDGET, 64, 4, "fcfs", False, options), 40, 1, seed)
+        for prompt_len in (5, 11, 12, 30):
+            simulation.add(prompt_len, 34)
+        found = set()
+        while simulation.scheduler.has_unfinished_requests():
+            plans = simulation.step().residency_plan.requests
+            for name, plan in plans.items():
+                if plan.evicts_together:
+                    assert plan.num_new == 1
+                    found.add((name, plan.logical_end))
+        packs.append(found)
+    assert packs[0] == packs[1]
+    assert len(packs[0]) >= 12
+    assert simulation.count["accepted"] > 5 and simulation.count["rejected"] > 5
+
+
+def test_room_for_drafts() -> None:
+    """None past the last slot but one; of a request that fits, none past its last slot."""
+    ledger = Ledger(Budget(21, 7, 8, 0, 6), block_size=4, num_drafts=4)
+    for max_len, room in ((99, {14: 5, 16: 4, 18: 2, 19: 1, 20: 1}), (21, {16: 5, 18: 3, 20: 1})):
+        for length, most in room.items():
+            info = RequestInfo(min(length, 15), max_len)
+            start = 0
+            for end in (min(length, 15), *range(16, length + 1)):
+                ledger.commit("r", ledger.preview("r", start, end, info), info)
+                ledger.take_step({"r": end - start})
+                start = end
+            assert ledger.align_chunk("r", length, 9, 0) == most
+            assert ledger.preview("r", length, length + most, info).num_new == most
+            with pytest.raises(IntegrityError, match="the drafts there is room for"):
+                ledger.preview("r", length, length + most + 1, info)
+            ledger.close("r")
+    assert ledger.align_chunk("new", 0, 9, 5) == 5  # no draft follows a prompt's last token
+
+
+def test_rejected_drafts_leave_their_slots() -> None:
+    """Lengths are those of the tokens that were accepted, at least one; pages stay."""
+    ledger, info = Ledger(Budget(21, 7, 8, 0, 6), 4, num_drafts=4), RequestInfo(10)
+    for start, end in ((0, 10), (10, 15)):
+        ledger.commit("r", ledger.preview("r", start, end, info), info)
+        ledger.take_step({"r": end - start})
+    for wrong in (10, 16):
+        with pytest.raises(IntegrityError, match="a step of 5 that ends at 15"):
+            ledger.settle("r", wrong)
+    ledger.settle("r", 12)
+    held = ledger.states["r"]
+    assert (held.logical_len, held.resident_len, held.held_len, held.num_unscored) == (
+        12,
+        12,
+        15,
+        2,
+    )
+    plan = ledger.preview("r", 12, 13, info)
+    assert (plan.resident_start, plan.num_unscored, plan.has_drafts) == (12, 2, False)
+    ledger.commit("r", plan, info)
+    with pytest.raises(IntegrityError, match="a step of 0"):
+        ledger.settle("r", 13)
