@@ -86,6 +86,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         'use --speculative-config \'{"method": "ngram", ...}\', or leave it out',
     ),
     (
+        "speculative decoding, and sliding windows",
+        GEMMA,
+        {"speculative_config": NGRAM, "kv_policy_config": {"evict_every": 4}},
+        "leave --speculative-config out",
+    ),
+    (
         "prefix caching, and a prefill of which cached queries would score or evict",
         LLAMA,
         {"enable_prefix_caching": True},
@@ -189,7 +195,12 @@ DRAFTING: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
     ("full", {}, {}, None),
     ("h2o", {"evict_every": 4, "eviction": "pressure"}, {}, "eviction='pressure'"),
     ("h2o", {"evict_every": 4}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
-    ("h2o2", {"evict_every": 4}, {}, "a lifetime of what an observation window gives"),
+    (
+        "h2o",
+        {"evict_every": 4, "score": "combined"},
+        {},
+        "a lifetime of what an observation window gives",
+    ),
     ("h2o2", {"evict_every": 4, "window_lifetime": 0}, {}, None),
 ]
 

@@ -295,7 +295,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "speculative decoding, and a lifetime of what an observation window gives",
         lambda c: c.speculative_config is not None and _config(c).keeps_means,
         "drafts score a step later than they are computed, and it may be over by then",
-        "use --kv-policy-config.window_lifetime 0, another score, or leave --speculative-config out",
+        "use --kv-policy-config.window_lifetime 0, or leave --speculative-config out",
     ),
     Refusal(
         "speculative decoding, and sliding windows",

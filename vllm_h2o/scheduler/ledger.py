@@ -190,8 +190,7 @@ class Ledger:
 
         """
         held = self._states.get(request_id) or self._fresh(request_id, info, num_computed)
-        num_new = num_tokens - num_computed
-        in_prompt = held.in_prompt
+        num_new, in_prompt = num_tokens - num_computed, held.in_prompt
         check_span(request_id, held, num_computed, num_tokens, self.num_drafts)
         budget, window_start = held.budget, self._window_start(held)
         due = in_prompt and (self.packs_chunks or num_tokens == held.prompt_end)
