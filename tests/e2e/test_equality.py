@@ -18,6 +18,7 @@ from tests.e2e.harness import (
     opt_125m,
     smollm2,
     tiny_llama,
+    token_ids,
 )
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.policy import POLICIES
@@ -93,6 +94,19 @@ def test_torch_kernels_equal_native_ones(policy: str, tmp_path: Path) -> None:
     assert assert_same_tokens(native, torch) <= 1
 
 
+def test_a_threshold_that_no_key_reaches(tmp_path: Path) -> None:
+    """Past the budget nothing is merged, and the tokens are those of an engine without masses."""
+    model = tiny_llama(tmp_path, 6, 2)
+    prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 8, longest=60)
+    settings = {"block_size": 16, "max_model_len": 128}
+    dropped, unmerged, merged = (
+        run(model, prompts, "h2o", options={"budget": 32, "merge": merge}, **settings)
+        for merge in (0.0, 1.0, 0.2)
+    )
+    assert assert_same_tokens(dropped, unmerged) <= 1
+    assert token_ids(dropped) != token_ids(merged)
+
+
 def test_a_prompt_of_three_times_the_pool(tmp_path: Path) -> None:
     """Packed after each chunk, it runs where stock vLLM would not start, and frees its pages."""
     model = tiny_llama(tmp_path, 4, 4)
@@ -118,7 +132,8 @@ def test_every_policy_equals_stock(tmp_path: Path) -> None:
     stock = run(model, prompts, None, **settings)
     for policy in POLICIES:
         window = {"observation_window": 24} if policy == "h2o2" else {}
-        options = None if policy == "full" else {"budget": 1.0, **window}
+        merge = {"merge": 0.5} if policy == "streaming" else {}
+        options = None if policy == "full" else {"budget": 1.0, **window, **merge}
         ours = run(model, prompts, policy, options=options, **settings)
         assert assert_same_tokens(stock, ours) <= 1
         if options:

@@ -159,6 +159,8 @@ def test_rows_by_hand() -> None:
     assert (row.slots, row.pages, row.num_bytes) == (128, 4, 4 * 32 * 240)
     assert (row.sequences, row.prompt_pages, row.sequences_with_a_prompt) == (24, 16, 21)
     assert row.starts
+    merging = policy_row(shape, memory, WORK, KVPolicyConfig(budget=0.25, merge=0.9))
+    assert (merging.slot_bytes, merging.pool.num_blocks, merging.sequences) == (264, 90, 22)
     stock = stock_row(shape, memory, WORK)
     assert (stock.pool.num_blocks, stock.sequences, stock.concurrency) == (125, 7, 125 / 16)
     chunked = KVPolicyConfig(budget=0.25, prefill="chunked")

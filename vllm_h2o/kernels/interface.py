@@ -33,13 +33,15 @@ class Kernels(Protocol):
     ) -> None:
         """Store one new token of each request, attend, score, select the next victims.
 
+        Where victims are merged, each goes to the nearest key before the new token is stored.
+
         Args:
-            cache: written: the new tokens, scores.
+            cache: written: the new tokens, scores, and what takes victims in.
             batch: the requests.
             victims: [num_blocks, H], int32: slots of the victims, by their request's first block;
                 read where a token overwrites, written where a victim is selected.
             tensors: ``out`` is written in the rows of the batch's tokens.
-            scoring: what is added to scores, and what is ranked.
+            scoring: what is added to scores, and what is ranked; whether victims are merged.
 
         """
 

@@ -76,3 +76,6 @@ def test_victims_are_checked() -> None:
     for victims in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32).T):
         with pytest.raises(ValueError, match="victims of torch"):
             kernels.decode(pool.cache, batch, victims, pool.tensors(1), Scoring())
+    with pytest.raises(ValueError, match="merged in pages that hold no masses"):
+        victims = torch.zeros(3, 2, dtype=torch.int32)
+        kernels.decode(pool.cache, batch, victims, pool.tensors(1), Scoring(merge=0.9))

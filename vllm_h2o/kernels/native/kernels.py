@@ -57,6 +57,8 @@ class NativeKernels:
         """Store one new token of each request, attend and score, select the next victims."""
         if victims.dtype != torch.int32 or not victims.is_contiguous():
             raise ValueError(f"victims of {victims.dtype} with strides {victims.stride()}")
+        if scoring.merge and cache.mass is None:
+            raise ValueError("victims are merged in pages that hold no masses")
         self._decode(
             layout.cache_bytes(cache),
             layout.batch_bytes(batch),

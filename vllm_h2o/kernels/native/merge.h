@@ -35,13 +35,18 @@ template <class T>
 inline void offer_keys(Nearest& nearest, const T* const* rows, const float* dots, int count,
                        int64_t slot, int head_size) {
   for (int i = 0; i < count; i += kLanes) {
-    Floats sums[kLanes] = {};  // [slots, partial sums over D]
-    for (int d = 0; d < head_size; d += kLanes) {
+    Floats sums[kLanes] = {};  // [slots, partial sums over D], in any order
+    int d = 0;
+    for (; d + 2 * kLanes <= head_size; d += 2 * kLanes) {
 #pragma GCC unroll 16
       for (int j = 0; j < kLanes; ++j) {
-        const Floats k = load(rows[i + j] + d);
-        sums[j] += k * k;
+        Floats a, b;
+        load_two(rows[i + j] + d, a, b);
+        sums[j] += a * a + b * b;
       }
+    }
+    for (; d < head_size; d += kLanes) {
+      for (int j = 0; j < kLanes; ++j) sums[j] += load(rows[i + j] + d) * load(rows[i + j] + d);
     }
     const Floats dot = larger(load(dots + i), Floats{});
     const Floats square = dot * dot / larger(sums_of(sums), all(1e-30f));

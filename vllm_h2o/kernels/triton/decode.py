@@ -192,7 +192,8 @@ def attend_split(
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [G_PAD, TILE]
         logits = logits * scale
         if MERGES:
-            logits += tl.log(tl.load(mass_pages + row * word_stride + offset, live, 1.0))[None, :]
+            words = row * word_stride + offset
+            logits += tl.log(tl.load(mass_pages + words, mask=live, other=1.0))[None, :]
         logits = tl.where(live[None, :], logits, float("-inf"))
         if KEEPS_LOGITS:
             logits_ptrs = logits_ptr + (row * G * N + offset)[None, :] + group[:, None] * N
