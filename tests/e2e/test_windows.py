@@ -13,6 +13,7 @@ import torch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
+from benchmarks.throughput.models import write_tokenizer
 from tests.e2e.harness import (
     FULL,
     SLIDING,
@@ -27,6 +28,8 @@ from tests.e2e.harness import (
 )
 from tests.e2e.oracle import Oracle
 from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.trace.record import run
 from vllm_h2o.worker import rotary
 from vllm_h2o.worker.attention import HeavyHitterImpl
 
@@ -170,6 +173,24 @@ def test_the_default_command_line(tmp_path: Path) -> None:
         assert len(token_ids(generate(llm, PROMPTS, 5))) == len(PROMPTS)
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+def test_a_trace(tmp_path: Path) -> None:
+    """Of an engine with room for one sequence in every group; of layers with full attention."""
+    write_tokenizer(tmp_path, 256)
+    trace = run(
+        tiny_gemma3(tmp_path),
+        " ".join(f"w{n}" for n in range(3, 103)),
+        KVPolicyConfig(budget=64),
+        max_tokens=8,
+        every=1,
+        temperature=0.0,
+        max_model_len=None,
+        block_size=32,
+        dtype="float32",
+    )
+    assert trace.layers == [1, 4]
+    assert [frame.position.shape for frame in trace.frames] == [(2, 2, 63), *[(2, 2, 64)] * 7]
 
 
 def test_full_attention_without_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,21 +163,20 @@ WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=6)
         ),
         ([OWN, replace(WINDOW, block_size=8)], "pages of 256 bytes in 4 slots, 512 bytes in 8"),
         ([OWN, replace(WINDOW, num_kv_heads=2)], "pages of 256 bytes in 4 slots, 512 bytes in 4"),
-        ([replace(OWN, block_size=8)], "pages of 512 bytes in 8 slots"),
     ],
 )
 def test_groups_that_do_not_go(specs: list[KVCacheSpec], message: str) -> None:
     """One group is the policy's; the others slide, in pages of one shape."""
     groups = [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate(specs)]
     with pytest.raises(UnsupportedError, match=message):
-        policy_group(KVCacheConfig(9, [], groups), 4)
+        policy_group(KVCacheConfig(9, [], groups))
 
 
 def test_the_group_may_stand_anywhere() -> None:
     """Where vLLM puts it."""
     specs = [WINDOW, OWN, replace(WINDOW, page_size_padded=OWN.page_size_bytes)]
     groups = [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate(specs)]
-    assert policy_group(KVCacheConfig(9, [], groups), 4) == 1
+    assert policy_group(KVCacheConfig(9, [], groups)) == 1
 
 
 def test_the_policy_s_pages_are_never_padded() -> None:

@@ -277,7 +277,7 @@ class HeavyHitterScheduler(AsyncScheduler):
         What one kind of layer leaves in a page is no number to another: scores are not K or V. So
         pages that a window takes are cleared before they are written to.
         """
-        own = policy_group(kv_cache_config, self.cache_config.block_size)
+        own = policy_group(kv_cache_config)
         managers = list(self.kv_cache_manager.coordinator.single_type_managers)
         manager = managers.pop(own)
         assert isinstance(manager, HeavyHitterManager)

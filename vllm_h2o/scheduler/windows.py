@@ -94,12 +94,11 @@ def _most(manager: SlidingWindowManager) -> int:
     return most
 
 
-def policy_group(kv_cache_config: KVCacheConfig, block_size: int) -> int:
+def policy_group(kv_cache_config: KVCacheConfig) -> int:
     """Index of the one group whose pages the policy keeps.
 
     Args:
         kv_cache_config: vLLM's groups.
-        block_size: slots of a page, as configured.
 
     Raises:
         UnsupportedError: when there is none, or more than one; when a group is neither that nor of
@@ -119,7 +118,7 @@ def policy_group(kv_cache_config: KVCacheConfig, block_size: int) -> int:
             "next to full attention the policy works with sliding windows alone",
         )
     shapes = [(spec.block_size, spec.stock_page_size_bytes), *_shapes(others)]
-    if spec.block_size != block_size or len(set(shapes)) != 1:
+    if len(set(shapes)) != 1:
         raise _unsupported(
             f"its layers have pages of {', '.join(f'{b} bytes in {n} slots' for n, b in shapes)}",
             "layers with full attention and those with sliding windows share pages of one shape",
