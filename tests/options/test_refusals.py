@@ -88,7 +88,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     (
         "speculative decoding, and sliding windows",
         GEMMA,
-        {"speculative_config": NGRAM, "kv_policy_config": {"evict_every": 4}},
+        {"speculative_config": NGRAM},
         "leave --speculative-config out",
     ),
     (

@@ -279,6 +279,12 @@ REFUSALS: tuple[Refusal, ...] = (
         'use --speculative-config \'{"method": "ngram", ...}\', or leave it out',
     ),
     Refusal(
+        "speculative decoding, and sliding windows",
+        lambda c: c.speculative_config is not None and _slides(c),
+        "it has not been tried",
+        "leave --speculative-config out",
+    ),
+    Refusal(
         "speculative decoding, and evict_every below num_speculative_tokens + 2",
         _drafts_too_many,
         "which tokens go depends on attention of tokens that are certain: drafts fill slots while "
@@ -296,12 +302,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.speculative_config is not None and _config(c).keeps_means,
         "drafts score a step later than they are computed, and it may be over by then",
         "use --kv-policy-config.window_lifetime 0, or leave --speculative-config out",
-    ),
-    Refusal(
-        "speculative decoding, and sliding windows",
-        lambda c: c.speculative_config is not None and _slides(c),
-        "it has not been tried",
-        "leave --speculative-config out",
     ),
     Refusal(
         "speculative decoding, and pipeline parallelism",
