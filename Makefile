@@ -58,7 +58,7 @@ bench-quality: $(STAMP) $(LIBRARIES)  ## what a budget costs: tables, CSVs and c
 	    --csv $(RESULTS)/quality_facts.csv
 	@$(BIN)/python -m benchmarks.quality.search --csv $(RESULTS)/quality_search.csv
 	@$(BIN)/python -m benchmarks.quality.mass --csv $(RESULTS)/quality_mass.csv
-	@$(BIN)/python -m benchmarks.quality.chart $(RESULTS)/quality.csv $(RESULTS)/quality_search.csv \
+	@$(BIN)/python -m benchmarks.quality.chart $(RESULTS)/quality.csv $(RESULTS)/quality_facts.csv \
 	    $(RESULTS)/quality_presses.csv $(RESULTS)/quality.svg
 
 lint: $(STAMP)  ## ruff, mypy and clang-format

@@ -8,26 +8,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.plans import POLICIES
-
 PANELS = {
-    "prose 1024 768": "nats per token above the full cache",
-    "passkey 1024": "pass keys found, %",
-    "pairs 1024": "codes found, %",
+    "asked_now 1024": ("the question is in the prompt", "facts found, %"),
+    "asked_later 1024": ("the question comes after eviction", "facts found, %"),
+    "prose 1024 768": ("text that goes on", "nats per token above the full cache"),
 }
-"""By task, length and, for prose, tokens that are forced: what the axis says."""
-COLORS = ("#1f77b4", "#17becf", "#d62728", "#ff7f0e", "#2ca02c", "#e377c2", "#9467bd", "#8c564b")
+"""By task, length and, for prose, tokens that are forced: a title, and what the axis says."""
+OURS = {
+    "h2o2": ("h2o2", "#d62728"),
+    "h2o2 merge": ("h2o2, merge=0.9", "#ff7f0e"),
+    "h2o window": ("h2o, prefill=window", "#9467bd"),
+    "h2o": ("h2o", "#1f77b4"),
+    "h2o_replay": ("h2o, score=second_pass", "#17becf"),
+    "streaming": ("streaming", "#2ca02c"),
+    "local": ("local", "#8c564b"),
+}
+"""By the name in tables: the label, and a colour."""
 GREYS = ("#222222", "#555555", "#777777", "#999999", "#aaaaaa", "#bbbbbb")
 MARKERS = "os*D^vxPXhd<>"
 
 
 def panel(row: Mapping[str, Any]) -> str | None:
-    """The panel of a row: prose as the engine ran it; answers where every budget was tried."""
-    if row["task"] == "prose":
-        name = f"prose {row['length']} {row['forced']}"
-        return name if name in PANELS and row["by"].startswith("engine") else None
+    """The panel of a row, of the engine or of a press; prose of the engine alone.
+
+    A press holds what follows the context next to its budget, so its prose is not comparable.
+    """
+    if row["by"].startswith("simulation"):
+        return None
     name = f"{row['task']} {row['length']}"
-    return name if name in PANELS and not row["by"].startswith("engine") else None
+    if row["task"] == "prose":
+        name += f" {row['forced']}" if row["by"].startswith("engine") else " pressed"
+    return name if name in PANELS else None
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -50,10 +61,9 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for axis, name in zip(axes[0], shown, strict=True):
         handles |= _fill(axis, name, [row for row in rows if panel(row) == name])
     figure.legend(
-        handles.values(), handles.keys(), loc="lower center", ncols=min(7, len(handles)), fontsize=8
+        handles.values(), handles.keys(), loc="lower center", ncols=min(5, len(handles)), fontsize=8
     )
-    figure.suptitle(f"{rows[0]['model']}, judged after eviction", fontsize=10)
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.tight_layout(rect=(0, 0.17, 1, 1))
     figure.savefig(path, metadata={"Creator": None, "Date": None})
 
 
@@ -64,27 +74,31 @@ def _fill(axis: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
     last = {(row["policy"], 100 * float(row["share"])): unit * float(row[column]) for row in rows}
     pressed = [row["policy"] for row in rows if row["by"].startswith("kvpress")]
     presses = [policy for policy in dict.fromkeys(pressed) if policy != "full"]
-    for policy in (*POLICIES, *presses):
+    for index, policy in enumerate((*OURS, *presses)):
         points = sorted((share, value) for (of, share), value in last.items() if of == policy)
         if not points:
             continue
-        ours = policy in POLICIES
-        index = list(POLICIES).index(policy) if ours else presses.index(policy)
+        grey = GREYS[presses.index(policy)] if policy in presses else ""
+        label, color = OURS.get(policy, (f"kvpress {policy}", grey))
         axis.plot(
             *zip(*points, strict=True),
-            color=(COLORS if ours else GREYS)[index],
+            color=color,
             marker=MARKERS[index],
             markersize=4,
-            linestyle="-" if ours else ":",
-            label=policy if ours else f"kvpress {policy}",
+            linestyle=":" if grey else "-",
+            linewidth=1 if grey else 2,
+            label=label,
         )
     if costs:
         axis.set_yscale("log")
     else:
         axis.axhline(last["full", 100.0], color="black", linestyle="--", label="full cache")
         axis.set_ylim(-3, 103)
-    axis.set_ylabel(PANELS[name])
+    title, unit_name = PANELS[name]
+    axis.set_title(title, fontsize=10)
+    axis.set_ylabel(unit_name)
     axis.set_xlabel("budget, % of the tokens")
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     lines, labels = axis.get_legend_handles_labels()
     return dict(zip(labels, lines, strict=True))

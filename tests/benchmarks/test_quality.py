@@ -55,10 +55,10 @@ def test_figures() -> None:
 def test_the_chart_of_the_results(tmp_path: Path) -> None:
     """The figures that are kept are drawn; a variant that the engine does not have is left out."""
     results = Path(__file__).parents[2] / "benchmarks" / "results"
-    names = ("quality.csv", "quality_search.csv", "quality_presses.csv")
+    names = ("quality.csv", "quality_facts.csv", "quality_presses.csv")
     rows = [r for name in names for r in csv.DictReader((results / name).open(newline=""))]
     assert {panel(row) for row in rows} >= set(PANELS)
     draw(rows, tmp_path / "a.svg")
-    variant = next(row for row in rows if row["task"] == "pairs") | {"policy": "recent 1/4"}
+    variant = next(row for row in rows if row["task"] == "asked_now") | {"policy": "other"}
     draw([*rows, variant], tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()

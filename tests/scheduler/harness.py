@@ -237,6 +237,7 @@ class Simulation:
         num = self.random.randint(0, len(drafts))
         self.count["accepted"] += num
         self.count["rejected"] += len(drafts) - num
+        self.pool.accept(request_id, output.residency_plan.requests[request_id], num)
         return drafts[:num]
 
     def _num_packed_within_a_prompt(self, output: SchedulerOutput) -> int:

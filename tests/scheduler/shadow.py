@@ -68,6 +68,12 @@ class ShadowPool:
         for request_id, plan in output.residency_plan.requests.items():
             self._run(request_id, plan)
 
+    def accept(self, request_id: str, plan: RequestPlan, num: int) -> None:
+        """Of a step's drafts the first ``num`` are the request's own, for whoever finds them."""
+        for i in range(1, num + 1):
+            slot = self._slot(request_id, plan.resident_start + i, plan.first_block_idx)
+            self.slots[slot] = self._token(request_id, plan.logical_start + i)
+
     def _slot(self, request_id: str, index: int, start: int) -> tuple[int, int]:
         row = self.tables[request_id]
         return row[start + index // self.block_size], index % self.block_size
@@ -89,8 +95,7 @@ class ShadowPool:
         for back in range(1, plan.num_unscored + 1):  # drafts that were accepted
             slot = self._slot(request_id, plan.resident_start - back, start)
             position = plan.logical_start - back
-            assert self.slots[slot] in (self._token(request_id, position), ("draft", position))
-            self.slots[slot] = self.before[slot] = self._token(request_id, position)
+            assert self.slots[slot] == self._token(request_id, position)
         if plan.overwrites:
             assert plan.num_new == 1
             newest = self.victims[request_id] + plan.next_offset

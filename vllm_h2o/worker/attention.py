@@ -160,20 +160,22 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             if cache.mean_without_window is not None and not which.rotated:
                 for chunk in asked:
                     keep_means(cache, chunk)
-            asking = self._rotated(chunks, query, which.stride) if which.rotated else query
+            asking = self._rotated(chunks, query, which) if which.rotated else query
             metadata.kernels.score_pass(cache, asked, asking, self.scale, which)
             if self.watch is not None:
                 self.watch(name, cache, chunks, which)
 
     def _rotated(
-        self, chunks: Sequence[PromptChunk], query: torch.Tensor, stride: int
+        self, chunks: Sequence[PromptChunk], query: torch.Tensor, which: ScoringPass
     ) -> torch.Tensor:
-        """[T, Hq, D]: each chunk's queries, or some of them, at positions past its end."""
+        """[T, Hq, D]: of chunks that it asks, the queries, or some, at positions past the end."""
         if self.rotate is None:
             raise IntegrityError("a second pass scores, and nothing rotates its queries")
         rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk in chunks:
-            own = query[chunk.tokens][(chunk.num_tokens - 1) % stride :: stride]
+            if chunk.first_query(which) >= chunk.num_tokens:
+                continue
+            own = query[chunk.tokens][(chunk.num_tokens - 1) % which.stride :: which.stride]
             rows = slice(chunk.tokens.start, chunk.tokens.start + len(own))
             rotated[rows] = self.rotate(own, chunk.num_tokens, chunk.logical_end)
         return rotated

@@ -162,12 +162,9 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             packed = [c for p, c in planned if p.num_survivors and p.evicts_together is together]
             if step and packed:
                 step.packings.append(self._packing(packed, reach))
-        if step:
-            step.packings.extend(
-                self._restoring(plan, table[row])
-                for row, plan in enumerate(plans)
-                if plan.restored_end
-            )
+        restored = [(plan, table[row]) for row, plan in enumerate(plans) if plan.restored_end]
+        if step and restored:
+            step.packings.append(self._restoring(restored))
         covered = 0 if self.kernels.copies_kv else num_rows
         metadata = HeavyHitterMetadata(
             self.kernels,
@@ -248,10 +245,15 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             window_scores=window_scores,
         )
 
-    def _restoring(self, plan: RequestPlan, table_row: torch.Tensor) -> Restoring:
-        num_blocks = num_pages(plan.resident_end, self.spec.block_size)
-        own = table_row[:num_blocks]
-        return Restoring(own, plan.restored_end, plan.logical_end, self.layer_names, self.layers)
+    def _restoring(self, planned: list[tuple[RequestPlan, torch.Tensor]]) -> Restoring:
+        own, ends = [], []
+        for plan, row in planned:
+            num_blocks = num_pages(plan.resident_end, self.spec.block_size)
+            own.append(_own_blocks(plan, row)[:num_blocks])
+            ends += [(plan.restored_end, plan.logical_end)] * num_blocks
+        host = torch.tensor(ends, pin_memory=self.device.type == "cuda").T
+        on_device = host.to(self.device, non_blocking=True)
+        return Restoring(torch.cat(own), on_device, self.layer_names, self.layers)
 
     def _packing(self, chunks: list[PromptChunk], reach: int) -> Packing:
         return Packing(

@@ -22,6 +22,9 @@ from vllm_h2o.kernels.torch.lifetime import HeldMeans, restore_means
 from vllm_h2o.kernels.torch.pack import pack_survivors
 from vllm_h2o.worker.random import RandomScores
 
+MAX_MEANS = 1 << 22
+"""Means that are held at once while survivors move, with their positions: 48 MiB."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -59,14 +62,16 @@ class Packing:
                     pack_survivors(cache, chunk, self.scoring, score)
 
     def _move(self, caches: list[LayerCache], chunks: list[PromptChunk]) -> None:
-        """Within their own pages; layer by layer where means move with them."""
+        """Within their own pages; a few layers at a time where means move with them."""
         if caches[0].mean_without_window is None:
             self.kernels.pack_survivors(caches, chunks, self.scoring)
             return
-        for cache in caches:
-            means = [HeldMeans.of(cache, chunk) for chunk in chunks]
-            self.kernels.pack_survivors([cache], chunks, self.scoring)
-            for held in means:
+        num_held = caches[0].num_kv_heads * sum(chunk.attended_len for chunk in chunks)
+        size = max(1, MAX_MEANS // num_held)
+        for some in (caches[i : i + size] for i in range(0, len(caches), size)):
+            means = [(cache, HeldMeans.of(cache, chunk)) for cache in some for chunk in chunks]
+            self.kernels.pack_survivors(some, chunks, self.scoring)
+            for cache, held in means:
                 held.move(cache)
 
     def _score(self, chunk: PromptChunk, index: int, name: str) -> torch.Tensor | None:
@@ -78,26 +83,24 @@ class Packing:
 
 @dataclass(frozen=True)
 class Restoring:
-    """A request whose observation window's lifetime ends with a step.
+    """The requests whose observation window's lifetime ends with a step.
 
     Args:
-        blocks: [P], int32: its own.
-        prompt_end: tokens of its prompt.
-        logical_end: tokens computed.
+        blocks: [P], int32: theirs.
+        ends: [2, P], int64: of each block's request, tokens of its prompt, and those computed.
         layer_names: of the group's layers.
         layers: vLLM's attention layers, by name; those of other groups among them.
 
     """
 
     blocks: torch.Tensor
-    prompt_end: int
-    logical_end: int
+    ends: torch.Tensor
     layer_names: Sequence[str]
     layers: Mapping[str, Any]
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Rank its prompt's tokens without what the window gave, in every layer."""
+        """Rank their prompts' tokens without what the window gave, in every layer."""
         for layer in (self.layers[name] for name in self.layer_names):
             cache = layer.impl.cache_of(layer.kv_cache)
-            restore_means(cache, self.blocks, self.prompt_end, self.logical_end)
+            restore_means(cache, self.blocks, self.ends)

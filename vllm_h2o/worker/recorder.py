@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -88,7 +89,7 @@ class RecordsPages:
 
     def take_recording(self) -> list[Frame]:
         """Stop, and hand out what was recorded, the last step of each request included."""
-        recorder, self._recorder = self._recorder, None
+        recorder, self._recorder, self._terms = self._recorder, None, PromptTerms()
         for layer in self._recorded_layers().values():
             layer.impl.watch = None
         return [] if recorder is None else [*recorder.frames, *recorder.latest.values()]
@@ -137,11 +138,16 @@ class RecordsPages:
 
     def _terms_of(self, request_id: str, plan: RequestPlan) -> dict[str, bytes]:
         """What the scores of a prompt's tokens are made of, by term, where some are evicted."""
-        if not (plan.in_prompt and plan.num_survivors):
+        shared = plan.first_block_idx or plan.pack_block_idx  # others' first pages, too
+        if not (plan.in_prompt and plan.num_survivors) or shared:
             return {}
         names = [layer.layer_name for layer in self._recorded_layers().values()]
         first = int(self._table_row(request_id, names[0])[plan.first_block_idx])
         terms = self._terms.of(first, names)
+        # A last chunk of one token has no terms.
+        terms = {
+            name: pad(term, (0, plan.logical_end - term.shape[-1])) for name, term in terms.items()
+        }
         return {name: term.cpu().numpy().tobytes() for name, term in terms.items()}
 
     def _held(

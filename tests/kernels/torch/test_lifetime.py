@@ -44,7 +44,8 @@ def test_a_prompt(splits: bool, merges: bool) -> None:
     assert sorted(len(strip) for strip in strips) == ([1, 3] if splits else [2, 2])
     newest = strips[0][-1], 15
     cache.position[newest], cache.score[newest] = LENGTH, 7.0  # a token after the prompt
-    restore_means(cache, chunk.block_table[:2], LENGTH, LENGTH + 9)
+    ends = torch.tensor([[LENGTH] * 2, [LENGTH + 9] * 2])
+    restore_means(cache, chunk.block_table[:2], ends)
     for head, strip in enumerate(strips):
         num_held = 16 * len(strip) - 1
         position = cache.position[strip].flatten()[:num_held].long()

@@ -1,7 +1,7 @@
 // The page layout (see cache.py), and what kernels read and write of a step's tensors.
 //
 //   row = (block, KV head):  K [N, D] | V [N, D] | score [N] float32 | position [N] int32
-//                            [| mass [N] float32]
+//                            [| mass [N] float32] [| a word that no kernel here reads]
 #pragma once
 
 #include "layout.h"

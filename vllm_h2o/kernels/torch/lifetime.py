@@ -2,8 +2,8 @@
 
 While it lasts, scores hold it, and each slot keeps the mean that its token has without it: taken
 before the window scores, moved with survivors, and ranked by again in the end. So the sum of a
-large score and small ones never has to be undone. A few launches for a prompt, on any device. Twin
-of ``reference.Strip.keep_means`` and ``restore_means``.
+large score and small ones never has to be undone. A few launches for each layer, on any device.
+Twin of ``strip.Strip.keep_means`` and ``restore_means``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class HeldMeans:
         head = torch.arange(len(rows), device=rows.device)
         if chunk.splits:
             assert cache.first_rows is not None
-            ends = cache.first_rows[blocks[0], 1:].contiguous()
+            # A list of one: as a number, it would be read by the host.
+            ends = cache.first_rows[blocks[:1].long()][0, 1:].contiguous()
             head = torch.searchsorted(ends, head.to(ends.dtype), right=True)
         else:
             head = head % num_heads
@@ -78,20 +79,19 @@ class HeldMeans:
         cache.mean_without_window[rows] = self.mean[found]
 
 
-def restore_means(
-    cache: LayerCache, blocks: torch.Tensor, prompt_end: int, logical_end: int
-) -> None:
-    """Rank the tokens of a prompt by their means without the window from now on.
+def restore_means(cache: LayerCache, blocks: torch.Tensor, ends: torch.Tensor) -> None:
+    """Rank the tokens of prompts without the window from now on.
 
     Args:
         cache: scores are written.
-        blocks: [P], integers: the request's.
-        prompt_end: tokens of the prompt.
-        logical_end: tokens computed so far.
+        blocks: [P], integers: of some requests.
+        ends: [2, P], integers: of each block's request the tokens of the prompt, and those computed
+            so far.
 
     """
     assert cache.mean_without_window is not None
-    rows = cache_rows(blocks, cache.num_kv_heads).flatten()
+    rows = cache_rows(blocks, cache.num_kv_heads)  # [H, P]
     position = cache.position[rows]
+    prompt_end, logical_end = ends[:, None, :, None]
     score = cache.mean_without_window[rows] * (logical_end - position)
     cache.score[rows] = torch.where(position < prompt_end, score, cache.score[rows])

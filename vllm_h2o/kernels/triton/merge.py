@@ -124,6 +124,8 @@ def take_victim_in(
         element = key_pages.dtype.element_ty
         tl.store(key_pages + to, new_key.to(element), mask=mask)
         tl.store(value_pages + to, new_value.to(element), mask=mask)
+        # Other threads of this program may still read the mass.
+        tl.debug_barrier()
         tl.store(to_word, held + mass)
     # Other threads of this program may still read what is overwritten next.
     tl.debug_barrier()
