@@ -3,10 +3,10 @@
 Per (block, KV head), contiguous, N slots of head size D::
 
     K [N, D] | V [N, D] | score [N] float32 | position [N] int32
-        [| mass [N] float32] [| mean_without_window [N] float32]
+        [| mass [N] float32] [| score_without_window [N] float32]
 
-Masses are there where victims are merged: see merge.py. Means are where an observation window's
-scores have a lifetime: see lifetime.py.
+Masses are there where victims are merged: see merge.py; the other score where what an observation
+window gave has a lifetime: see lifetime.py.
 
 A *row* is one (block, KV head): ``row = block_id * num_kv_heads + head``. Page i of a KV head is
 row ``first_row + i * row_step`` of its request, which counts the rows of its blocks one block after
@@ -37,8 +37,8 @@ class LayerCache:
             survivors are packed, read by each decode step. None where no request's do.
         mass: [R, N], float32: tokens that the one in each slot stands for; None where none are
             merged.
-        mean_without_window: [R, N], float32: of a prompt's token, the mean that it is ranked by
-            when the observation window's lifetime is over; None where that lasts.
+        score_without_window: [R, N], float32: of a prompt's token, the score that it gets back when
+            the observation window's lifetime is over; None where that lasts.
 
     """
 
@@ -49,7 +49,7 @@ class LayerCache:
     num_kv_heads: int
     first_rows: torch.Tensor | None = None
     mass: torch.Tensor | None = None
-    mean_without_window: torch.Tensor | None = None
+    score_without_window: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -68,7 +68,7 @@ class LayerCache:
         head_size: int,
         splits: bool = False,
         merges: bool = False,
-        keeps_means: bool = False,
+        keeps_scores: bool = False,
     ) -> LayerCache:
         """View a layer's cache as pages. No copy.
 
@@ -78,7 +78,7 @@ class LayerCache:
             head_size: D, of K and of V.
             splits: whether heads may share slots; allocates ``first_rows`` then.
             merges: whether slots have masses.
-            keeps_means: whether they have means without the observation window.
+            keeps_scores: whether they have scores without the observation window.
 
         Raises:
             ValueError: when C has not the size of these, or the cache is not dense in that order.
@@ -86,7 +86,7 @@ class LayerCache:
         """
         num_blocks, num_kv_heads, block_size, content = kv_cache.shape
         size = kv_cache.element_size()
-        num_words = 2 + merges + keeps_means
+        num_words = 2 + merges + keeps_scores
         if content * size != 2 * head_size * size + 4 * num_words:
             raise ValueError(
                 f"a slot of {content * size} bytes does not hold K and V of {head_size} x {size} "
@@ -113,7 +113,7 @@ class LayerCache:
             num_kv_heads=num_kv_heads,
             first_rows=first_rows,
             mass=each[2] if merges else None,
-            mean_without_window=each[-1] if keeps_means else None,
+            score_without_window=each[-1] if keeps_scores else None,
         )
 
     def rows_of_split(self, blocks: torch.Tensor) -> list[torch.Tensor]:

@@ -144,7 +144,7 @@ def pack_survivors(
     survivors = sorted(best, key=lambda slot: int(strip.position[slot]))
     views = (strip.key, strip.value, strip.score, strip.position, strip.mass)
     kept = Strip(*(view[survivors] for view in views))
-    kept.mean_without_window = strip.mean_without_window[survivors]
+    kept.score_without_window = strip.score_without_window[survivors]
     return kept
 
 
@@ -294,7 +294,7 @@ class Head:
         out = attend_and_score(query, self.strip, self.scale, *limits)
         for scoring_pass, scoring_query in passes:
             if self.window_lifetime and not scoring_pass.rotated:
-                self.strip.keep_means(self.logical_len)
+                self.strip.keep_scores()
             score_pass(scoring_query, self.strip, self.scale, scoring_pass)
         length = len(self.strip)
         if self.in_prompt:
@@ -312,7 +312,7 @@ class Head:
             elif not self.next_offset:
                 self._select()
         if not self.in_prompt and self.logical_len - self.prompt_len == self.window_lifetime > 0:
-            self.strip.restore_means(self.logical_len, self.prompt_len)
+            self.strip.restore_scores(self.prompt_len)
         return out
 
     def _vacate(self) -> int:

@@ -20,8 +20,8 @@ class Strip:
             an observation window scores by maximum, the largest of them in the prompt.
         position: [L], int64; -1 where a slot is empty.
         mass: [L], tokens that each stands for; ones where it is left out.
-        mean_without_window: [L], of a prompt's tokens, what they are ranked by when the lifetime of
-            its observation window is over; zeros where it is left out.
+        score_without_window: [L], of a prompt's tokens, what they get back when the lifetime of its
+            observation window is over; zeros where it is left out.
 
     """
 
@@ -30,10 +30,10 @@ class Strip:
     score: torch.Tensor
     position: torch.Tensor
     mass: torch.Tensor = field(default_factory=lambda: torch.ones(()))
-    mean_without_window: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    score_without_window: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def __post_init__(self) -> None:
-        for name in ("mass", "mean_without_window"):
+        for name in ("mass", "score_without_window"):
             setattr(self, name, getattr(self, name).to(self.score.dtype).expand(len(self)).clone())
 
     def ranks(self, logical_len: int, by_age: bool) -> torch.Tensor:
@@ -63,20 +63,20 @@ class Strip:
             self.score = torch.cat([self.score, self.score.new_tensor([score])])
             self.position = torch.cat([self.position, self.position.new_tensor([position])])
             self.mass = torch.cat([self.mass, self.mass.new_ones(1)])
-            mean = self.mean_without_window
-            self.mean_without_window = torch.cat([mean, mean.new_zeros(1)])
+            before = self.score_without_window
+            self.score_without_window = torch.cat([before, before.new_zeros(1)])
         else:
             self.key[slot], self.value[slot] = key, value
             self.score[slot], self.position[slot], self.mass[slot] = score, position, 1.0
 
-    def keep_means(self, logical_len: int) -> None:
-        """Before an observation window scores: what tokens are ranked by without it."""
-        self.mean_without_window = self.ranks(logical_len, by_age=True)
+    def keep_scores(self) -> None:
+        """Before an observation window scores: what tokens have without it."""
+        self.score_without_window = self.score
 
-    def restore_means(self, logical_len: int, prompt_len: int) -> None:
-        """Rank the tokens of a prompt by that again."""
-        again = self.mean_without_window * (logical_len - self.position)
-        self.score = torch.where(self.position < prompt_len, again, self.score)
+    def restore_scores(self, prompt_len: int) -> None:
+        """Give the tokens of a prompt that again."""
+        of_prompt = self.position < prompt_len
+        self.score = torch.where(of_prompt, self.score_without_window, self.score)
 
     def merge(self, survivor: int, victim: int) -> None:
         """Let ``survivor`` take a victim in; it keeps its own score and position."""

@@ -133,7 +133,7 @@ class KVPolicyConfig:
     window_lifetime: int = option(
         128,
         "with score=combined: tokens after the prompt for which what its observation window gave "
-        "counts; then its tokens go back to the mean that they had without; 0: for good",
+        "counts; then its tokens go back to the scores that they had without; 0: for good",
         bits=31,
     )
     seed: int = option(0, "of the random policy, for requests that bring no seed", bits=63)
@@ -190,14 +190,14 @@ class KVPolicyConfig:
         return self.merge > 0
 
     @property
-    def keeps_means(self) -> bool:
-        """Whether what the observation window gave is taken back, and slots keep means for it."""
+    def keeps_scores(self) -> bool:
+        """Whether what the observation window gave is taken back, and slots keep scores for it."""
         return self._uses_attention and self.ranking.window and self.window_lifetime > 0
 
     @property
     def extra_words(self) -> int:
         """Words of a slot next to score and position."""
-        return self.merges + self.keeps_means
+        return self.merges + self.keeps_scores
 
     @property
     def _uses_attention(self) -> bool:

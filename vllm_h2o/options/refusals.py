@@ -299,7 +299,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "speculative decoding, and a lifetime of what an observation window gives",
-        lambda c: c.speculative_config is not None and _config(c).keeps_means,
+        lambda c: c.speculative_config is not None and _config(c).keeps_scores,
         "drafts score a step later than they are computed, and it may be over by then",
         "use --kv-policy-config.window_lifetime 0, or leave --speculative-config out",
     ),

@@ -52,7 +52,7 @@ class HeavyHitterScheduler(AsyncScheduler):
             packs_chunks=config.prefill == "chunked",
             observation_window=config.num_window_queries,
             scores_window_only=config.prefill == "window",
-            window_lifetime=config.window_lifetime if config.keeps_means else 0,
+            window_lifetime=config.window_lifetime if config.keeps_scores else 0,
             second_pass_chunk=self._second_pass_chunk() if config.ranking.second_pass else 0,
             evicts_blocks=config.granularity == "block",
             max_blocks_per_request=num_pages(self.max_model_len, block_size),

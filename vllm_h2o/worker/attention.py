@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, ScoringPass, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.torch.lifetime import keep_means
+from vllm_h2o.kernels.torch.lifetime import keep_scores
 from vllm_h2o.kernels.torch.prefill import add_to_scores, column_scores
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
@@ -71,7 +71,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         vllm_config = get_current_vllm_config()
         self.random_scores = RandomScores.of(vllm_config, self.num_kv_heads)
         config = KVPolicyConfig.required(vllm_config)
-        self.kinds = (config.splits, config.merges, config.keeps_means)
+        self.kinds = (config.splits, config.merges, config.keeps_scores)
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
         self.watch: Watch | None = None
@@ -157,9 +157,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         for which, asked in zip(metadata.scoring.passes, metadata.asked, strict=True):
             if not asked:
                 continue
-            if cache.mean_without_window is not None and not which.rotated:
+            if cache.score_without_window is not None and not which.rotated:
                 for chunk in asked:
-                    keep_means(cache, chunk)
+                    keep_scores(cache, chunk)
             asking = self._rotated(chunks, query, which) if which.rotated else query
             metadata.kernels.score_pass(cache, asked, asking, self.scale, which)
             if self.watch is not None:

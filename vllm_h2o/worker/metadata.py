@@ -250,8 +250,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         for plan, row in planned:
             num_blocks = num_pages(plan.resident_end, self.spec.block_size)
             own.append(_own_blocks(plan, row)[:num_blocks])
-            ends += [(plan.restored_end, plan.logical_end)] * num_blocks
-        host = torch.tensor(ends, pin_memory=self.device.type == "cuda").T
+            ends += [plan.restored_end] * num_blocks
+        host = torch.tensor(ends, pin_memory=self.device.type == "cuda")
         on_device = host.to(self.device, non_blocking=True)
         return Restoring(torch.cat(own), on_device, self.layer_names, self.layers)
 

@@ -18,12 +18,12 @@ import torch
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.torch.lifetime import HeldMeans, restore_means
+from vllm_h2o.kernels.torch.lifetime import HeldScores, restore_scores
 from vllm_h2o.kernels.torch.pack import pack_survivors
 from vllm_h2o.worker.random import RandomScores
 
-MAX_MEANS = 1 << 22
-"""Means that are held at once while survivors move, with their positions: 48 MiB."""
+MAX_SCORES = 1 << 22
+"""Scores that are held at once while survivors move, with their positions: 48 MiB."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Packing:
                     pack_survivors(cache, chunk, self.scoring, score)
 
     def _move(self, caches: list[LayerCache], chunks: list[PromptChunk]) -> None:
-        """Within their own pages; a few layers at a time where means move with them."""
-        if caches[0].mean_without_window is None:
+        """Within their own pages; a few layers at a time where other scores move with them."""
+        if caches[0].score_without_window is None:
             self.kernels.pack_survivors(caches, chunks, self.scoring)
             return
         num_held = caches[0].num_kv_heads * sum(chunk.attended_len for chunk in chunks)
-        size = max(1, MAX_MEANS // num_held)
+        size = max(1, MAX_SCORES // num_held)
         for some in (caches[i : i + size] for i in range(0, len(caches), size)):
-            means = [(cache, HeldMeans.of(cache, chunk)) for cache in some for chunk in chunks]
+            kept = [(cache, HeldScores.of(cache, chunk)) for cache in some for chunk in chunks]
             self.kernels.pack_survivors(some, chunks, self.scoring)
-            for cache, held in means:
+            for cache, held in kept:
                 held.move(cache)
 
     def _score(self, chunk: PromptChunk, index: int, name: str) -> torch.Tensor | None:
@@ -87,14 +87,14 @@ class Restoring:
 
     Args:
         blocks: [P], int32: theirs.
-        ends: [2, P], int64: of each block's request, tokens of its prompt, and those computed.
+        prompt_ends: [P], int64: of each block's request, tokens of its prompt.
         layer_names: of the group's layers.
         layers: vLLM's attention layers, by name; those of other groups among them.
 
     """
 
     blocks: torch.Tensor
-    ends: torch.Tensor
+    prompt_ends: torch.Tensor
     layer_names: Sequence[str]
     layers: Mapping[str, Any]
 
@@ -103,4 +103,4 @@ class Restoring:
         """Rank their prompts' tokens without what the window gave, in every layer."""
         for layer in (self.layers[name] for name in self.layer_names):
             cache = layer.impl.cache_of(layer.kv_cache)
-            restore_means(cache, self.blocks, self.ends)
+            restore_scores(cache, self.blocks, self.prompt_ends)

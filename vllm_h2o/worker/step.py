@@ -38,7 +38,7 @@ class Step:
     Args:
         plan: of the step.
         row_order: of the batch.
-        packings: what is done when the forward pass is through: survivors move, means are restored.
+        packings: what is done after the forward pass: survivors move, scores are restored.
         draft_queries: of earlier steps; those of this one are added.
 
     """

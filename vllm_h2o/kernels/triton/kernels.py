@@ -331,13 +331,13 @@ class TritonKernels:
         """Run the prompt's kernels once on two pages of their own, before a request waits."""
         if self.device.type != "cuda":
             return
-        merges, keeps_means = cache.mass is not None, cache.mean_without_window is not None
-        words = 2 + merges + keeps_means
+        merges, keeps_scores = cache.mass is not None, cache.score_without_window is not None
+        words = 2 + merges + keeps_scores
         content = 2 * self.head_size + 4 * words // cache.key.element_size()
         layout = (2, self.num_kv_heads, cache.block_size, content)
         kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=self.device)
         splits = cache.first_rows is not None
-        own = LayerCache.of(kv_cache, self.head_size, splits, merges, keeps_means)
+        own = LayerCache.of(kv_cache, self.head_size, splits, merges, keeps_scores)
         key = torch.zeros(2, self.num_kv_heads, self.head_size, dtype=cache.key.dtype).to(kv_cache)
         query = key.repeat(1, self.group, 1)
         chunks = [
