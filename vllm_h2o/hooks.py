@@ -8,6 +8,7 @@ Order in a process that starts an engine::
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from vllm_h2o.errors import UnsupportedError
@@ -61,7 +62,7 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
             )
         setattr(engine_args, option, value)
     # Layers of full attention alone are the policy's; of others the backend is vLLM's choice.
-    attention = engine_args.attention_config
+    attention = engine_args.attention_config = copy(engine_args.attention_config)  # the user's own
     engine_args.attention_backend = attention.backend = None
     attention.backend_per_kind = {FULL_ATTENTION: custom, **attention.backend_per_kind}
     if engine_args.block_size is None and current_platform.is_cpu():

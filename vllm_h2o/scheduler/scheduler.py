@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_h2o.errors import ConfigError, IntegrityError
+from vllm_h2o.errors import ConfigError, IntegrityError, UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import asked_budget, budget_of
 from vllm_h2o.pages import num_pages
@@ -281,6 +281,13 @@ class HeavyHitterScheduler(AsyncScheduler):
         managers = list(self.kv_cache_manager.coordinator.single_type_managers)
         manager = managers.pop(own)
         assert isinstance(manager, HeavyHitterManager)
+        if managers and (self._prefix_caching or self.num_spec_tokens):
+            raise UnsupportedError(
+                "a kv-policy for this model",
+                "it has sliding windows, of which its configuration does not tell",
+                "prefix caching and speculative decoding do not go with those",
+                "leave --enable-prefix-caching and --speculative-config out",
+            )
         for other in managers:
             # A liberty: vLLM does this where caches differ in their dtype.
             self.needs_kv_cache_zeroing = other._record_new_block_ids = True

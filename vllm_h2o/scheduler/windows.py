@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
@@ -47,7 +48,7 @@ class Windows:
 
     def num_held(self) -> int:
         """Pages that requests hold."""
-        return sum(not block.is_null for row in self.rows() for block in row)
+        return sum(map(_held, self.rows()))
 
     def num_taken(self, states: Mapping[str, RequestState]) -> int:
         """Pages that running requests take soon, at the most: for two tokens, or the prompt's rest.
@@ -83,8 +84,12 @@ class Windows:
         end = end if state.max_len is None else min(end, state.max_len)
         row = manager.req_to_blocks.get(request_id, [])
         taken = max(num_pages(end, manager.block_size) - len(row), 0)
-        held = sum(not block.is_null for block in row)
-        return min(taken, max(_most(manager) - held, 0)) if state.in_prompt else taken
+        return min(taken, max(_most(manager) - _held(row), 0)) if state.in_prompt else taken
+
+
+def _held(row: Sequence[KVCacheBlock]) -> int:
+    """Pages of a row, which follow the null ones: few, however long the row."""
+    return sum(1 for _ in takewhile(lambda block: not block.is_null, reversed(row)))
 
 
 def _most(manager: SlidingWindowManager) -> int:

@@ -158,8 +158,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         num_padded = num_rows if not prompts else len(decoding)
         decodes = self.batching(Rows(plans, table, starts, decoding, num_padded))
         # What an observation window gives reaches further once: not whenever tokens are evicted.
-        for reach, together in ((self.scoring.reach, False), (0, True)):
-            packed = [c for p, c in planned if p.num_survivors and p.evicts_together is together]
+        for reach in {self.scoring.reach, 0}:
+            packed = [c for p, c in planned if p.num_survivors and self._reach(p) == reach]
             if step and packed:
                 step.packings.append(self._packing(packed, reach))
         restored = [(plan, table[row]) for row, plan in enumerate(plans) if plan.restored_end]
@@ -254,6 +254,9 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         host = torch.tensor(ends, pin_memory=self.device.type == "cuda")
         on_device = host.to(self.device, non_blocking=True)
         return Restoring(torch.cat(own), on_device, self.layer_names, self.layers)
+
+    def _reach(self, plan: RequestPlan) -> int:
+        return 0 if plan.evicts_together else self.scoring.reach
 
     def _packing(self, chunks: list[PromptChunk], reach: int) -> Packing:
         return Packing(

@@ -355,7 +355,8 @@ class TritonKernels:
         self.prefill(own, chunks, tensors, scoring)
         for which in scoring.passes:
             self.score_pass(own, chunks, query, 1.0, which)
-        self.pack_survivors([own], chunks, scoring)
+        for reach in {scoring.reach, 0}:  # 0: several tokens that are evicted at a time
+            self.pack_survivors([own], chunks, replace(scoring, reach=reach))
         if splits:
             size = cache.block_size
             whole = replace(
