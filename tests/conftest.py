@@ -13,3 +13,20 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",
 )
+
+from llvmlite.binding import ffi  # noqa: E402 (numba's: vLLM's proposer of n-grams loads it)
+
+_lookup = ffi._lib_wrapper.__getattr__
+
+
+def _honest(wrapper: object, name: str) -> object:
+    """Whenever an engine starts, vLLM asks every attribute of every module for its ``__dict__``.
+
+    This library claims to have any; then no second engine starts in a process with n-grams.
+    """
+    if name == "__dict__":
+        raise AttributeError(name)
+    return _lookup(wrapper, name)
+
+
+ffi._lib_wrapper.__getattr__ = _honest

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llvmlite.binding import ffi
 from vllm import LLM, SamplingParams
 
 from tests.e2e.harness import (
@@ -41,22 +40,6 @@ DRAFTS: dict[str, Any] = {
 }
 SETTINGS: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 128, "max_num_seqs": 8}
 MAX_TOKENS = 90
-
-
-@pytest.fixture(autouse=True)
-def second_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU vLLM looks into every attribute of every module when an engine starts.
-
-    numba, which the proposer of drafts loads, has one that claims to have any attribute.
-    """
-    lookup = ffi._lib_wrapper.__getattr__
-
-    def honest(wrapper: Any, name: str) -> Any:
-        if name == "__dict__":
-            raise AttributeError(name)
-        return lookup(wrapper, name)
-
-    monkeypatch.setattr(ffi._lib_wrapper, "__getattr__", honest)
 
 
 def asserted(llm: LLM, oracle: Oracle | None = None) -> list[list[int]]:
