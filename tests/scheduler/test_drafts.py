@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -101,6 +102,26 @@ def test_evicted_from_after_as_many_tokens_as_without_drafts(seed: int) -> None:
     assert packs[0] == packs[1]
     assert len(packs[0]) >= 12
     assert simulation.count["accepted"] > 5 and simulation.count["rejected"] > 5
+
+
+def test_what_is_reported_has_no_rejected_drafts() -> None:
+    """When vLLM asks for statistics, in the middle of its update, lengths are vLLM's own."""
+    options = (("evict_every", 7), ("drafts", 4))
+    simulation = Simulation(vllm_config(BUDGET, 64, 4, "fcfs", False, options), 40, 1, 0)
+    scheduler, num_asked = simulation.scheduler, 0
+    make_stats = scheduler.make_stats
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_asked
+        stats, num_asked = make_stats(*args, **kwargs), num_asked + 1
+        for request_id, state in scheduler.ledger.states.items():
+            assert state.logical_len == scheduler.requests[request_id].num_computed_tokens
+        return stats
+
+    scheduler.make_stats = asked
+    simulation.add(12, 40)
+    simulation.drain()
+    assert num_asked > 10 and simulation.count["rejected"] > 5
 
 
 def test_room_for_drafts() -> None:

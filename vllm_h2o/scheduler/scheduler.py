@@ -45,6 +45,7 @@ class HeavyHitterScheduler(AsyncScheduler):
         self.manager, self.windows = self._managers(self.kv_cache_config)
         block_size = self.manager.block_size
         self.policy_config = config
+        self._drafted: list[str] = []
         self.ledger = Ledger(
             config.resolve(self.max_model_len, block_size),
             block_size,
@@ -92,12 +93,18 @@ class HeavyHitterScheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Hand over the sampled tokens; the drafts that were rejected are computed no more."""
+        self._drafted = list(scheduler_output.scheduled_spec_decode_tokens)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for request_id in scheduler_output.scheduled_spec_decode_tokens:
+        self._settle()
+        return outputs
+
+    def _settle(self) -> None:
+        """Take rejected drafts off what requests hold: once, and before anybody counts."""
+        drafted, self._drafted = self._drafted, []
+        for request_id in drafted:
             if request_id in self.ledger.states:
                 computed = self.requests[request_id].num_computed_tokens
                 self.ledger.settle(request_id, computed)
-        return outputs
 
     def _relieve_pressure(self) -> None:
         """Say which requests fall back to their budget in their next step, before vLLM preempts."""
@@ -166,6 +173,7 @@ class HeavyHitterScheduler(AsyncScheduler):
         leaves empty and that nobody reads without LoRA. ``kv_connector_stats``, which takes any
         payload, would stop a front end that does not know ours: its log has no connector to ask.
         """
+        self._settle()
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             self.stats_reporter.report().put_into(stats.running_lora_adapters)
