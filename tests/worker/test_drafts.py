@@ -65,6 +65,6 @@ def test_nothing_is_kept_that_would_not_score() -> None:
             metadata = build(kept, {"a": replace(plan, fits=fits)}, policy)
             assert (metadata.drafted, metadata.accepted, kept) == ([], [], {})
     build(kept, {"a": DRAFTED})
-    assert [request_id for request_id, _ in kept] == ["a"]
+    assert [*kept] == ["a"]
     again = RequestPlan(logical_start=0, num_new=9, in_prompt=True, resident_start=0, capacity=40)
     assert build(kept, {"a": again}).accepted == [] and not kept

@@ -49,6 +49,11 @@ def plans(**lengths: int) -> ResidencyPlan:
     )
 
 
+def scheduled(plan: ResidencyPlan) -> SimpleNamespace:
+    """What the scheduler sends with a plan, as far as publishing reads it."""
+    return SimpleNamespace(residency_plan=plan, finished_req_ids=set())
+
+
 class HostBuffer:
     """Stands for V2's buffers, which need pinned memory that a CPU build has not."""
 
@@ -173,7 +178,7 @@ class Worker(PublishesSteps, Stock):
 def test_a_step_is_published_while_it_runs(v2: bool) -> None:
     """The plan is there during the step, with the runner's own row order, and gone after."""
     plan = plans(a=1)
-    step = Worker(v2).execute_model(SimpleNamespace(residency_plan=plan))
+    step = Worker(v2).execute_model(scheduled(plan))
     assert step.plan is plan
     assert step.rows(common([1], np.array([3]) if v2 else None)) == [plan.requests["a"]]
     nothing_is_published()
@@ -225,5 +230,5 @@ def test_what_is_left_is_done_after_the_forward_pass() -> None:
         model_runner = Worker(False).model_runner
 
     worker = Leaving()
-    assert worker.execute_model(SimpleNamespace(residency_plan=plans(a=1))) == "answer"
+    assert worker.execute_model(scheduled(plans(a=1))) == "answer"
     assert done == ["first", "second"]

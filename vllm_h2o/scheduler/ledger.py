@@ -108,13 +108,17 @@ class Ledger:
         start = plan.pack_block_idx or plan.first_block_idx
         return max(needed, start + self.num_pages(plan.held_end))
 
+    def _budget_of(self, info: RequestInfo) -> Budget:
+        """A request's own, or that of all."""
+        return info.budget or self.budget
+
     def fits(self, info: RequestInfo) -> bool:
         """Whether nothing of a request is ever evicted."""
         limits = [] if info.max_len is None else [info.max_len]
         if self.max_blocks_per_request is not None:
             # No request outgrows its row, whatever it may ask for.
             limits.append(self.max_blocks_per_request * self.block_size)
-        budget = info.budget or self.budget
+        budget = self._budget_of(info)
         return bool(limits) and budget.holds(info.prompt_len, min(limits))
 
     def shared_end(self, info: RequestInfo) -> int:
@@ -127,7 +131,7 @@ class Ledger:
             return 0
         if self.max_blocks_per_request is None:
             return info.prompt_len
-        budget = info.budget or self.budget
+        budget = self._budget_of(info)
         left = self.max_blocks_per_request - self.num_pages(budget.capacity)
         return min(info.prompt_len, max(left, 0) * self.block_size)
 
@@ -335,7 +339,7 @@ class Ledger:
             resident_len=num_cached,
             held_len=num_cached,
             prompt_end=info.prompt_len,
-            budget=info.budget or self.budget,
+            budget=self._budget_of(info),
             seed=_int64(self.seed if info.seed is None else info.seed),
             fits=fits,
             shared_end=0 if fits else self.shared_end(info),

@@ -178,18 +178,18 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             self.layer_index,
             zero_output=not plans and common_attn_metadata.num_actual_tokens > covered,
         )
-        if step and self.scoring.power:
+        drafted = any(plan.num_unscored or plan.has_drafts for plan in plans)
+        if step and self.scoring.power and (drafted or step.draft_queries):
             order = step.order(common_attn_metadata)
             for row, (request_id, plan) in enumerate(zip(order, plans, strict=True)):
-                key = (request_id, self.layer_names[0])
-                self._draft(metadata, step.draft_queries, key, plan, table[row], starts[row])
+                self._draft(metadata, step.draft_queries, request_id, plan, table[row], starts[row])
         return metadata
 
     def _draft(
         self,
         metadata: HeavyHitterMetadata,
         kept: DraftQueries,
-        key: tuple[str, str],
+        request_id: str,
         plan: RequestPlan,
         table_row: torch.Tensor,
         start: int,
@@ -200,10 +200,10 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             IntegrityError: when queries that score now were not kept.
 
         """
-        queries, num = kept.pop(key, None), plan.num_unscored
+        queries, num = kept.pop(request_id, None), plan.num_unscored
         if num and not plan.fits:
             if queries is None:
-                raise IntegrityError(f"request {key[0]}: the queries of its drafts are gone")
+                raise IntegrityError(f"request {request_id}: the queries of its drafts are gone")
             chunk = PromptChunk(
                 tokens=slice(0, num),
                 block_table=_own_blocks(plan, table_row),
@@ -213,7 +213,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             metadata.accepted.append((chunk, queries))
         if plan.has_drafts and not plan.fits:
             tokens = slice(start, start + plan.num_new)
-            metadata.drafted.append((tokens, kept.setdefault(key, {})))
+            metadata.drafted.append((tokens, kept.setdefault(request_id, {})))
 
     def _prompt_chunk(self, plan: RequestPlan, table_row: torch.Tensor, start: int) -> PromptChunk:
         # Drafts score when it is known which of them were accepted.

@@ -50,8 +50,7 @@ class Packing:
     @torch.inference_mode()
     def run(self) -> None:
         """Move them, in every layer."""
-        layers = [self.layers[name] for name in self.layer_names]
-        caches = [layer.impl.cache_of(layer.kv_cache) for layer in layers]
+        caches = _caches(self.layer_names, self.layers)
         in_place = [chunk for chunk in self.chunks if chunk.destination_blocks is None]
         if in_place:
             self._move(caches, in_place)
@@ -101,6 +100,11 @@ class Restoring:
     @torch.inference_mode()
     def run(self) -> None:
         """Rank their prompts' tokens without what the window gave, in every layer."""
-        for layer in (self.layers[name] for name in self.layer_names):
-            cache = layer.impl.cache_of(layer.kv_cache)
+        for cache in _caches(self.layer_names, self.layers):
             restore_scores(cache, self.blocks, self.prompt_ends)
+
+
+def _caches(layer_names: Sequence[str], layers: Mapping[str, Any]) -> list[LayerCache]:
+    """Of a group's layers, in their order."""
+    own = [layers[name] for name in layer_names]
+    return [layer.impl.cache_of(layer.kv_cache) for layer in own]

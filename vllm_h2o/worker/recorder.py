@@ -118,7 +118,7 @@ class RecordsPages:
             "layers": [*layers],
             "first_head": heads_of_rank(self.vllm_config, num_kv_heads).start,
             "num_kv_heads": num_kv_heads,
-            "terms": self._terms_of(request_id, plan),
+            "terms": self._terms_of(request_id, plan, layers),
             "positions": positions,
             "scores": scores,
             "masses": b"".join(masses),
@@ -136,12 +136,14 @@ class RecordsPages:
         }
         return dict(sorted(layers.items()))
 
-    def _terms_of(self, request_id: str, plan: RequestPlan) -> dict[str, bytes]:
+    def _terms_of(
+        self, request_id: str, plan: RequestPlan, layers: dict[int, Any]
+    ) -> dict[str, bytes]:
         """What the scores of a prompt's tokens are made of, by term, where some are evicted."""
         shared = plan.first_block_idx or plan.pack_block_idx  # others' first pages, too
         if not (plan.in_prompt and plan.num_survivors) or shared:
             return {}
-        names = [layer.layer_name for layer in self._recorded_layers().values()]
+        names = [layer.layer_name for layer in layers.values()]
         first = int(self._table_row(request_id, names[0])[plan.first_block_idx])
         terms = self._terms.of(first, names)
         # A last chunk of one token has no terms.

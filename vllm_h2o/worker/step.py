@@ -23,9 +23,9 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.packing import Packing, Restoring
 
-DraftQueries = dict[tuple[str, str], dict[str, torch.Tensor]]
-"""Of requests whose last step had drafts, by (request id, first layer of a group): the queries of
-that step by layer, [T, Hq, D]. They score when it is known how many of them were accepted."""
+DraftQueries = dict[str, dict[str, torch.Tensor]]
+"""Of requests whose last step had drafts, by request id: the queries of that step by layer,
+[T, Hq, D]. They score when it is known how many of them were accepted."""
 
 RowOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
 """The request id of each row of a batch."""
@@ -131,14 +131,13 @@ class PublishesSteps:
     model_runner: Any
     use_v2_model_runner: bool
     vllm_config: VllmConfig
+    _draft_queries: DraftQueries | None = None
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The layers' pages, which depend on the policy: vLLM asks without a current config."""
         with set_current_vllm_config(self.vllm_config):
             specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
         return specs
-
-    _draft_queries: DraftQueries | None = None
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step of the schedule, or one that Model Runner V2 makes up to warm up.
@@ -156,8 +155,8 @@ class PublishesSteps:
         rows = v2_row_order if self.use_v2_model_runner else v1_row_order
         if self._draft_queries is None:
             self._draft_queries = {}
-        for key in [k for k in self._draft_queries if k[0] in scheduler_output.finished_req_ids]:
-            del self._draft_queries[key]
+        for request_id in scheduler_output.finished_req_ids:
+            self._draft_queries.pop(request_id, None)
         order, kept = rows(self.model_runner), self._draft_queries
         step = Step(scheduler_output.residency_plan, order, draft_queries=kept)
         with publish(step):

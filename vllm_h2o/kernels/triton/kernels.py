@@ -332,8 +332,7 @@ class TritonKernels:
         if self.device.type != "cuda":
             return
         merges, keeps_scores = cache.mass is not None, cache.score_without_window is not None
-        words = 2 + merges + keeps_scores
-        content = 2 * self.head_size + 4 * words // cache.key.element_size()
+        content = cache.key.stride(0) // cache.block_size  # elements of a slot
         layout = (2, self.num_kv_heads, cache.block_size, content)
         kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=self.device)
         splits = cache.first_rows is not None
