@@ -31,7 +31,7 @@ PROMPT = (
 )
 ARGUMENTS = (
     *("--max-tokens", "40", "--every", "9", "--budget", "32", "--dtype", "float32"),
-    *("--kv-policy-config", '{"score": "combined"}'),
+    *("--kv-policy-config", '{"score": "combined", "merge": 0.2}'),
 )
 
 
@@ -73,15 +73,19 @@ def decode(page: str) -> tuple[dict[str, Any], list[Frame]]:
         high = blob[at + pairs * width : at + pairs * (width + kept)]
         low = blob[at + pairs * (width + kept) : at + pairs * (width + 2 * kept)]
         at += pairs * (width + 2 * kept)
+        mass = None
+        if data["masses"]:
+            high_mass, low_mass = (blob[at + n * pairs * kept :][: pairs * kept] for n in (0, 1))
+            at += 2 * pairs * kept
+            mass = [256 * h + w for h, w in zip(high_mass, low_mass, strict=True)]
         position = [
             [p for p in range(length) if mask[pair * width + p // 8] >> p % 8 & 1]
             for pair in range(pairs)
         ]
         bits = np.array([h << 24 | w << 16 for h, w in zip(high, low, strict=True)], np.uint32)
         shape = (num_layers, heads, kept)
-        frames.append(
-            Frame(length, np.reshape(position, shape), bits.view(np.float32).reshape(shape))
-        )
+        frame = Frame(length, np.reshape(position, shape), bits.view(np.float32).reshape(shape))
+        frames.append(frame if mass is None else replace(frame, mass=np.reshape(mass, shape)))
     rest = np.frombuffer(blob[at:], np.uint8)
     assert len(rest) == (pairs * data["promptLen"] if data["terms"] else 0)
     data["largest"] = rest.reshape(num_layers, heads, -1)
@@ -89,11 +93,12 @@ def decode(page: str) -> tuple[dict[str, Any], list[Frame]]:
 
 
 def same(frames: list[Frame], others: list[Frame]) -> bool:
-    """Equal positions, and scores to the digits of a bfloat16."""
+    """Equal positions and masses, and scores to the digits of a bfloat16."""
     return len(frames) == len(others) and all(
         one.logical_len == other.logical_len
         and np.array_equal(one.position, other.position)
         and np.allclose(one.score, other.score, rtol=2**-8, atol=0)
+        and np.array_equal(one.mass, other.mass)
         for one, other in zip(frames, others, strict=True)
     )
 
@@ -123,7 +128,7 @@ def trace(model: str) -> Trace:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt = tokenizer(PROMPT)["input_ids"]
     settings = {"block_size": 16, "max_model_len": len(prompt) + 40}
-    with engine(model, "h2o", {"budget": 32, "score": "combined"}, **settings) as llm:
+    with engine(model, "h2o", {"budget": 32, "score": "combined", "merge": 0.2}, **settings) as llm:
         layers, token_ids, frames = record(llm, prompt, every=9, max_tokens=40)
     frames = [frame.ranked_by_age() for frame in frames]
     pieces = texts(tokenizer, token_ids)
@@ -137,6 +142,7 @@ def test_round_trip(trace: Trace) -> None:
     assert "".join(data["tokens"]).startswith(PROMPT)
     assert same(frames, trace.frames)
     assert min(frame.position.shape[2] for frame in frames) == 31
+    assert frames[-1].mass is not None and frames[-1].mass.max() > 2
     terms = trace.frames[0].terms
     assert data["terms"] == [*terms]
     assert np.array_equal(data["largest"], np.stack([*terms.values()]).argmax(axis=0))
@@ -290,6 +296,17 @@ def test_a_token_and_a_pair(browser: Tab, trace: Trace, tmp_path: Path) -> None:
     assert shown is not None, text
     assert float(shown[1]) == pytest.approx(float(scores[-1]), rel=0.06)
     assert abs(int(shown[2]) - place) <= 1  # scores that a bfloat16 does not tell apart
+    (mass,) = frame.mass[2, 1][-1:]
+    assert ("stands for" in text) == (mass > 1)
+    position = int(frame.position[2, 1][frame.mass[2, 1].argmax()])
+    browser.run(f"document.getElementById('t{position}').click()")
+    most = int(frame.mass[2, 1].max())
+    assert f"stands for {most} tokens" in browser.run(DETAIL)
+    marks = browser.run("[...document.querySelectorAll('#text span')].map(s => s.dataset.mass)")
+    masses = dict(zip(frame.position[2, 1].tolist(), frame.mass[2, 1].tolist(), strict=True))
+    assert marks == [
+        f"\u00d7{masses[n]:.0f}" if masses.get(n, 1) > 1 else None for n in range(len(marks))
+    ]
     shades = browser.run(SHADES)
     kept = {position for position, shade in enumerate(shades) if shade}
     assert kept == set(frame.position[2, 1].tolist())

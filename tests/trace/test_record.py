@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.e2e.harness import TEXT, Probe, engine, smollm2, tiny_llama, unlike_heads
+from tests.e2e.harness import CHARACTERS, Probe, engine, smollm2, tiny_llama, unlike_heads
 from tests.e2e.oracle import Oracle, Where
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
@@ -19,7 +19,7 @@ from vllm_h2o.trace.record import NOTHING, Frame, merge, record, run, texts
 from vllm_h2o.worker import recorder as worker_recorder
 from vllm_h2o.worker.recorder import Recorder
 
-PROMPT = [ord(c) % 256 for c in TEXT[:100]]
+PROMPT = CHARACTERS[:100]
 GENERATED = 24
 NUM_LAYERS, NUM_KV_HEADS = 2, 2
 Held = dict[tuple[int, int], dict[int, float]]

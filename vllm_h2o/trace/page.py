@@ -6,9 +6,10 @@ The data is JSON, and in it one blob: frame after frame, deflated, in base64::
 
 for the pairs of layer and KV head, layer by layer; ``kept`` is what the one with most tokens holds,
 and the scores of others end with -inf. A bit mask has the positions in order, and the
-scores follow that order, as bfloat16: two to three digits, in planes that deflate well. After the
-frames, where a prompt's scores have several terms: which one is the largest, a byte a token of the
-prompt [pairs, prompt_len].
+scores follow that order, as bfloat16: two to three digits, in planes that deflate well. Where
+tokens are merged, two more planes say for how many each stands, as a uint16. After the frames,
+where a prompt's scores have several terms: which one is the largest, a byte a token of the prompt
+[pairs, prompt_len].
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ def payload(trace: Trace) -> dict[str, object]:
         "sinks": trace.num_sinks,
         "scored": trace.scored,
         "frames": [[frame.logical_len, frame.position.shape[2]] for frame in trace.frames],
+        "masses": any(frame.mass is not None for frame in trace.frames),
         "terms": [*terms],
         "data": base64.b64encode(zlib.compress(blob, 9)).decode("ascii"),
     }
 
 
 def encode(frame: Frame) -> bytes:
-    """One frame: the mask, then the scores."""
+    """One frame: the mask, then the scores, then the masses if there are any."""
     pairs = frame.position.reshape(-1, frame.position.shape[2])
     kept = np.zeros((len(pairs), frame.logical_len + 1), dtype=bool)
     at = np.minimum(pairs.astype(np.int64), frame.logical_len)  # the last: where there is nothing
@@ -64,5 +66,10 @@ def encode(frame: Frame) -> bytes:
     mask = np.packbits(kept[:, :-1], axis=1, bitorder="little")
     bits = np.ascontiguousarray(frame.score, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    high, low = (rounded >> 8).astype(np.uint8), (rounded & 0xFF).astype(np.uint8)
-    return mask.tobytes() + high.tobytes() + low.tobytes()
+    encoded = mask.tobytes() + _planes(rounded)
+    return encoded if frame.mass is None else encoded + _planes(frame.mass.astype(np.uint16))
+
+
+def _planes(numbers: np.ndarray) -> bytes:
+    """Of 16 bits each: all high bytes, then all low bytes."""
+    return (numbers >> 8).astype(np.uint8).tobytes() + (numbers & 0xFF).astype(np.uint8).tobytes()
