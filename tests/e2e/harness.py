@@ -18,6 +18,8 @@ from benchmarks.smollm2 import model_dir
 from benchmarks.throughput.models import write_random
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
+CHARACTERS = [ord(c) % 256 for c in TEXT]
+"""Token ids for a vocabulary of 256."""
 
 
 def smollm2() -> str:

@@ -8,11 +8,18 @@ import pytest
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 
-from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, token_ids
+from tests.e2e.harness import (
+    CHARACTERS,
+    TEXT,
+    Probe,
+    engine,
+    generate,
+    smollm2,
+    tiny_llama,
+    token_ids,
+)
 from tests.e2e.oracle import Oracle
 from vllm_h2o.errors import ConfigError
-
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 
 
 @pytest.mark.parametrize("policy", ["h2o", "h2o2"])

@@ -9,7 +9,7 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from tests.e2e.harness import (
-    TEXT,
+    CHARACTERS,
     Probe,
     assert_same_tokens,
     engine,
@@ -19,7 +19,6 @@ from tests.e2e.harness import (
 )
 from tests.e2e.oracle import Oracle
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [
     [7, 8, 9, 10] * 10,
     [3],

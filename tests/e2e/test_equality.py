@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.harness import (
+    CHARACTERS,
     TEXT,
     Probe,
     assert_same_tokens,
@@ -73,7 +74,7 @@ def test_opt_of_the_real_shape_equals_stock(chunk: int, tmp_path: Path) -> None:
 def test_compiled_equals_eager(tmp_path: Path) -> None:
     """As ``vllm serve`` runs without further flags: through torch.compile, here past the budget."""
     model = tiny_llama(tmp_path, 4, 4)
-    prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 8, longest=60)
+    prompts = mixed_prompts(CHARACTERS, 8, longest=60)
     settings = {"options": {"budget": 32}, "block_size": 16, "max_model_len": 128}
     eager = run(model, prompts, "h2o", **settings)
     compiled = run(model, prompts, "h2o", enforce_eager=False, **settings)
@@ -85,7 +86,7 @@ def test_compiled_equals_eager(tmp_path: Path) -> None:
 def test_torch_kernels_equal_native_ones(policy: str, tmp_path: Path) -> None:
     """Past the budget, whichever of the CPU's kernels are asked for by name."""
     model = tiny_llama(tmp_path, 4, 4)
-    prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 8, longest=60)
+    prompts = mixed_prompts(CHARACTERS, 8, longest=60)
     settings = {"block_size": 16, "max_model_len": 128}
     native, torch = (
         run(model, prompts, policy, options={"budget": 32, "kernels": kernels}, **settings)
@@ -97,7 +98,7 @@ def test_torch_kernels_equal_native_ones(policy: str, tmp_path: Path) -> None:
 def test_a_threshold_that_no_key_reaches(tmp_path: Path) -> None:
     """Past the budget nothing is merged, and the tokens are those of an engine without masses."""
     model = tiny_llama(tmp_path, 6, 2)
-    prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 8, longest=60)
+    prompts = mixed_prompts(CHARACTERS, 8, longest=60)
     settings = {"block_size": 16, "max_model_len": 128}
     dropped, unmerged, merged = (
         run(model, prompts, "h2o", options={"budget": 32, "merge": merge}, **settings)
@@ -110,7 +111,7 @@ def test_a_threshold_that_no_key_reaches(tmp_path: Path) -> None:
 def test_a_prompt_of_three_times_the_pool(tmp_path: Path) -> None:
     """Packed after each chunk, it runs where stock vLLM would not start, and frees its pages."""
     model = tiny_llama(tmp_path, 4, 4)
-    prompts = [[ord(c) % 256 for c in TEXT * 2][:384]]
+    prompts = [(CHARACTERS * 2)[:384]]
     outputs = run(
         model,
         prompts,
@@ -127,7 +128,7 @@ def test_a_prompt_of_three_times_the_pool(tmp_path: Path) -> None:
 def test_every_policy_equals_stock(tmp_path: Path) -> None:
     """Each policy where its budget does not bind; and until it does, all being scored."""
     model = tiny_llama(tmp_path, 4, 4)
-    prompts = mixed_prompts([ord(c) % 256 for c in TEXT], 32, longest=220)
+    prompts = mixed_prompts(CHARACTERS, 32, longest=220)
     settings = {"max_num_batched_tokens": 64, "max_model_len": 480}
     stock = run(model, prompts, None, **settings)
     for policy in POLICIES:

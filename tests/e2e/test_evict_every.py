@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import (
-    TEXT,
+    CHARACTERS,
     Probe,
     assert_same_tokens,
     engine,
@@ -18,7 +18,6 @@ from tests.e2e.harness import (
 )
 from tests.e2e.oracle import Oracle
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 32, 33, 40, 90, 150)]
 """Shorter and longer than a budget of 32."""
 SETTINGS: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64}

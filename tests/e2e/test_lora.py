@@ -12,9 +12,8 @@ from transformers import AutoConfig
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 
-from tests.e2e.harness import TEXT, Probe, assert_same_tokens, engine, tiny_llama, token_ids
+from tests.e2e.harness import CHARACTERS, Probe, assert_same_tokens, engine, tiny_llama, token_ids
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 63, 65, 120)]
 RANK = 4
 SETTINGS: dict[str, Any] = {

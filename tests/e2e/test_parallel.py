@@ -17,7 +17,7 @@ from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.e2e.harness import (
-    TEXT,
+    CHARACTERS,
     Probe,
     arguments,
     engine,
@@ -28,7 +28,6 @@ from tests.e2e.harness import (
 )
 from vllm_h2o.trace.record import Frame, record
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 60, 90)]
 """Shorter and longer than the budget."""
 SLOTS = 32

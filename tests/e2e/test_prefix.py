@@ -10,11 +10,19 @@ import pytest
 from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
-from tests.e2e.harness import TEXT, Probe, engine, generate, smollm2, tiny_llama, token_ids
+from tests.e2e.harness import (
+    CHARACTERS,
+    TEXT,
+    Probe,
+    engine,
+    generate,
+    smollm2,
+    tiny_llama,
+    token_ids,
+)
 from tests.e2e.oracle import Oracle
 from vllm_h2o.errors import UnsupportedError
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 WINDOW = {"prefill": "window", "observation_window": 12}
 SETTINGS: dict[str, Any] = {"max_model_len": 256, "block_size": 16, "max_num_batched_tokens": 90}
 

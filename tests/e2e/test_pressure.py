@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import (
-    TEXT,
+    CHARACTERS,
     Probe,
     assert_same_tokens,
     engine,
@@ -18,7 +18,6 @@ from tests.e2e.harness import (
 )
 from tests.e2e.oracle import Oracle
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [CHARACTERS[n : n + 40] for n in range(12)]
 PRESSURE = {"eviction": "pressure"}
 SETTINGS: dict[str, Any] = {"max_model_len": 256, "block_size": 16}

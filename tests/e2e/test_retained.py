@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.harness import (
+    CHARACTERS,
     TEXT,
     Probe,
     engine,
@@ -24,8 +25,6 @@ from vllm_h2o.worker import rotary
 
 LENGTHS = (5, 31, 32, 33, 90, 150)
 """Prompts shorter and longer than a capacity of 32."""
-
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 
 
 def follow(

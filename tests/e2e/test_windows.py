@@ -15,9 +15,9 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from benchmarks.throughput.models import write_tokenizer
 from tests.e2e.harness import (
+    CHARACTERS,
     FULL,
     SLIDING,
-    TEXT,
     Probe,
     assert_same_tokens,
     engine,
@@ -33,7 +33,6 @@ from vllm_h2o.trace.record import run
 from vllm_h2o.worker import rotary
 from vllm_h2o.worker.attention import HeavyHitterImpl
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 90, 150, 200)]
 SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
 

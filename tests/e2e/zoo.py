@@ -21,7 +21,7 @@ from vllm import RequestOutput
 from vllm.model_executor.models import ModelRegistry
 
 from benchmarks.throughput.models import write_random
-from tests.e2e.harness import NEAR_TIE, TEXT, Probe, assert_same_tokens, engine, generate
+from tests.e2e.harness import CHARACTERS, NEAR_TIE, Probe, assert_same_tokens, engine, generate
 from tests.e2e.oracle import Oracle
 from tests.tiny_models import LATENT
 from vllm_h2o.errors import UnsupportedError
@@ -30,7 +30,7 @@ RESULTS = Path(__file__).with_name("zoo.csv")
 EQUAL = "equal"
 """Stock's tokens at 100 %, and the reference's sets at a small budget."""
 LENGTHS = (5, 33, 90)
-PROMPTS = [[ord(c) % 256 for c in TEXT[7 * n : 8 * n]] for n in LENGTHS]
+PROMPTS = [CHARACTERS[7 * n : 8 * n] for n in LENGTHS]
 MAX_TOKENS = 20
 ROUNDED_TIE = 0.1
 """Nats between two tokens that 16 bits may order either way."""

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from vllm.config import VllmConfig
+
+from tests.scheduler.harness import BLOCK_SIZE, Simulation
+
+Kind = TypeVar("Kind", bound=Simulation)
 
 OPTIONS = (
     (),
@@ -41,3 +51,67 @@ operations = st.lists(
 
 overlaps = st.sampled_from([(1, False), (2, True), (2, False), (3, False), (3, True)])
 """Steps in flight, and whether the asynchronous scheduler plans them."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What happens to an engine, whatever its options are.
+
+    Args:
+        ops: as :meth:`Simulation.run` reads them.
+        block_size: slots of a page.
+        stop_rate: how often a request ends before its time.
+        policy: vLLM's, of who is served first.
+        seed: of what is sampled.
+
+    """
+
+    ops: Sequence[tuple]
+    block_size: int
+    stop_rate: float
+    policy: str
+    seed: int
+
+    def num_blocks(self, num_pages: int) -> int:
+        """As much memory as so many pages of :data:`BLOCK_SIZE` slots, and the null page."""
+        return 1 + num_pages * BLOCK_SIZE // self.block_size
+
+    def play(
+        self,
+        kind: type[Kind],
+        config: VllmConfig,
+        num_blocks: int,
+        depth: int = 1,
+        windows: Sequence[int] = (),
+    ) -> Kind:
+        """Run it to its end, after which nothing is held."""
+        simulation = kind(config, num_blocks, depth, self.seed, self.block_size, windows)
+        simulation.stop_rate = self.stop_rate
+        simulation.run(self.ops)
+        assert simulation.num_free == simulation.num_total
+        assert not simulation.scheduler.ledger.states
+        return simulation
+
+
+def schedules(
+    block_sizes: Sequence[int] = (1, 4, 8), policies: Sequence[str] = ("fcfs", "priority")
+) -> st.SearchStrategy[Schedule]:
+    """Any of them."""
+    return st.builds(
+        Schedule,
+        ops=operations,
+        block_size=st.sampled_from(block_sizes),
+        stop_rate=st.sampled_from([0.0, 0.05]),
+        policy=st.sampled_from(policies),
+        seed=st.integers(0, 1000),
+    )
+
+
+def many(max_examples: int) -> settings:
+    """So many examples, the same ones in every run."""
+    return settings(
+        max_examples=max_examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )

@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.harness import Simulation, vllm_config
 from tests.scheduler.observed import Observed
-from tests.scheduler.schedules import operations
+from tests.scheduler.schedules import Schedule, many, schedules
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger
@@ -31,45 +31,28 @@ OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
 totals: Counter[str] = Counter()
 
 
-@settings(
-    max_examples=500,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@many(500)
 @given(
-    ops=operations,
+    schedule=schedules(),
     budget=st.sampled_from([BUDGET, BUDGET, 32, 64]),
     options=st.sampled_from(OPTIONS),
     max_batched=st.sampled_from([40, 64]),
     num_pages=st.integers(17, 26),
-    block_size=st.sampled_from([1, 4, 8]),
-    stop_rate=st.sampled_from([0.0, 0.05]),
-    policy=st.sampled_from(["fcfs", "priority"]),
-    seed=st.integers(0, 1000),
 )
 def random_schedules(
-    ops: list[tuple],
+    schedule: Schedule,
     budget: int,
     options: tuple[tuple[str, object], ...],
     max_batched: int,
     num_pages: int,
-    block_size: int,
-    stop_rate: float,
-    policy: str,
-    seed: int,
 ) -> None:
     """No page is lost, shared or freed twice, and every number is right."""
     size: float = budget
     if ("name", "full") in options:
         size, num_pages = 1.0, max(num_pages, 20)
-    config = vllm_config(size, max_batched, 8, policy, False, (*options, ("drafts", 4)))
-    own = Simulation if ("prefix_caching", True) in options else Observed
-    simulation = own(config, 1 + num_pages * 4 // block_size, 1, seed, block_size)
-    simulation.stop_rate = stop_rate
-    simulation.run(ops)
-    assert simulation.num_free == simulation.num_total
-    assert not simulation.scheduler.ledger.states
+    config = vllm_config(size, max_batched, 8, schedule.policy, False, (*options, ("drafts", 4)))
+    kind = Simulation if ("prefix_caching", True) in options else Observed
+    simulation = schedule.play(kind, config, schedule.num_blocks(num_pages))
     totals.update(simulation.count)
 
 

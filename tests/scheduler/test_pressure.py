@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.observed import Observed
-from tests.scheduler.schedules import operations, overlaps
+from tests.scheduler.schedules import Schedule, many, overlaps, schedules
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.pressure import MAX_PACKS, Forecast, Relief, most_taken, relieve
 from vllm_h2o.scheduler.state import RequestState
@@ -39,45 +39,28 @@ def engine(
     return Simulation(config, 1 + pages, depth)
 
 
-@settings(
-    max_examples=1000,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@many(1000)
 @given(
-    ops=operations,
+    schedule=schedules(),
     budget=st.sampled_from([BUDGET, BUDGET, 32]),
     options=st.sampled_from(OPTIONS),
     max_batched=st.sampled_from([12, 20, 64]),
     num_pages=st.integers(16, 40),
-    block_size=st.sampled_from([1, 4, 8]),
-    stop_rate=st.sampled_from([0.0, 0.05]),
     overlap=overlaps,
-    policy=st.sampled_from(["fcfs", "priority"]),
-    seed=st.integers(0, 1000),
 )
 def random_schedules(
-    ops: list[tuple],
+    schedule: Schedule,
     budget: int,
     options: tuple[tuple[str, object], ...],
     max_batched: int,
     num_pages: int,
-    block_size: int,
-    stop_rate: float,
     overlap: tuple[int, bool],
-    policy: str,
-    seed: int,
 ) -> None:
     """No page is lost, shared or freed twice, and every number is right, packed at any time."""
     if ("granularity", "block") in options:
         budget = 40
-    config = vllm_config(budget, max_batched, 8, policy, overlap[1], options)
-    simulation = Observed(config, 1 + num_pages * 4 // block_size, overlap[0], seed, block_size)
-    simulation.stop_rate = stop_rate
-    simulation.run(ops)
-    assert simulation.num_free == simulation.num_total
-    assert not simulation.scheduler.ledger.states
+    config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], options)
+    simulation = schedule.play(Observed, config, schedule.num_blocks(num_pages), overlap[0])
     assert not simulation.scheduler.ledger.falling_back
     totals.update(simulation.count)
     totals.update(simulation.reported)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
-from tests.scheduler.schedules import _PREFIXES, OPTIONS, operations, overlaps
+from tests.scheduler.schedules import _PREFIXES, OPTIONS, Schedule, many, overlaps, schedules
 
 BUDGET = 12
 SHARING = (
@@ -28,37 +28,24 @@ PAGES_AT_CAPACITY = BUDGET // BLOCK_SIZE
 totals: Counter[str] = Counter()
 
 
-@settings(
-    max_examples=1000,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+@many(1000)
 @given(
-    ops=operations,
+    schedule=schedules(),
     budget=st.sampled_from([BUDGET, 32, 64]),
     options=st.sampled_from(OPTIONS + SHARING),
     fraction=st.sampled_from([None, None, *FRACTIONS]),
     max_batched=st.sampled_from([8, 20, 64]),
     num_pages=st.integers(16, 26),
-    block_size=st.sampled_from([1, 4, 8]),
-    stop_rate=st.sampled_from([0.0, 0.05]),
     overlap=overlaps,
-    policy=st.sampled_from(["fcfs", "priority"]),
-    seed=st.integers(0, 1000),
 )
 def random_schedules(
-    ops: list[tuple],
+    schedule: Schedule,
     budget: int,
     options: tuple[tuple[str, object], ...],
     fraction: tuple[str, float] | None,
     max_batched: int,
     num_pages: int,
-    block_size: int,
-    stop_rate: float,
     overlap: tuple[int, bool],
-    policy: str,
-    seed: int,
 ) -> None:
     """No page is lost, shared or freed twice.
 
@@ -73,12 +60,8 @@ def random_schedules(
         options, size = (*options, ("budget_basis", fraction[0])), fraction[1]
     # A window of 5 queries in one chunk, whatever the other 7 sequences take.
     max_batched = max(max_batched, 12) if ("observation_window", 5) in options else max_batched
-    config = vllm_config(size, max_batched, 8, policy, overlap[1], options)
-    simulation = Simulation(config, 1 + num_pages * 4 // block_size, overlap[0], seed, block_size)
-    simulation.stop_rate = stop_rate
-    simulation.run(ops)
-    assert simulation.num_free == simulation.num_total
-    assert not simulation.scheduler.ledger.states
+    config = vllm_config(size, max_batched, 8, schedule.policy, overlap[1], options)
+    simulation = schedule.play(Simulation, config, schedule.num_blocks(num_pages), overlap[0])
     totals.update(simulation.count)
     totals["evict"] += simulation.pool.num_evictions
 

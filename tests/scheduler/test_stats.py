@@ -6,64 +6,54 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.scheduler.harness import Simulation, make_scheduler, vllm_config
+from tests.scheduler.harness import BLOCK_SIZE, Simulation, make_scheduler, vllm_config
 from tests.scheduler.observed import COUNTERS, Observed
-from tests.scheduler.schedules import OPTIONS, operations
+from tests.scheduler.schedules import OPTIONS, Schedule, many, schedules
 from vllm_h2o.wire import PolicyStats
 
 totals: Counter[str] = Counter()
 
 
 CROWD: dict[str, Any] = {
-    "ops": [("add", 8, 40, 5, None), ("add", 5, 40, 5, None), ("steps", 24), ("reset",)],
+    "schedule": Schedule(
+        [("add", 8, 40, 5, None), ("add", 5, 40, 5, None), ("steps", 24), ("reset",)],
+        BLOCK_SIZE, stop_rate=0.0, policy="fcfs", seed=1,
+    ),
     "budget": 32,
     "options": (),
     "num_pages": 16,
-    "stop_rate": 0.0,
-    "seed": 1,
-}
+}  # fmt: skip
 """More requests than pages: preempted again and again, whatever else is drawn."""
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@many(150)
 @given(
-    ops=operations,
+    schedule=schedules([BLOCK_SIZE], ["fcfs"]),
     budget=st.sampled_from([12, 32]),
     options=st.sampled_from(OPTIONS),
     max_batched=st.sampled_from([8, 20, 64]),
     num_pages=st.integers(16, 24),
-    stop_rate=st.sampled_from([0.0, 0.05]),
     depth=st.sampled_from([1, 2]),
-    seed=st.integers(0, 1000),
 )
 @example(**CROWD, max_batched=20, depth=1)
 @example(**CROWD, max_batched=64, depth=1)
 @example(**CROWD, max_batched=64, depth=2)
 def random_schedules(
-    ops: list[tuple],
+    schedule: Schedule,
     budget: int,
     options: tuple[tuple[str, object], ...],
     max_batched: int,
     num_pages: int,
-    stop_rate: float,
     depth: int,
-    seed: int,
 ) -> None:
     """Through preemption, abort, resumption and failed allocation: each event counts once."""
     if ("granularity", "block") in options:
         budget, num_pages = 40, max(num_pages, 20)
-    config = vllm_config(budget, max_batched, 8, "fcfs", depth == 2, options)
-    simulation = Observed(config, 1 + num_pages, depth, seed)
-    simulation.stop_rate = stop_rate
-    simulation.run(ops)
+    config = vllm_config(budget, max_batched, 8, schedule.policy, depth == 2, options)
+    simulation = schedule.play(Observed, config, schedule.num_blocks(num_pages), depth)
     simulation.compare()
     assert simulation.scheduler.stats_reporter.report() == PolicyStats(*[0] * 9)
     totals.update(simulation.reported)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.scheduler.harness import BLOCK_SIZE, MAX_MODEL_LEN, Simulation, vllm_config
 from tests.scheduler.observed import Observed
-from tests.scheduler.schedules import OPTIONS, operations, overlaps
+from tests.scheduler.schedules import OPTIONS, Schedule, many, overlaps, schedules
 from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
@@ -31,52 +31,35 @@ PRESSURE = (("eviction", "pressure"),)
 totals: Counter[str] = Counter()
 
 
-@settings(
-    max_examples=400,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@many(400)
 @given(
-    ops=operations,
+    schedule=schedules(),
     budget=st.sampled_from([BUDGET, 32]),
     options=st.sampled_from((*OPTIONS, *[PRESSURE] * len(OPTIONS))),
     windows=st.sampled_from([(8,), (1, 21), (6, 6, 6)]),
     max_batched=st.sampled_from([12, 20, 64]),
     spare=st.integers(0, 20),
-    block_size=st.sampled_from([1, 4, 8]),
-    stop_rate=st.sampled_from([0.0, 0.05]),
     overlap=overlaps,
-    policy=st.sampled_from(["fcfs", "priority"]),
-    seed=st.integers(0, 1000),
 )
 def random_schedules(
-    ops: list[tuple],
+    schedule: Schedule,
     budget: int,
     options: tuple[tuple[str, object], ...],
     windows: tuple[int, ...],
     max_batched: int,
     spare: int,
-    block_size: int,
-    stop_rate: float,
     overlap: tuple[int, bool],
-    policy: str,
-    seed: int,
 ) -> None:
     """Every window finds its tokens, every number is right, and all pages come back."""
     if ("granularity", "block") in options:
         budget = 40
-    config = vllm_config(budget, max_batched, 8, policy, overlap[1], options)
+    config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], options)
     # vLLM does not start with less than what one longest request may hold.
-    pool, most = Pool(0, block_size), config.max_in_flight_tokens
+    pool, most = Pool(0, schedule.block_size), overlap[0] * max_batched
     pages = pool.pages_of(MAX_MODEL_LEN)
     pages += pool.pages_of_windows_in_prompts(windows, MAX_MODEL_LEN, most)
-    num_blocks = 1 + pages + spare * 4 // block_size
-    simulation = Observed(config, num_blocks, overlap[0], seed, block_size, windows)
-    simulation.stop_rate = stop_rate
-    simulation.run(ops)
-    assert simulation.num_free == simulation.num_total
-    assert not simulation.scheduler.ledger.states
+    num_blocks = pages + schedule.num_blocks(spare)
+    simulation = schedule.play(Observed, config, num_blocks, overlap[0], windows)
     totals.update(simulation.count)
     totals["evict"] += simulation.pool.num_evictions
 
