@@ -3,7 +3,7 @@
 Order in a process that starts an engine::
 
     flags or arguments --options/flags.py--> additional_config["kv_policy"]
-    create_engine_config: patches verified, prepare (before) ... vLLM ... check_config (after)
+    create_engine_config: patches verified, prepare (before) ... vLLM ... finish (after)
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from vllm_h2o.paths import SCHEDULER, WORKER
 CPU_BLOCK_SIZE = 128
 """vLLM's own default on a CPU. 0.32 has it in its config; 0.33 only puts it there when the model is
 loaded, which is after a budget has been resolved in pages."""
+CAPTURE_STEP = 16
+"""Sequences from one captured size to the next, as in vLLM's own."""
 
 
 def prepare(engine_args: Any) -> KVPolicyConfig | None:
@@ -70,6 +72,53 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     # On where it is asked for: a prompt's peak is then its own pages and those of its survivors.
     engine_args.enable_prefix_caching = bool(engine_args.enable_prefix_caching)
     return config
+
+
+def finish(vllm_config: Any, engine_args: Any, config: KVPolicyConfig | None) -> Any:
+    """Widen what vLLM captures, and refuse what does not go with the policy.
+
+    Args:
+        vllm_config: vLLM's finished config.
+        engine_args: what it was made of.
+        config: the policy; None changes nothing.
+
+    Returns:
+        ``vllm_config``.
+
+    """
+    if config is not None and not _chooses_captures(engine_args):
+        _widen_captures(vllm_config)
+    return check_config(vllm_config, config)
+
+
+def _chooses_captures(engine_args: Any) -> bool:
+    """Whether the user says which sizes of a step are captured in CUDA graphs."""
+    compilation = engine_args.compilation_config
+    return any(
+        (
+            engine_args.max_cudagraph_capture_size,
+            engine_args.cudagraph_capture_sizes,
+            compilation.max_cudagraph_capture_size,
+            compilation.cudagraph_capture_sizes,
+            compilation.compile_sizes,
+        )
+    )
+
+
+def _widen_captures(vllm_config: Any) -> None:
+    """Capture steps of as many sequences as may run at once, where graphs are on.
+
+    vLLM's own end at 512, more than a pool holds of sequences that keep every token. With drafts
+    a step has several tokens of each sequence, and vLLM chooses the sizes by them.
+    """
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    largest = compilation.max_cudagraph_capture_size
+    most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    if not largest or most <= largest or vllm_config.speculative_config:
+        return
+    sizes = {*compilation.cudagraph_capture_sizes, *range(largest, most, CAPTURE_STEP), most}
+    compilation.cudagraph_capture_sizes = sorted(sizes)
+    compilation.max_cudagraph_capture_size = most
 
 
 def check_config(vllm_config: Any, config: KVPolicyConfig | None) -> Any:
