@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from vllm_h2o.kernels.reference import random_score
 from vllm_h2o.wire import PolicyStats, RequestPlan, ResidencyPlan
 
 
@@ -106,3 +107,18 @@ def test_stats_ride_along() -> None:
     assert len(carrier) == 10
     assert PolicyStats.take_from(carrier) == sent
     assert carrier == {"other": 9}
+
+
+@given(
+    seed=st.integers(-(2**63), 2**63 - 1),
+    offset=st.integers(0, 2**31),
+    position=st.integers(0, 2**20),
+)
+def test_positions_that_roll(seed: int, offset: int, position: int) -> None:
+    """A position draws what its token's index draws; recent tokens are the same ones."""
+    step = plan(logical_start=offset + position, offset=offset, seed=seed, num_recent=7)
+    drawn = random_score(step.position_seed, 3, 1, step.position_start)
+    assert drawn == random_score(seed, 3, 1, step.logical_start)
+    assert (step.position_start, step.position_end) == (position, position + 1)
+    assert step.recent_start == position + 1 - 7
+    assert plan(seed=seed).position_seed == seed

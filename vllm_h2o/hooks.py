@@ -4,14 +4,17 @@ Order in a process that starts an engine::
 
     flags or arguments --options/flags.py--> additional_config["kv_policy"]
     create_engine_config: patches verified, prepare (before) ... vLLM ... finish (after)
+        where positions roll, vLLM is not told how long sequences may be: of_trained_length
 """
 
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
-from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.errors import ConfigError, UnsupportedError
+from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
 from vllm_h2o.options.refusals import FULL_ATTENTION, REFUSALS, WHY_OPTION, refuse
@@ -88,7 +91,8 @@ def finish(vllm_config: Any, engine_args: Any, config: KVPolicyConfig | None) ->
     """
     if config is not None and not _chooses_captures(engine_args):
         _widen_captures(vllm_config)
-    return check_config(vllm_config, config)
+    asked = engine_args.max_model_len if config is not None and config.rolls else None
+    return check_config(vllm_config, config, asked)
 
 
 def _chooses_captures(engine_args: Any) -> bool:
@@ -121,26 +125,81 @@ def _widen_captures(vllm_config: Any) -> None:
     compilation.max_cudagraph_capture_size = most
 
 
-def check_config(vllm_config: Any, config: KVPolicyConfig | None) -> Any:
+def of_trained_length(engine_args: Any, config: KVPolicyConfig | None) -> Any:
+    """Where positions roll, let vLLM find out how long a sequence the model was trained on.
+
+    It refuses a longer one, which would have positions that the model does not know.
+
+    Args:
+        engine_args: vLLM's.
+        config: the policy.
+
+    Returns:
+        What vLLM makes its config of: ``engine_args``, or a copy without a ``max_model_len``.
+
+    """
+    if config is None or not config.rolls or not _is_length(engine_args.max_model_len):
+        return engine_args
+    untold = copy(engine_args)
+    untold.max_model_len = None
+    return untold
+
+
+def _is_length(asked: int | None) -> bool:
+    """Whether a ``max_model_len`` is a number of tokens, and not vLLM's own choice."""
+    return asked is not None and asked > 0
+
+
+def check_config(vllm_config: Any, config: KVPolicyConfig | None, asked: int | None = None) -> Any:
     """Refuse what does not go with the policy.
 
     Args:
         vllm_config: vLLM's finished config.
         config: the policy; None lets everything pass.
+        asked: the longest sequence, where positions roll; None, or below 0: vLLM's own choice.
 
     Returns:
         ``vllm_config``.
 
     Raises:
         UnsupportedError: for the first of :data:`REFUSALS` that applies.
-        ConfigError: when the budget comes to too few slots.
+        ConfigError: when the budget comes to too few slots, or leaves too few positions.
 
     """
     if config is None:
         return vllm_config
     refuse(REFUSALS, vllm_config, f"--kv-policy {config.name}", "the engine has")
-    config.resolve(vllm_config.model_config.max_model_len, vllm_config.cache_config.block_size)
+    if config.rolls:
+        config = _limit_positions(vllm_config, config)
+    if _is_length(asked):
+        vllm_config.model_config.max_model_len = asked
+    max_model_len = vllm_config.model_config.max_model_len
+    budget = config.resolve(max_model_len, vllm_config.cache_config.block_size)
+    chunk = vllm_config.scheduler_config.max_num_batched_tokens
+    check_positions(config, f"budget={config.budget!r}", budget, chunk)
     return vllm_config
+
+
+def _limit_positions(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
+    """Carry how many positions there are, for every process: the model's own, or fewer.
+
+    Raises:
+        ConfigError: when more are asked for than the model was trained on.
+
+    """
+    trained = vllm_config.model_config.max_model_len
+    limit = config.position_limit or trained
+    if limit > trained:
+        raise ConfigError(
+            f"position_limit={limit}",
+            f"the model was trained on sequences of {trained} tokens",
+            "it does not know later positions",
+            f"give at most {trained}, or leave it out",
+        )
+    config = replace(config, position_limit=limit)
+    carried = {ADDITIONAL_CONFIG_KEY: config.to_dict()}
+    vllm_config.additional_config = {**vllm_config.additional_config, **carried}
+    return config
 
 
 def add_stat_logger(manager: Any, vllm_config: Any) -> None:

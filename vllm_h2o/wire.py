@@ -16,7 +16,7 @@ class RequestPlan:
     """One request in one step. Logical lengths count tokens, resident lengths count slots in use.
 
     Args:
-        logical_start: tokens computed before this step; the position of the first new token.
+        logical_start: tokens computed before this step; the index of the first new token.
         num_new: tokens computed in this step; past the prompt 1, and drafts, which may be wrong.
         in_prompt: whether the new tokens belong to the prompt (of a resumed request: to what is
             computed again), within which a token takes a slot of its own.
@@ -47,6 +47,11 @@ class RequestPlan:
         splits: whether they do once survivors are packed.
         restored_end: after this step the tokens [0, restored_end), a prompt's, are ranked without
             what its observation window gave: its lifetime is over. 0: not in this step.
+        offset: what a new token's position is less than its index: grows when a request is
+            renumbered. 0: positions are the original ones.
+        renumbers_from: before this step the resident tokens, of which the last had position
+            renumbers_from - 1, get positions [0, resident_start) in their order, and this step's
+            first token follows them. 0: they keep theirs.
 
     """
 
@@ -72,6 +77,8 @@ class RequestPlan:
     is_split: bool = False
     splits: bool = False
     restored_end: int = 0
+    offset: int = 0
+    renumbers_from: int = 0
 
     @property
     def logical_end(self) -> int:
@@ -79,9 +86,28 @@ class RequestPlan:
         return self.logical_start + self.num_new
 
     @property
+    def position_start(self) -> int:
+        """The position of the first new token."""
+        return self.logical_start - self.offset
+
+    @property
+    def position_end(self) -> int:
+        """One past the position of the last."""
+        return self.logical_end - self.offset
+
+    @property
+    def position_seed(self) -> int:
+        """With it a position draws the random score that its token's index draws with ``seed``.
+
+        Scores are drawn of ``seed * a + position * b`` modulo 2^64: see ``random_score`` in the
+        reference. Else a text whose positions roll would draw the same ones over and over.
+        """
+        return int64(self.seed + self.offset * _SEEDS_PER_POSITION)
+
+    @property
     def recent_start(self) -> int:
         """Positions from here on are never victims."""
-        return self.logical_end - self.num_recent
+        return self.position_end - self.num_recent
 
     @property
     def has_drafts(self) -> bool:
@@ -152,6 +178,15 @@ class ResidencyPlan:
     """One step: a plan for each scheduled request, by request id."""
 
     requests: Mapping[str, RequestPlan]
+
+
+_SEEDS_PER_POSITION = 0xD6E8FEB86659FD93 * pow(0x9E3779B97F4A7C15, -1, 1 << 64) % (1 << 64)
+"""b / a."""
+
+
+def int64(value: int) -> int:
+    """``value`` modulo 2^64, signed: a request may bring any seed, and tensors hold this."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 _PREFIX = "kv_policy:"

@@ -39,6 +39,7 @@ class Oracle:
         num_compared: retained sets that were compared.
         num_victims: victims that were compared.
         num_packs: packs because memory was short that were compared.
+        num_renumbered: requests that were renumbered, in each layer and KV head, and followed.
         num_together: packs of every few tokens that were compared.
         num_ties: victims that differ, between scores closer than ``TIE``.
         num_merged: victims that went to the nearest key; their K, V and masses are compared.
@@ -59,6 +60,7 @@ class Oracle:
     num_compared: int = 0
     num_victims: int = 0
     num_packs: int = 0
+    num_renumbered: int = 0
     num_together: int = 0
     num_ties: int = 0
     num_merged: int = 0
@@ -221,6 +223,8 @@ class Oracle:
             merge=scoring.merge,
             window_lifetime=self.scheduler.ledger.window_lifetime,
             evict_every=plan.evict_every,
+            position_limit=self.scheduler.ledger.position_limit,
+            rotate_back=lambda key, distance: self._rotated(key, -distance),
             logical_len=plan.logical_start,
         )
 
@@ -251,8 +255,8 @@ class Oracle:
                 ]
                 found.score = torch.tensor(initial, dtype=torch.float64)
         grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
-        prompt_len = self.scheduler.requests[request_id].num_prompt_tokens
-        ends_prompt = plan.in_prompt and plan.logical_end == prompt_len
+        prompt_end = self.scheduler.ledger.states[request_id].prompt_end
+        ends_prompt = plan.in_prompt and plan.logical_end == prompt_end
         self.heads[where].grows = plan.grows and not plan.num_survivors
         return self.heads[where].step(
             grouped[:, head],
@@ -278,14 +282,14 @@ class Oracle:
             asking.append((which, self._rotated(own, plan.num_new) if which.rotated else own))
         return [(which, own) for which, own in asking if len(own)]
 
-    def _rotated(self, query: torch.Tensor, distance: int) -> torch.Tensor:
-        """[T, G, D], at ``distance`` positions later, by the model's own theta."""
+    def _rotated(self, query: torch.Tensor, distance: int | torch.Tensor) -> torch.Tensor:
+        """[..., D], at ``distance`` ([...]) positions later, by the model's own theta."""
         hf_config = self.scheduler.vllm_config.model_config.hf_config
         rope = hf_config.rope_parameters
         rope = rope.get("full_attention", rope)  # of each kind of layer, where there are two
         half = query.shape[-1] // 2
         powers = torch.arange(half, dtype=torch.float64) / half
-        angle = distance * rope["rope_theta"] ** -powers
+        angle = torch.as_tensor(distance)[..., None] * rope["rope_theta"] ** -powers
         a, b = query[..., :half], query[..., half:]
         return torch.cat(
             [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
@@ -315,6 +319,7 @@ class Oracle:
             assert cache.mass[at].tolist() == [masses[p] for p in positions], (where, plan)
         self.num_compared += 1
         self.num_packs += plan.falls_back
+        self.num_renumbered += plan.renumbers_from > 0
         self.num_together += plan.evicts_together
         if plan.selects:
             self.num_victims += 1

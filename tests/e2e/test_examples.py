@@ -39,6 +39,29 @@ def test_offline(tmp_path: Path) -> None:
     assert said[0][1] != said[1][1]
 
 
+def test_stream(tmp_path: Path) -> None:
+    """A text of three times as many tokens as there are positions, a line for each step."""
+    write_model(tmp_path, 512)
+    text = tmp_path / "text"
+    text.write_text(" ".join(f"w{number % 200 + 10}" for number in range(800)), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.stream", str(text), "--model", str(tmp_path),
+         "--cache", "64", "--chunk", "64", "--limit", "256"],
+        env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, cwd=ROOT,
+        capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = re.findall(
+        r"^token (\d+): position (\d+), (\d+) resident, renumbered (\d+) times, ([\d.]+) nats",
+        done.stdout,
+        re.MULTILINE,
+    )
+    tokens, positions, resident, renumbered, nats = zip(*said, strict=True)
+    assert int(tokens[-1]) >= 799 and 200 < max(map(int, positions)) < 256
+    assert set(map(int, resident)) == {63} and int(renumbered[-1]) >= 3
+    assert all(0 < float(cost) < 20 for cost in nats)
+
+
 @pytest.mark.parametrize(("policy", "answer"), [("h2o", "7."), ("h2o2", "7264.")])
 def test_lamp_room(policy: str, answer: str) -> None:
     """What docs/metrics.md says of the answer, on the real model."""

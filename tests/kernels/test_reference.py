@@ -277,6 +277,54 @@ def test_scores_can_be_left_alone() -> None:
     assert one.strip.score.tolist() == first
 
 
+def rotated(tensor: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """[L, ..., D], each rotated as far as its position is from 0: two angles a pair."""
+    angle = position.double()[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03], dtype=torch.float64)
+    angle = angle.view(len(position), *[1] * (tensor.dim() - 2), 4)
+    a, b = tensor[..., :4], tensor[..., 4:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+
+@pytest.mark.parametrize("at_every_step", [False, True])
+def test_positions_that_roll(at_every_step: bool) -> None:
+    """Each token attends to what is kept, at the distance that ranks say, or true ones so far.
+
+    By a second definition, which keeps keys as they are before rotation, and rotates them anew in
+    each step.
+    """
+    inputs, limit = Inputs.draw(60, group=2), 14
+    one = head(capacity=9, num_recent=4, num_sinks=1)
+    one.position_limit, one.at_every_step, one.packs_chunks = limit, at_every_step, True
+    one.rotate_back = lambda key, distance: rotated(key, -distance)
+    held: list[tuple[int, int]] = []  # (index, position)
+    renumbered, gone = 0, -1
+    for index in range(60):
+        live = [i for i, _ in held]
+        if one.victim is not None and at_every_step:
+            live.remove(gone)
+        if at_every_step or (held and max(p for _, p in held) + 2 > limit):
+            held = [(i, rank) for rank, i in enumerate(sorted(live))]
+            renumbered += 1
+        position = max((p for _, p in held), default=-1) + 1
+        assert one.make_room(1) == position < limit
+        now = torch.tensor([position])
+        query = rotated(inputs.query[index : index + 1], now)
+        key = rotated(inputs.key[index : index + 1], now)
+        if one.victim is not None and not at_every_step:
+            held = [(i, p) for i, p in held if i != gone]
+        held.append((index, position))
+        out = one.step(query, key, inputs.value[index : index + 1], ends_prompt=index == 0)
+        at = torch.tensor([p for _, p in held])
+        keys = rotated(inputs.key[[i for i, _ in held]], at)
+        probs = torch.softmax(torch.einsum("gd,jd->gj", query[0], keys) * SCALE, dim=-1)
+        close(out[0], probs @ inputs.value[[i for i, _ in held]])
+        if one.victim is not None:
+            slot = int(one.strip.position[one.victim])
+            gone = next(i for i, p in held if p == slot)
+    assert renumbered > 5
+    close(one.strip.value.sum(0), inputs.value[[i for i, _ in held]].sum(0))
+
+
 def test_random_scores() -> None:
     """In [0, 1), a function of its arguments, different in each, near enough to uniform."""
     drawn = [

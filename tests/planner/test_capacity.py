@@ -15,7 +15,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.planner.capacity import Row, Workload, plan, policy_row, stock_row
 from vllm_h2o.planner.model import Model, load
 from vllm_h2o.scheduler import scheduler
-from vllm_h2o.scheduler.footprint import CacheShape
+from vllm_h2o.scheduler.footprint import CacheShape, row_bytes
 
 MEMORY = 1 << 30
 """What the suite's settings give every engine on a CPU."""
@@ -211,3 +211,9 @@ def test_both_ends_of_pressure() -> None:
     rows = plan(shape, 100 * 32 * 240, WORK, configs)
     assert [row.label for row in rows] == ["stock vLLM", "h2o, all kept", "h2o 25 %", "h2o 50 %"]
     assert [row.sequences for row in rows] == [7, 6, 24, 12]
+
+
+def test_rows_of_a_batch() -> None:
+    """Ids and flags of tokens, ids of pages on host and device: 22 MiB for 4 M tokens."""
+    assert row_bytes(1, 4_194_304, 16) >> 20 == 22
+    assert row_bytes(32, 2048, 16) == 32 * (2048 * 4 + 2048 + 2 * 128 * 4)

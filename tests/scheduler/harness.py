@@ -57,6 +57,7 @@ def vllm_config(
     ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     config = engine_config(
         folder(Path(_MODELS.name), "LlamaForCausalLM"),
+        block_size=1 if "positions" in own else None,  # of a CPU's pages the budget is none
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=max_batched,
         max_num_seqs=max_seqs,

@@ -26,6 +26,9 @@ class ShadowPool:
     ``held`` is what the slots of each request hold after its last step, as (life, positions), and
     ``num_gone`` how many positions have left them while the request went on.
 
+    ``positions`` are those of what a request holds, by index in its text, and ``num_renumbered``
+    how often they were counted anew.
+
     ``windows`` are those of groups before the policy's, whose slots are named alike.
     """
 
@@ -44,6 +47,8 @@ class ShadowPool:
         self.num_evictions = 0
         self.held: dict[str, tuple[int, set[int]]] = {}
         self.num_gone = 0
+        self.positions: dict[tuple[str, int], dict[int, int]] = {}
+        self.num_renumbered = 0
 
     def execute(self, output: SchedulerOutput) -> None:
         """Run one step: update the block table rows as a model runner does, then every plan."""
@@ -92,6 +97,7 @@ class ShadowPool:
             self.whole_until[request_id] = plan.logical_end
         newest, start = 0, plan.first_block_idx
         own = set()
+        self._number(request_id, plan)
         for back in range(1, plan.num_unscored + 1):  # drafts that were accepted
             slot = self._slot(request_id, plan.resident_start - back, start)
             position = plan.logical_start - back
@@ -142,6 +148,32 @@ class ShadowPool:
                 slot = self._slot(request_id, plan.resident_start + i, start)
                 self.slots[slot] = ("draft", plan.logical_start + i)
         self._compare(request_id, plan, set(positions))
+        if not plan.has_drafts and not plan.num_unscored:
+            self._check_positions(request_id, plan, set(positions))
+
+    def _number(self, request_id: str, plan: RequestPlan) -> None:
+        """Give the step's tokens positions, after what is held has been renumbered, if it is."""
+        life = (request_id, self.lives[request_id])
+        held = self.positions.setdefault(life, {i: i for i in range(plan.logical_start)})
+        if plan.renumbers_from:
+            assert plan.renumbers_from == max(held.values()) + 1
+            held = {index: rank for rank, index in enumerate(sorted(held))}
+            assert len(held) == plan.resident_start == plan.position_start
+            self.num_renumbered += 1
+        for i in range(plan.num_new):
+            held[plan.logical_start + i] = plan.position_start + i
+        self.positions[life] = held
+
+    def _check_positions(self, request_id: str, plan: RequestPlan, now: set[int]) -> None:
+        """Sinks and recent tokens are the same by position as by index; no two have one."""
+        life = (request_id, self.lives[request_id])
+        held = {i: position for i, position in self.positions[life].items() if i in now}
+        assert len(set(held.values())) == len(held) and max(held.values()) == plan.position_end - 1
+        recent = {i for i, position in held.items() if position >= plan.recent_start}
+        assert recent == {i for i in now if i >= plan.logical_end - plan.num_recent}
+        sinks = {i for i, position in held.items() if position < plan.num_sinks}
+        assert sinks == {i for i in now if i < plan.num_sinks}
+        self.positions[life] = held
 
     def _compare(self, request_id: str, plan: RequestPlan, now: set[int]) -> None:
         """Count what the request held before this step, or was given in it, and holds no more."""

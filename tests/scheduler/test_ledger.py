@@ -236,3 +236,31 @@ def test_which_requests_are_split() -> None:
         assert not first.is_split and not last.is_split
         assert [plan.is_split for plan in later] == [split] * 5
         assert later[-1].overwrites
+
+
+def test_positions_that_roll() -> None:
+    """Counted anew when the next would be past the limit, and not before; never past it."""
+    ledger = Ledger(BUDGET, block_size=4, packs_chunks=True, position_limit=40)
+    first = run(ledger, 0, 24, 70)
+    second = run(ledger, 24, 40, 70)
+    assert (first.renumbers_from, second.renumbers_from, second.position_end) == (0, 0, 40)
+    third = run(ledger, 40, 64, 70)  # 15 tokens of the first 40 are left
+    assert (third.renumbers_from, third.position_start, third.position_end) == (40, 15, 39)
+    assert (third.logical_start, third.offset) == (40, 25)
+    last = run(ledger, 64, 70, 70)
+    assert (last.renumbers_from, last.offset, last.position_start) == (39, 49, 15)
+    at = [run(ledger, n, n + 1, 70) for n in range(70, 140)]
+    assert all(plan.position_end <= 40 for plan in at)
+    renumbered = [plan for plan in at if plan.renumbers_from]
+    assert {plan.renumbers_from for plan in renumbered} == {40}
+    assert {plan.position_start for plan in renumbered} == {16}  # the victim is still there
+    ends = [plan.logical_start for plan in renumbered]
+    assert {b - a for a, b in zip(ends, ends[1:], strict=False)} == {24}
+
+
+def test_more_tokens_than_positions_raise() -> None:
+    """Whoever admits a request asks for all of it; what is committed must have positions."""
+    ledger = Ledger(BUDGET, block_size=4, packs_chunks=True, position_limit=40)
+    plan = ledger.preview("r", 0, 41, RequestInfo(100))
+    with pytest.raises(IntegrityError, match="would have position 40, and there are 40"):
+        ledger.commit("r", plan, RequestInfo(100))

@@ -56,6 +56,8 @@ def random_schedules(
         size, num_pages = 1.0, max(num_pages, 20)
     elif ("granularity", "block") in options:
         size, num_pages = max(budget, 40), max(num_pages, 20)
+    elif ("positions", "rolling") in options:
+        size, max_batched = BUDGET, 8
     elif fraction is not None:
         options, size = (*options, ("budget_basis", fraction[0])), fraction[1]
     # A window of 5 queries in one chunk, whatever the other 7 sequences take.
@@ -64,13 +66,14 @@ def random_schedules(
     simulation = schedule.play(Simulation, config, schedule.num_blocks(num_pages), overlap[0])
     totals.update(simulation.count)
     totals["evict"] += simulation.pool.num_evictions
+    totals["renumber"] += simulation.pool.num_renumbered
 
 
 def test_no_page_is_lost_shared_or_freed_twice() -> None:
     """Admit, chunk, decode, preempt, resume, abort, finish in any order: each really happened."""
     totals.clear()
     random_schedules()
-    events = "add chunk decode preempt resume abort finish pack evict reset together"
+    events = "add chunk decode preempt resume abort finish pack evict reset together renumber"
     for event in (*events.split(), "pack within a prompt", "next_offset", "move", "hit"):
         assert totals[event] >= 100, (event, totals)
 

@@ -16,7 +16,7 @@ import torch
 
 from vllm_h2o.kernels.batch import ScoringPass
 from vllm_h2o.kernels.merge import nearest
-from vllm_h2o.kernels.strip import Strip
+from vllm_h2o.kernels.strip import Rotation, Strip
 
 
 def attend_and_score(
@@ -223,6 +223,12 @@ class Head:
         evict_every: tokens that are evicted at a time past the prompt. With 1 the next token takes
             the slot of one; with more, the step that fills the last of ``capacity`` slots packs
             ``capacity - evict_every`` survivors, with the scores that they have.
+        position_limit: positions that tokens may have; what is held is renumbered before a step
+            that would need more. None: positions are indices.
+        rotate_back: what the rotary embedding makes of a key some positions earlier.
+        at_every_step: whether it is renumbered before every step, without the victim, as in
+            StreamingLLM (arXiv 2309.17453): to compare with.
+        offset: what a new token's position is less than its index.
         logical_len: tokens computed so far.
         prompt_len: of them, those of the prompt, once it is complete.
         in_prompt: whether the prompt is not complete yet.
@@ -250,12 +256,37 @@ class Head:
     merge: float = 0.0
     window_lifetime: int = 0
     evict_every: int = 1
+    position_limit: int | None = None
+    rotate_back: Rotation | None = None
+    at_every_step: bool = False
+    offset: int = 0
     logical_len: int = 0
     prompt_len: int = 0
     in_prompt: bool = True
     victim: int | None = None
     survivor: int | None = None
     next_offset: int = 0
+
+    @property
+    def end(self) -> int:
+        """One past the position of the newest token."""
+        return self.logical_len - self.offset
+
+    def make_room(self, num_new: int) -> int:
+        """The position of the next of ``num_new`` tokens: queries and keys are rotated for it."""
+        limit = self.position_limit
+        if limit is not None and (self.at_every_step or self.end + num_new > limit):
+            self.renumber()
+        return self.end
+
+    def renumber(self) -> None:
+        """Tokens get positions 0, 1, ... in their order."""
+        assert self.rotate_back is not None
+        if self.at_every_step and self.victim is not None:
+            self.strip.position[self.victim] = -1
+        self.offset = self.logical_len - self.strip.renumber(
+            self.end, self.rotate_back, self.by_age
+        )
 
     def step(
         self,
@@ -282,10 +313,11 @@ class Head:
             [T, G, D].
 
         """
+        self.make_room(key.shape[0])
         for i in range(key.shape[0]):
             slot = len(self.strip) if self.victim is None else self._vacate()
             initial = 0.0 if initial_scores is None else initial_scores[i]
-            self.strip.store(slot, key[i], value[i], self.logical_len, initial)
+            self.strip.store(slot, key[i], value[i], self.end, initial)
             self.logical_len += 1
         num_new = key.shape[0]
         first = min(max(scoring_start - (self.logical_len - num_new), 0), num_new)
@@ -341,13 +373,13 @@ class Head:
         else:
             ranked = held
         num_survivors = self.capacity - self.evict_every
-        best = pack_survivors(ranked, self.logical_len, num_survivors, *limits)
+        best = pack_survivors(ranked, self.end, num_survivors, *limits)
         kept = torch.isin(held.position, best.position)
         best.score = held.score[kept]
         self.strip = best
 
     def _select(self) -> None:
-        limits = (self.strip, self.logical_len, self.num_recent, self.num_sinks)
+        limits = (self.strip, self.end, self.num_recent, self.num_sinks)
         if self.page_size > 1:
             self.victim = select_page(*limits, self.page_size)
         else:

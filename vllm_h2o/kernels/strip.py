@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from vllm_h2o.kernels.merge import merged
+
+Rotation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(keys [..., D], distances [...], int64, not negative) -> [..., D]: what the rotary embedding
+makes of the keys so many positions earlier."""
 
 
 @dataclass
@@ -68,6 +73,31 @@ class Strip:
         else:
             self.key[slot], self.value[slot] = key, value
             self.score[slot], self.position[slot], self.mass[slot] = score, position, 1.0
+
+    def renumber(self, end: int, rotate_back: Rotation, by_age: bool) -> int:
+        """Give tokens positions 0, 1, ... in their order; keys are rotated back by the difference.
+
+        With ``by_age`` a mean stays what it was: a score is multiplied by the new age over the old
+        one, each the number of queries from the token's own on. So the past counts for less.
+
+        Args:
+            end: one past the position of the newest token.
+            rotate_back: what the rotary embedding makes of keys some positions earlier.
+            by_age: whether means are compared, over the queries since a token was stored.
+
+        Returns:
+            How many tokens there are.
+
+        """
+        live = self.position >= 0
+        num_live = int(live.sum())
+        rank = self.position.argsort().argsort() - (len(self) - num_live)
+        rank = torch.where(live, rank, -1)
+        self.key = rotate_back(self.key, torch.where(live, self.position - rank, 0))
+        if by_age:
+            self.score = self.score * ((num_live - rank) / (end - self.position))
+        self.position = rank
+        return num_live
 
     def keep_scores(self) -> None:
         """Before an observation window scores: what tokens have without it."""

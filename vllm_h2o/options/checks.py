@@ -8,7 +8,9 @@ from difflib import get_close_matches
 from typing import Any, TypeGuard
 
 from vllm_h2o.errors import ConfigError
-from vllm_h2o.policy import POLICIES
+from vllm_h2o.pages import num_pages
+from vllm_h2o.policy import POLICIES, Budget
+from vllm_h2o.policy.budget import minimum_slots
 
 
 def check_fields(config: Any) -> None:
@@ -41,20 +43,44 @@ def check_fields(config: Any) -> None:
         )
 
 
-def check_slots(config: Any, slots: int, least: int, meaning: str, num_sinks: int) -> None:
+def check_size(config: Any) -> None:
+    """Refuse a budget of a policy without one, and a number of slots that is too small.
+
+    Raises:
+        ConfigError: for a budget that no engine could use.
+
+    """
+    if not config.policy.evicts:
+        if isinstance(config.budget, int) or config.budget not in (
+            1.0,
+            "full",
+            type(config).budget,
+        ):
+            raise ConfigError(
+                f"budget={config.budget!r} with policy {config.name!r}",
+                f"{config.name!r} keeps every token",
+                "a budget would be ignored",
+                "leave the budget out, or choose another policy",
+            )
+    elif isinstance(config.budget, int):
+        slots = max(config.budget, config.min_budget)
+        check_slots(config, slots, "that many slots", config.num_sinks)
+
+
+def check_slots(config: Any, slots: int, meaning: str, num_sinks: int) -> None:
     """Refuse a budget with which a sequence does not go on.
 
     Args:
         config: with the budget.
         slots: what the budget comes to.
-        least: fewest slots.
         meaning: ``slots``, in words.
-        num_sinks: first tokens among ``least``.
+        num_sinks: first tokens that are never evicted.
 
     Raises:
         ConfigError: when there are fewer.
 
     """
+    least = minimum_slots(config.effective_recent_ratio, num_sinks)
     if slots < least:
         one = type(config.budget) is int and config.budget == 1
         hint = "; 1 is one slot, also from a client that writes 1.0 so: every token is 'full'"
@@ -112,6 +138,59 @@ def check_lengths(config: Any, max_model_len: int) -> None:
                 why,
                 f"give a {name} that is shorter, or leave it out",
             )
+
+
+def check_pages(config: Any, budget: Budget, block_size: int, max_model_len: int) -> None:
+    """Refuse a budget of which no page might be left to evict, where pages are.
+
+    Args:
+        config: with the budget.
+        budget: what it comes to.
+        block_size: slots of a page.
+        max_model_len: longest sequence, in tokens.
+
+    Raises:
+        ConfigError: when recent tokens and sinks may touch all pages.
+
+    """
+    # Recent tokens lie in the prompt's pages and in evicted ones, both cut at either end.
+    sinks, recent = (num_pages(n, block_size) for n in (budget.num_sinks, budget.num_recent))
+    safe = sinks + recent + 2
+    if budget.capacity // block_size <= safe and budget.capacity < max_model_len:
+        raise ConfigError(
+            f"granularity='block' with budget={config.budget!r}",
+            f"that is {budget.capacity // block_size} pages of {block_size}, of which recent "
+            f"tokens and sinks may touch {safe}",
+            "no page might be left to evict",
+            "give a larger budget, smaller pages (--block-size) or a smaller recent_ratio",
+        )
+
+
+def check_positions(config: Any, asked: str, budget: Budget, chunk: int) -> None:
+    """Refuse a budget that leaves no positions for a step's tokens, where positions roll.
+
+    Args:
+        config: with ``position_limit``.
+        asked: the budget, in the user's words.
+        budget: what it comes to.
+        chunk: most tokens of one step.
+
+    Raises:
+        ConfigError: when what is resident and such a step need more positions than there are.
+
+    """
+    if not config.rolls:
+        return
+    needed = max(budget.kept + chunk, budget.capacity + 1)
+    if needed > config.position_limit:
+        raise ConfigError(
+            f"{asked} with positions='rolling'",
+            f"that is {budget.capacity} slots; with {chunk} tokens of a step (--max-num-batched-"
+            f"tokens) that may be {needed} positions, and position_limit is "
+            f"{config.position_limit}",
+            "tokens that are resident have one position each, and those of a step follow them",
+            "give a smaller budget, as a number of slots, or a smaller --max-num-batched-tokens",
+        )
 
 
 def _check_name(name: object) -> None:

@@ -9,12 +9,18 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from vllm_h2o.errors import ConfigError, IntegrityError
-from vllm_h2o.options.checks import check_cap, check_fields, check_lengths, check_slots
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.options.checks import (
+    check_cap,
+    check_fields,
+    check_lengths,
+    check_pages,
+    check_size,
+    check_slots,
+)
 from vllm_h2o.options.conflicts import can_split, check_together, check_unread
 from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
-from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import POLICIES, SCORES, Budget, Policy, Score, ScoreKind, split_budget
 from vllm_h2o.policy.budget import minimum_slots
 
@@ -107,6 +113,19 @@ class KVPolicyConfig:
         "gives to it or to one of the eight tokens before it; sum, all that they give to it",
         choices=("max", "sum"),
     )
+    positions: str = option(
+        "original",
+        "positions of tokens: original, their indices; rolling, counted anew from 0 among what is "
+        "resident whenever the next would reach position_limit, so that a text may be longer than "
+        "what the model was trained on; with prefill=chunked",
+        choices=("original", "rolling"),
+    )
+    position_limit: int | None = option(
+        None,
+        "with positions=rolling: positions that tokens may have",
+        bits=31,
+        shown="the model's own longest sequence",
+    )
     score: str | None = option(
         None,
         f"what ranks tokens: {_SCORE_MEANINGS}",
@@ -147,7 +166,7 @@ class KVPolicyConfig:
         check_fields(self)
         check_unread(self)
         check_together(self)
-        self._check_size()
+        check_size(self)
 
     @property
     def policy(self) -> Policy:
@@ -183,6 +202,11 @@ class KVPolicyConfig:
     def splits(self) -> bool:
         """Whether the KV heads of a layer hold unequal numbers of tokens."""
         return (self.policy.splits and can_split(self)) if self.split is None else self.split
+
+    @property
+    def rolls(self) -> bool:
+        """Whether positions are counted anew among what is resident."""
+        return self.positions == "rolling"
 
     @property
     def merges(self) -> bool:
@@ -241,10 +265,10 @@ class KVPolicyConfig:
         slots = self._slots(self.budget, max_model_len, max_model_len)
         self._check_cap(slots, max_model_len, max_model_len)
         meaning = f"that is {slots} slots of max_model_len={max_model_len}"
-        self._check_slots(slots, meaning, self.num_sinks)
+        check_slots(self, slots, meaning, self.num_sinks)
         budget = self._split(slots, block_size, self.num_sinks, max_model_len)
         if self.granularity == "block":
-            self._check_pages(budget, block_size, max_model_len)
+            check_pages(self, budget, block_size, max_model_len)
         return budget
 
     def resolve_request(
@@ -281,11 +305,11 @@ class KVPolicyConfig:
         if asked is None:
             slots = max(slots, minimum_slots(self.effective_recent_ratio, num_sinks))
         else:
-            own._check_slots(slots, f"that is {slots} slots", num_sinks)
+            check_slots(own, slots, f"that is {slots} slots", num_sinks)
             own._check_cap(slots, basis, max_model_len)
         budget = self._split(slots, block_size, num_sinks, max_model_len)
         if self.granularity == "block" and asked is not None:
-            own._check_pages(budget, block_size, max_model_len)
+            check_pages(own, budget, block_size, max_model_len)
         return budget
 
     def _split(self, slots: int, block_size: int, num_sinks: int, max_model_len: int) -> Budget:
@@ -356,36 +380,6 @@ class KVPolicyConfig:
     def _check_cap(self, slots: int, whole: int, max_model_len: int) -> None:
         if self.max_budget is not None:
             check_cap(self, slots, self._slots(self.max_budget, whole, max_model_len))
-
-    def _check_size(self) -> None:
-        if not self.policy.evicts:
-            if isinstance(self.budget, int) or self.budget not in (1.0, "full", type(self).budget):
-                raise ConfigError(
-                    f"budget={self.budget!r} with policy {self.name!r}",
-                    f"{self.name!r} keeps every token",
-                    "a budget would be ignored",
-                    "leave the budget out, or choose another policy",
-                )
-        elif isinstance(self.budget, int):
-            slots = max(self.budget, self.min_budget)
-            self._check_slots(slots, "that many slots", self.num_sinks)
-
-    def _check_pages(self, budget: Budget, block_size: int, max_model_len: int) -> None:
-        # Recent tokens lie in the prompt's pages and in evicted ones, both cut at either end.
-        sinks, recent = (num_pages(n, block_size) for n in (budget.num_sinks, budget.num_recent))
-        safe = sinks + recent + 2
-        if budget.capacity // block_size <= safe and budget.capacity < max_model_len:
-            raise ConfigError(
-                f"granularity='block' with budget={self.budget!r}",
-                f"that is {budget.capacity // block_size} pages of {block_size}, of which recent "
-                f"tokens and sinks may touch {safe}",
-                "no page might be left to evict",
-                "give a larger budget, smaller pages (--block-size) or a smaller recent_ratio",
-            )
-
-    def _check_slots(self, slots: int, meaning: str, num_sinks: int) -> None:
-        least = minimum_slots(self.effective_recent_ratio, num_sinks)
-        check_slots(self, slots, least, meaning, num_sinks)
 
 
 @lru_cache

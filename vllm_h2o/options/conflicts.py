@@ -151,6 +151,37 @@ CONFLICTS = (
         "nothing would be left to give back when memory is short",
     ),
     Conflict(
+        lambda c: c.position_limit is not None and not c.rolls,
+        "position_limit={c.position_limit!r}",
+        "positions={c.positions!r} grow with the text",
+        NO_OP,
+    ),
+    Conflict(
+        lambda c: c.rolls and c.prefill != "chunked",
+        "positions={c.positions!r}",
+        "prefill={c.prefill!r} keeps a prompt whole until its end",
+        "a prompt, or what a request that was thrown out computes again, may have more tokens than "
+        "there are positions; prefill='chunked' evicts after each chunk",
+    ),
+    Conflict(
+        lambda c: c.rolls and (c.ranking.second_pass is not None or c.ranking.window),
+        "positions={c.positions!r}",
+        "score={c.score_name!r} has scoring passes at positions of their own",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.rolls and c.granularity == "block",
+        "positions={c.positions!r}",
+        "granularity={c.granularity!r} leaves slots free that hold positions of evicted tokens",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.rolls and c.merges,
+        "positions={c.positions!r}",
+        "merge={c.merge!r} makes keys of several positions one",
+        NOT_BUILT,
+    ),
+    Conflict(
         lambda c: c.pressure_watermark != type(c).pressure_watermark and not _has_pressure(c),
         "pressure_watermark={c.pressure_watermark!r}",
         "eviction={c.eviction!r} does not ask how much is free",

@@ -109,6 +109,12 @@ def _drafts_too_many(vllm_config: Any) -> bool:
     return bool(config.evict_every < spec.num_speculative_tokens + 2)
 
 
+def _skips_rotation(vllm_config: Any) -> bool:
+    """Whether some layers may leave their rotary embedding out, as SmolLM3's do."""
+    hf = vllm_config.model_config.hf_text_config.to_dict()
+    return any(hf.get(name) for name in hf if "no_rope" in name or "nope" in name)
+
+
 def _foreign_platform(_: Any) -> bool:
     from vllm.platforms import current_platform
 
@@ -121,6 +127,7 @@ CPU_PAGE = 32
 """Of so many slots, and multiples of it, are pages that vLLM's own attention on a CPU takes."""
 
 ANOTHER_MODEL = "run this model without --kv-policy"
+ANOTHER_MODEL_ROLLS = "run this model with --kv-policy-config.positions original"
 
 ONE_GROUP = "the policy works on one group of layers with full attention"
 """Why a model is refused of whose layers vLLM makes more."""
@@ -308,6 +315,30 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: c.speculative_config is not None and c.parallel_config.pipeline_parallel_size > 1,
         "it has not been tried",
         "leave --pipeline-parallel-size or --speculative-config out",
+    ),
+    Refusal(
+        "positions='rolling', and speculative decoding",
+        lambda c: _config(c).rolls and c.speculative_config is not None,
+        "drafts score a step later than they are computed, and may have been renumbered by then",
+        "leave --speculative-config out",
+    ),
+    Refusal(
+        "positions='rolling', and sliding windows",
+        lambda c: _config(c).rolls and _slides(c),
+        "the layers that slide keep vLLM's own pages, whose tokens are not renumbered",
+        ANOTHER_MODEL_ROLLS,
+    ),
+    Refusal(
+        "positions='rolling', and layers that do without rotary embeddings",
+        lambda c: _config(c).rolls and _skips_rotation(c),
+        "their keys do not depend on positions, and must not be rotated",
+        ANOTHER_MODEL_ROLLS,
+    ),
+    Refusal(
+        "positions='rolling', and several positions of a token (M-RoPE)",
+        lambda c: _config(c).rolls and c.model_config.uses_mrope,
+        "it has not been tried",
+        ANOTHER_MODEL_ROLLS,
     ),
     Refusal(
         "a quantised KV cache",

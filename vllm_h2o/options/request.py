@@ -13,6 +13,7 @@ from typing import Any
 from vllm.exceptions import VLLMClientError
 
 from vllm_h2o.errors import ConfigError
+from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import misspells, number
 from vllm_h2o.pages import num_pages
@@ -111,9 +112,11 @@ def _checked(request: Any, vllm_config: Any) -> Any:
     prompt_len = len(request.prompt_token_ids or ()) or request.prompt_embeds.shape[0]
     lengths = (max_model_len, block_size, prompt_len, params.max_tokens)
     budget = budget_of(config, *lengths, asked)
+    chunk = vllm_config.scheduler_config.max_num_batched_tokens
+    if budget is not None:
+        check_positions(config, f"{KEY}={asked!r}", budget, chunk)
     if config.prefill == "chunked" and budget is not None and pages:
         # Elsewhere the pool is known to hold a longest sequence whole.
-        chunk = vllm_config.scheduler_config.max_num_batched_tokens
         longest = min(budget.most_slots(chunk), prompt_len + params.max_tokens)
         needed = num_pages(longest, block_size)
         if needed > pages - 1:

@@ -91,6 +91,14 @@ LIBERTIES = (
         "`KVCacheConfig.needs_kv_cache_zeroing` asks the specs",
     ),
     Liberty(
+        "own.sub_",
+        "worker/renumbering.py",
+        "where positions roll, each request's offset is taken off the model runner's positions "
+        "when attention metadata is built, and added again after the forward pass",
+        "what a token's position is to the model is its index to everything else",
+        "vLLM lets a worker set positions",
+    ),
+    Liberty(
         "residency_plan",
         "scheduler/scheduler.py",
         "an attribute is added to vLLM's `SchedulerOutput`",

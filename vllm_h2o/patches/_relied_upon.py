@@ -65,6 +65,15 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(
         f"{_RUNNER_V1}._build_attention_metadata", {"0.32": "c6eb499c7fba", "0.33": "6882f13de595"}
     ),
+    # Where positions roll: both runners hand their own tensor of positions to the builder, after
+    # they have found token ids and slots by it, and the model reads it after.
+    Symbol(f"{_RUNNER_V1}._prepare_inputs", "632d07111baf"),
+    Symbol(f"{_RUNNER_V1}._preprocess", "4debe59e06b4"),
+    Symbol(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn",
+        {"0.32": "9d6989c43a07", "0.33": "ab28e277dc72"},
+    ),
+    Symbol(f"{_RUNNER_V2}.prepare_attn", {"0.32": "ce602e8098d8", "0.33": "2fea4ad726b6"}),
     # A row of V1's block table keeps the ids of the freed tail after those that are held, and new
     # ids are appended after them: a packed request must never be granted a page.
     Symbol(f"{_RUNNER_V1}._update_states", "83443ff2b9da"),

@@ -3,7 +3,9 @@
 Symbol: vllm.engine.arg_utils:EngineArgs.create_engine_config
 Why no seam: ``additional_config`` is handed on unread; nothing is called with the finished config.
 What changes: with a policy, scheduler, worker, attention backend and prefix caching are set before,
-    and the finished config captures more sequences and is checked after; without one, nothing.
+    and the finished config captures more sequences and is checked after; where positions roll, vLLM
+    takes the length that the model was trained on, and the one that was asked for is set after.
+    Without one, nothing.
 Upstream: none yet.
 Drop when: vLLM calls plugins with the engine arguments and the finished config.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_h2o.hooks import finish, prepare
+from vllm_h2o.hooks import finish, of_trained_length, prepare
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.patches._patch import Patch, Symbol
 from vllm_h2o.patches._with_policy import activate_front_end
@@ -25,7 +27,8 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         activate_front_end(KVPolicyConfig.from_additional_config(self.additional_config))
         config = prepare(self)
-        return finish(original(self, *args, **kwargs), self, config)
+        made = original(of_trained_length(self, config), *args, **kwargs)
+        return finish(made, self, config)
 
     return create_engine_config
 

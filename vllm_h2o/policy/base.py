@@ -30,6 +30,8 @@ BUDGET_OPTIONS = frozenset(
         "pressure_watermark",
         "merge",
         "evict_every",
+        "positions",
+        "position_limit",
     }
 )
 """What every policy reads that evicts."""

@@ -96,3 +96,17 @@ class CacheShape:
         """Bytes of a token in these layers: K, V, score, position, and what a policy may add."""
         extra = slot_extra_bytes(extra_words)
         return self.stock_slot_bytes + self.num_layers * self.num_kv_heads * extra
+
+
+def row_bytes(num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Bytes that a model runner of vLLM's keeps for the rows of its batch, however short they are.
+
+    A token's id and whether it is one; a page's id, on the host and on the device.
+
+    Args:
+        num_seqs: most sequences of a step.
+        max_model_len: tokens of the longest.
+        block_size: slots of a page.
+
+    """
+    return num_seqs * (5 * max_model_len + 8 * num_pages(max_model_len, block_size))

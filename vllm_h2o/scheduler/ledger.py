@@ -20,9 +20,10 @@ from vllm_h2o.scheduler.state import (
     RequestInfo,
     RequestState,
     check_evicts,
+    check_positions,
     check_span,
 )
-from vllm_h2o.wire import RequestPlan, ResidencyPlan
+from vllm_h2o.wire import RequestPlan, ResidencyPlan, int64
 
 
 class Ledger:
@@ -43,6 +44,7 @@ class Ledger:
         splits: whether the KV heads of a layer share its slots once a prompt is evicted from.
         under_pressure: whether a request is evicted from only when memory is short.
         num_drafts: most drafts that a step computes past a request's next token.
+        position_limit: one past the last position that a token may have; None: there is none.
 
     Attributes:
         falling_back: requests past their prompts that fall back to their budget when their next
@@ -67,6 +69,7 @@ class Ledger:
         splits: bool = False,
         under_pressure: bool = False,
         num_drafts: int = 0,
+        position_limit: int | None = None,
     ) -> None:
         self.budget = budget
         self.block_size = block_size
@@ -82,6 +85,7 @@ class Ledger:
         self.splits = splits
         self.under_pressure = under_pressure
         self.num_drafts = num_drafts
+        self.position_limit = position_limit
         self.falling_back: set[str] = set()
         self.is_short = False
         self.stats = LedgerStats()
@@ -204,8 +208,7 @@ class Ledger:
         end = held.resident_len + num_new
         packs = pack_block_idx > 0 or end > (budget.kept if due else budget.capacity)
         packs = packs and (falls_back if held.grows else due)
-        # One that holds no more than its capacity falls back without moving anything; a short
-        # prompt that ends while memory is short has nothing to give, and goes on.
+        # Who holds no more than its capacity falls back and moves nothing; a short prompt goes on.
         grows = held.grows and (packs or due or not falls_back)
         is_bounded = not in_prompt and not grows
         overwrites = is_bounded and held.resident_len == budget.capacity
@@ -213,7 +216,7 @@ class Ledger:
             packs = end > budget.capacity if held.fits else end == budget.capacity
         if packs or overwrites:
             check_evicts(request_id, held, num_tokens)
-        return RequestPlan(
+        plan = RequestPlan(
             logical_start=num_computed,
             num_new=num_new,
             in_prompt=in_prompt,
@@ -237,6 +240,7 @@ class Ledger:
             splits=self.splits and packs and end > budget.kept,
             restored_end=self._restored_end(held, num_computed, num_tokens),
         )
+        return held.with_positions(plan, self.position_limit)
 
     def _restored_end(self, held: RequestState, num_computed: int, num_tokens: int) -> int:
         """Tokens of a prompt whose observation window's lifetime ends here; 0: it does not."""
@@ -248,11 +252,14 @@ class Ledger:
         """Enter a plan, previewed with the same info, whose pages were granted.
 
         Raises:
-            IntegrityError: when the request has been committed in this step already.
+            IntegrityError: when the request has been committed in this step already, or there are
+                not as many positions.
 
         """
         if request_id in self._step:
             raise IntegrityError(f"request {request_id} is scheduled twice in one step")
+        # Not when it is previewed: a prompt is asked for whole before it is admitted.
+        check_positions(request_id, plan.position_end, self.position_limit)
         start = plan.logical_start
         held = self._states.get(request_id) or self._fresh(request_id, info, start)
         # Before the prompt's end nothing is freed: a worker's block table only grows meanwhile.
@@ -273,6 +280,7 @@ class Ledger:
             is_split=plan.is_split or plan.splits,
             grows=plan.grows and not plan.num_survivors,
             num_unscored=plan.num_new if plan.has_drafts else 0,
+            offset=plan.offset,
         )
 
     def settle(self, request_id: str, num_computed: int) -> None:
@@ -340,14 +348,9 @@ class Ledger:
             held_len=num_cached,
             prompt_end=info.prompt_len,
             budget=self._budget_of(info),
-            seed=_int64(self.seed if info.seed is None else info.seed),
+            seed=int64(self.seed if info.seed is None else info.seed),
             fits=fits,
             shared_end=0 if fits else self.shared_end(info),
             grows=self.under_pressure and not fits,
             max_len=info.max_len,
         )
-
-
-def _int64(value: int) -> int:
-    """``value`` modulo 2^64, signed: a request may bring any seed, and tensors hold this."""
-    return (value + 2**63) % 2**64 - 2**63

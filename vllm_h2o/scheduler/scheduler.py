@@ -25,7 +25,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import asked_budget, budget_of
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.footprint import Pool
+from vllm_h2o.scheduler.footprint import Pool, row_bytes
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.manager import HeavyHitterManager
 from vllm_h2o.scheduler.pressure import Forecast, most_taken, pages_to_admit, relieve
@@ -61,6 +61,7 @@ class HeavyHitterScheduler(AsyncScheduler):
             splits=config.splits,
             under_pressure=config.eviction == "pressure",
             num_drafts=self.num_spec_tokens,
+            position_limit=config.position_limit,
         )
         # A liberty: the switch of a seam for Mamba, at which a chunk of a prompt may end early.
         self.need_mamba_block_aligned_split = (
@@ -338,6 +339,17 @@ class HeavyHitterScheduler(AsyncScheduler):
                 own,
                 sum(len(group.layer_names) for group in groups) - own,
                 others,
+            )
+        if self.ledger.position_limit is not None:
+            num_seqs = self.scheduler_config.max_num_seqs
+            logger.info(
+                "%s: positions roll below %d; the rows of %d sequences of max_model_len=%d take "
+                "%d MiB in each worker, for ids of tokens and pages (--max-num-seqs).",
+                config.name,
+                self.ledger.position_limit,
+                num_seqs,
+                self.max_model_len,
+                row_bytes(num_seqs, self.max_model_len, pool.block_size) >> 20,
             )
         if self.ledger.under_pressure:
             logger.info(

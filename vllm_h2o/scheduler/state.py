@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
+from vllm_h2o.wire import RequestPlan
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class RequestState:
         max_len: ``RequestInfo.max_len``.
         num_unscored: tokens of its last step, where that had drafts: those that were accepted, as
             soon as it is known; their queries have not scored yet.
+        offset: what a token's position is less than its index.
 
     """
 
@@ -67,6 +69,7 @@ class RequestState:
     grows: bool = False
     max_len: int | None = None
     num_unscored: int = 0
+    offset: int = 0
 
     @property
     def in_prompt(self) -> bool:
@@ -119,6 +122,21 @@ class RequestState:
             num_unscored=self.num_unscored - num_rejected,
         )
 
+    def with_positions(self, plan: RequestPlan, position_limit: int | None) -> RequestPlan:
+        """The plan of its next step, with an offset; a larger one renumbers what it holds.
+
+        Args:
+            plan: without.
+            position_limit: one past the last position; None: there is none.
+
+        """
+        if position_limit is None:
+            return plan
+        if plan.logical_end - self.offset <= position_limit:
+            return replace(plan, offset=self.offset)
+        offset = self.logical_len - self.resident_len
+        return replace(plan, offset=offset, renumbers_from=self.logical_len - self.offset)
+
     def num_sharable(self, num_tokens: int) -> int:
         """Of the first ``num_tokens`` tokens, those that may lie in pages that others read."""
         return num_tokens if self.fits else min(num_tokens, self.shared_end)
@@ -164,6 +182,20 @@ def check_span(
             f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
             f"prompt at {held.prompt_end}, or are more than one past it and the drafts there is "
             "room for"
+        )
+
+
+def check_positions(request_id: str, position_end: int, position_limit: int | None) -> None:
+    """Whether a step's last token has a position that the model knows.
+
+    Raises:
+        IntegrityError: when what is resident and the step's tokens are more than there are.
+
+    """
+    if position_limit is not None and position_end > position_limit:
+        raise IntegrityError(
+            f"request {request_id}: a token would have position {position_end - 1}, and there are "
+            f"{position_limit}"
         )
 
 

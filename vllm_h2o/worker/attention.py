@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, ScoringPass, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.kernels.torch.lifetime import keep_scores
 from vllm_h2o.kernels.torch.prefill import add_to_scores, column_scores
 from vllm_h2o.options.config import KVPolicyConfig
@@ -74,6 +75,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.kinds = (config.splits, config.merges, config.keeps_scores)
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
+        self.rotate_back: Rotation | None = None
         self.watch: Watch | None = None
         self._cache: tuple[weakref.ref[torch.Tensor], LayerCache] | None = None
 

@@ -35,8 +35,9 @@ from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.batching import Batching, CopiedBatches, PersistentBatch, Rows
 from vllm_h2o.worker.packing import Packing, Restoring
 from vllm_h2o.worker.random import RandomScores
+from vllm_h2o.worker.renumbering import Renumbering, Rolled
 from vllm_h2o.worker.selector import select_kernels
-from vllm_h2o.worker.step import DraftQueries, current_step
+from vllm_h2o.worker.step import DraftQueries, Step, current_step
 
 
 @dataclass
@@ -106,6 +107,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             merge=config.merge,
         )
         self.random_scores = RandomScores.of(vllm_config, kv_cache_spec.num_kv_heads)
+        self.position_limit = config.position_limit
         self.spec = kv_cache_spec
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.use(select_kernels(vllm_config, kv_cache_spec, device, config))
@@ -145,6 +147,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         plans = step.rows(common_attn_metadata) if step else []
         num_rows, table = common_attn_metadata.num_reqs, common_attn_metadata.block_table_tensor
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
+        if step and self.position_limit is not None:
+            self._roll(step, common_attn_metadata, self.position_limit)
         # One token that ends a prompt, or with which a request falls back, runs the decode kernel;
         # its request is still packed.
         planned = [
@@ -233,11 +237,11 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             tokens=slice(start, start + plan.num_new),
             block_table=_own_blocks(plan, table_row),
             resident_start=plan.resident_start,
-            logical_start=plan.logical_start,
+            logical_start=plan.position_start,
             num_survivors=plan.num_survivors,
             recent_start=plan.recent_start,
             num_sinks=plan.num_sinks,
-            seed=plan.seed,
+            seed=plan.position_seed,
             first_scoring_query=plan.num_new if plan.pack_block_idx else first_scoring,
             first_window_query=first_window,
             destination_blocks=destination,
@@ -254,6 +258,18 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         host = torch.tensor(ends, pin_memory=self.device.type == "cuda")
         on_device = host.to(self.device, non_blocking=True)
         return Restoring(torch.cat(own), on_device, self.layer_names, self.layers)
+
+    def _roll(self, step: Step, common: CommonAttentionMetadata, limit: int) -> None:
+        """Before the forward pass: positions counted anew, and those of the step's tokens."""
+        plans, table = step.rows(common), common.block_table_tensor
+        for plan, row in zip(plans, table, strict=False):
+            if plan.renumbers_from:
+                blocks = row[: num_pages(plan.resident_start, self.spec.block_size)]
+                renumbering = Renumbering(plan, blocks, list(self.layer_index), self.layers)
+                renumbering.run(self.scoring.by_age)
+        rolled = Rolled.of(plans, common.positions, limit)
+        if rolled is not None:
+            step.packings.append(rolled)
 
     def _reach(self, plan: RequestPlan) -> int:
         return 0 if plan.evicts_together else self.scoring.reach

@@ -16,7 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
@@ -82,7 +84,19 @@ class RecordsPages:
     _terms: PromptTerms
 
     def start_recording(self, every: int) -> None:
-        """Record from the next step on: the end of each prompt, and each ``every``-th token."""
+        """Record from the next step on: the end of each prompt, and each ``every``-th token.
+
+        Raises:
+            UnsupportedError: where positions roll.
+
+        """
+        if KVPolicyConfig.required(self.vllm_config).rolls:
+            raise UnsupportedError(
+                "a recording",
+                "positions roll: they are counted anew among what is resident",
+                "they do not say which tokens of the text these are",
+                "record with --kv-policy-config.positions original",
+            )
         self._recorder, self._terms = Recorder(every), PromptTerms()
         for layer in self._recorded_layers().values():
             layer.impl.watch = self._terms.add

@@ -1,7 +1,9 @@
-"""Queries rotated to later positions, for a second pass: the rotary embedding's own rotation."""
+"""The rotary embedding's own rotation, by a number of positions: of queries to later ones, for a
+second pass; of keys to earlier ones, where positions roll."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,10 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
+    LinearScalingRotaryEmbedding,
+)
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
@@ -54,9 +60,121 @@ class RopeShift:
         return rotated
 
 
+@dataclass(frozen=True)
+class RotateBack:
+    """Rotates keys to earlier positions: ``rotate_back(embed(k, i), n) = embed(k, i - n)``.
+
+    Args:
+        rotary: the layer's own.
+        table: [num_positions, rotary_dim], float32: cosines, and sines of the opposite angles.
+
+    """
+
+    rotary: RotaryEmbedding
+    table: torch.Tensor
+
+    @classmethod
+    def of(cls, rotary: RotaryEmbedding, num_positions: int) -> RotateBack | None:
+        """That of an embedding; None where its cosines and sines are not those that it would have.
+
+        Angles are computed in float64: a key may be rotated ten thousand times, and errors of one
+        distance add up. The embedding's own table, of positions, is float32's or the model's.
+        """
+        if type(rotary) not in ROTATED or len(rotary.cos_sin_cache) < num_positions:
+            return None
+        frequency = rotary._compute_inv_freq(rotary.base).to(torch.float64).cpu()
+        if isinstance(rotary, LinearScalingRotaryEmbedding):
+            if len(rotary.scaling_factors) > 1:
+                return None
+            frequency = frequency / rotary.scaling_factors[0]
+        angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency
+        found = rotary.cos_sin_cache[:num_positions].to("cpu", torch.float32)
+        own = torch.cat([angle.cos(), angle.sin()], dim=1).to(torch.float32)
+        # bfloat16's cosines are off by up to 2^-9, float32's angles by 2^-24 of their size.
+        if not torch.allclose(found, own, rtol=0.0, atol=4e-3 + num_positions * 2.0**-23):
+            return None
+        table = torch.cat([angle.cos(), -angle.sin()], dim=1).to(torch.float32)
+        return cls(rotary, table.to(rotary.cos_sin_cache.device))
+
+    def __call__(self, key: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        """Rotate keys, each by a distance of its own.
+
+        Args:
+            key: [..., D], float32.
+            distance: [...], int64, in [0, num_positions).
+
+        Returns:
+            [..., D], float32.
+
+        """
+        rotary = self.rotary
+        rotated, _ = RotaryEmbedding.forward_static(
+            distance.flatten(),
+            key.reshape(-1, rotary.head_size),
+            None,
+            rotary.head_size,
+            rotary.rotary_dim,
+            self.table,
+            rotary.is_neox_style,
+        )
+        return rotated.view(key.shape)
+
+
+ROTATED = (RotaryEmbedding, LinearScalingRotaryEmbedding, Llama3RotaryEmbedding)
+"""Embeddings whose keys are rotated: each with a test. Others scale, or change with the length."""
+
+
 ROTATED_NEXT_TO_WINDOWS = frozenset({"gemma2", "gemma3_text", "mistral", "olmo3", "qwen3"})
 """Models with sliding windows that rotate queries of full attention, too. Others have the rotary
 embedding there and leave it out: Cohere 2, EXAONE 4."""
+
+
+def rotaries(
+    model: torch.nn.Module,
+) -> Iterator[tuple[str, HeavyHitterImpl, list[RotaryEmbedding]]]:
+    """Each of the policy's attention layers, and the rotary embeddings next to it.
+
+    Args:
+        model: vLLM's.
+
+    Yields:
+        The name of the module that has them, the layer's attention, the embeddings.
+
+    """
+    for name, module in model.named_modules():
+        children = list(module.children())
+        for layer in children:
+            if isinstance(layer, Attention) and isinstance(layer.impl, HeavyHitterImpl):
+                found = [child for child in children if isinstance(child, RotaryEmbedding)]
+                yield name, layer.impl, found
+
+
+def bind_rotations(model: torch.nn.Module, num_positions: int) -> None:
+    """Give each of the policy's attention layers what rotates its keys to earlier positions.
+
+    Args:
+        model: vLLM's.
+        num_positions: that tokens may have.
+
+    Raises:
+        UnsupportedError: when a layer has no rotary embedding, or one that is not known to rotate.
+
+    """
+    rotations: dict[int, RotateBack | None] = {}
+    for name, impl, found in rotaries(model):
+        if len(found) == 1 and id(found[0]) not in rotations:
+            rotations[id(found[0])] = RotateBack.of(found[0], num_positions)
+        impl.rotate_back = rotations[id(found[0])] if len(found) == 1 else None
+        if impl.rotate_back is None:
+            kinds = ", ".join(type(child).__name__ for child in found)
+            known = ", ".join(kind.__name__ for kind in ROTATED)
+            raise UnsupportedError(
+                "positions='rolling'",
+                f"{name} has {kinds or 'no rotary embedding next to its attention'}",
+                "what is resident is renumbered by rotating keys, which has been tried with "
+                f"{known} alone; positions that are added to the input cannot be rotated",
+                "use --kv-policy-config.positions original, or another model",
+            )
 
 
 def bind(model: torch.nn.Module, score: str, model_type: str) -> None:
@@ -75,27 +193,22 @@ def bind(model: torch.nn.Module, score: str, model_type: str) -> None:
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     slides = any(layer.sliding_window is not None for layer in layers)
     is_known = not slides or model_type in ROTATED_NEXT_TO_WINDOWS
-    for name, module in model.named_modules():
-        children = list(module.children())
-        for layer in children:
-            if not (isinstance(layer, Attention) and isinstance(layer.impl, HeavyHitterImpl)):
-                continue
-            found = [child for child in children if isinstance(child, RotaryEmbedding)]
-            if len(found) != 1 or not is_known or not _adds_up(found[0]):
-                kinds = ", ".join(type(child).__name__ for child in found)
-                kinds += "" if is_known else f" that {model_type} may leave out next to windows"
-                has = f"{name} has {kinds or 'no rotary embedding next to its attention'}"
-                why = "rotates queries, which takes one rotary embedding that does not scale"
-                if score == "combined":
-                    logger.warning("%s: the second pass, which %s, is left out.", has, why)
-                    return
-                raise UnsupportedError(
-                    f"score={score!r}",
-                    has,
-                    f"a second pass {why}",
-                    "use score=mean_squares, or another model",
-                )
-            layer.impl.rotate = RopeShift(found[0])
+    for name, impl, found in rotaries(model):
+        if len(found) != 1 or not is_known or not _adds_up(found[0]):
+            kinds = ", ".join(type(child).__name__ for child in found)
+            kinds += "" if is_known else f" that {model_type} may leave out next to windows"
+            has = f"{name} has {kinds or 'no rotary embedding next to its attention'}"
+            why = "rotates queries, which takes one rotary embedding that does not scale"
+            if score == "combined":
+                logger.warning("%s: the second pass, which %s, is left out.", has, why)
+                return
+            raise UnsupportedError(
+                f"score={score!r}",
+                has,
+                f"a second pass {why}",
+                "use score=mean_squares, or another model",
+            )
+        impl.rotate = RopeShift(found[0])
 
 
 def _adds_up(rotary: RotaryEmbedding) -> bool:
@@ -105,15 +218,17 @@ def _adds_up(rotary: RotaryEmbedding) -> bool:
 
 
 class BindsRopeShift:
-    """Mixed into vLLM's worker class: finds what rotates queries, where a second pass scores."""
+    """Mixed into vLLM's worker class: finds what rotates queries, or keys, where something does."""
 
     vllm_config: Any
     model_runner: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model; see :func:`bind`."""
+        """Load the model; see :func:`bind` and :func:`bind_rotations`."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = KVPolicyConfig.of(self.vllm_config)
         if config is not None and config.ranking.second_pass:
             model_type = self.vllm_config.model_config.hf_text_config.model_type
             bind(self.model_runner.get_model(), config.score_name, model_type)
+        if config is not None and config.position_limit is not None:
+            bind_rotations(self.model_runner.get_model(), config.position_limit)

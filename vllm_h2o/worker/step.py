@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.packing import Packing, Restoring
+from vllm_h2o.worker.renumbering import Rolled
 
 DraftQueries = dict[str, dict[str, torch.Tensor]]
 """Of requests whose last step had drafts, by request id: the queries of that step by layer,
@@ -38,14 +39,15 @@ class Step:
     Args:
         plan: of the step.
         row_order: of the batch.
-        packings: what is done after the forward pass: survivors move, scores are restored.
+        packings: what is done after the forward pass: survivors move, scores are restored, and
+            positions that rolled are given back.
         draft_queries: of earlier steps; those of this one are added.
 
     """
 
     plan: ResidencyPlan
     row_order: RowOrder
-    packings: list[Packing | Restoring] = field(default_factory=list)
+    packings: list[Packing | Restoring | Rolled] = field(default_factory=list)
     draft_queries: DraftQueries = field(default_factory=dict)
 
     def order(self, common: CommonAttentionMetadata) -> list[str]:

@@ -1,0 +1,66 @@
+"""The positions that the model reads while a step runs, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.wire import RequestPlan
+from vllm_h2o.worker.renumbering import Renumbering, Rolled
+
+
+def plan(start: int, num_new: int, offset: int) -> RequestPlan:
+    """Of a prompt's chunk."""
+    return RequestPlan(
+        logical_start=start, num_new=num_new, in_prompt=True, resident_start=8, capacity=16,
+        offset=offset,
+    )  # fmt: skip
+
+
+PLANS = [plan(30, 3, 22), plan(5, 2, 0), plan(90, 1, 71)]
+INDICES = [30, 31, 32, 5, 6, 90, 0, 0]
+"""Of the tokens of these, and of two that are padding."""
+
+
+def test_while_the_model_reads_them() -> None:
+    """Each request's offset is off its own tokens, and afterwards on again."""
+    positions = torch.tensor(INDICES)
+    rolled = Rolled.of(PLANS, positions, limit=20)
+    assert rolled is not None
+    assert positions.tolist() == [8, 9, 10, 5, 6, 19, 0, 0]
+    rolled.run()
+    assert positions.tolist() == INDICES
+
+
+def test_nothing_to_do() -> None:
+    """Before the first renumbering positions are indices, and nobody needs to hand them over."""
+    assert Rolled.of([plan(5, 2, 0)], None, limit=20) is None
+
+
+@pytest.mark.parametrize(
+    ("positions", "limit", "message"),
+    [
+        (INDICES, 19, "a query would have position 19, and there are 19"),
+        (None, 20, "the model runner does not hand them over"),
+        (
+            [30, 31, 33, 5, 6, 90],
+            20,
+            r"positions \[8, 9, 11, 5, 6, 19\], the plans say",
+        ),
+    ],
+)
+def test_what_must_not_be(positions: list[int] | None, limit: int, message: str) -> None:
+    """A position that the model does not know; none; others than the plans'."""
+    given = None if positions is None else torch.tensor(positions)
+    with pytest.raises(IntegrityError, match=message):
+        Rolled.of(PLANS, given, limit)
+
+
+def test_keys_that_nothing_rotates() -> None:
+    """Who forgot to look for an embedding when the model was loaded is told so."""
+    impl = type("Impl", (), {"rotate_back": None})()
+    layer = type("Layer", (), {"impl": impl})()
+    renumbering = Renumbering(PLANS[0], torch.zeros(1), ["layer 0"], {"layer 0": layer})
+    with pytest.raises(IntegrityError, match="nothing rotates the keys of layer 0"):
+        renumbering.run(by_age=False)
