@@ -46,7 +46,6 @@ IMPORTED_BY_NO_TEST = {
     "vllm_h2o.options.checks": "tests/options/test_config.py meets each of its refusals",
     "vllm_h2o.planner.show": "tests/test_cli.py reads what it prints",
     "vllm_h2o.scheduler.stats": "tests/scheduler/test_stats.py asks the scheduler",
-    "vllm_h2o.worker.packing": "tests/worker/test_metadata.py runs what a step carries",
     "vllm_h2o.worker.random": "tests/e2e/test_retained.py compares it with the reference",
     "vllm_h2o.worker.worker": "every engine runs it; tests/e2e/test_windows.py has pages cleared",
     "vllm_h2o.pages": "every count of pages goes through it",

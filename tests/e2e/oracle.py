@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from tests.kernels.truth import follow_merge
 from vllm_h2o.kernels.batch import Scoring, ScoringPass
@@ -51,6 +52,7 @@ class Oracle:
         max_error: largest difference of an attention output from the reference's.
         waiting: layers of the running step, to be followed when its survivors are packed.
         drafted: steps with drafts, to be followed when it is known how many were accepted.
+        order: of the running step's rows, the requests.
 
     """
 
@@ -71,6 +73,7 @@ class Oracle:
     max_error: float = 0.0
     waiting: list[Callable[[], None]] = field(default_factory=list)
     drafted: dict[Where, tuple[RequestPlan, tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Oracle:
         """Follow every forward of the policy's attention from now on."""
@@ -87,6 +90,12 @@ class Oracle:
                 self.waiting.append(partial(follow, *tensors))
             return result
 
+        order_of = Step.order
+
+        def order(step: Step, common: CommonAttentionMetadata) -> list[str]:
+            self.order = order_of(step, common)
+            return self.order
+
         run_step = PublishesSteps.execute_model
 
         def execute_model(worker: PublishesSteps, scheduler_output: Any) -> Any:
@@ -97,6 +106,7 @@ class Oracle:
             return result
 
         monkeypatch.setattr(HeavyHitterImpl, "forward", forward)
+        monkeypatch.setattr(Step, "order", order)
         monkeypatch.setattr(PublishesSteps, "execute_model", execute_model)
         return self
 
@@ -113,12 +123,11 @@ class Oracle:
         output: torch.Tensor,
     ) -> None:
         """One layer of one step: all requests, all KV heads."""
-        order = step.row_order(None)[: len(step.plan.requests)]  # type: ignore[arg-type]
         tables = {chunk.tokens.start: chunk.block_table for chunk in metadata.prompts}
         for batch in metadata.decodes:
             tables |= dict(zip(batch.field("token").tolist(), batch.block_table, strict=True))
         start = 0
-        for request_id in order:
+        for request_id in self.order:
             plan = step.plan.requests[request_id]
             tokens = slice(start, start := start + plan.num_new)
             table = tables[tokens.start]
