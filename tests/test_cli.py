@@ -168,7 +168,7 @@ MISUSED: list[tuple[list[str], str]] = [
     (["--kv-memory", "24"], "24 is 24 bytes; give a unit: 24GiB"),
     (["--block-size", "0"], "'0' is no whole number above 0"),
     (["--kv-memory", "1GiB", "--gpu-memory", "1GiB"], "not allowed with"),
-    (["--kv-dtype", "fp8"], "invalid choice: 'fp8'"),
+    (["--kv-dtype", "int4"], "invalid choice: 'int4'"),
 ]
 
 

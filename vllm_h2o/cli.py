@@ -97,7 +97,7 @@ def _add_plan(commands: Any) -> None:
     )
     parser.add_argument(
         "--kv-dtype",
-        choices=("auto", *_DTYPES),
+        choices=("auto", *_DTYPES, "fp8"),
         default="auto",
         help="of the cache; auto: as the model runs",
     )

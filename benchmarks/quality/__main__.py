@@ -31,9 +31,10 @@ class Bench:
 
     Args:
         plans: by name.
-        dtype: of weights and cache.
+        dtype: of weights.
         progress: show bars.
         variants: policies and their options, by the name in tables.
+        cache_dtype: of the cache; "auto": that of the weights.
 
     """
 
@@ -41,6 +42,7 @@ class Bench:
     dtype: str
     progress: bool = True
     variants: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=lambda: VARIANTS)
+    cache_dtype: str = "auto"
     model: Path = field(init=False)
     tasks: dict[str, Task] = field(init=False)
 
@@ -64,17 +66,20 @@ class Bench:
     def engine(self, policy: str, options: dict[str, Any]) -> Any:
         """An engine that is long enough for every task."""
         longest = max(t.context.shape[1] + t.tail.shape[1] for t in self.tasks.values())
-        return forced_engine(str(self.model), policy, options, longest, self.dtype)
+        return forced_engine(
+            str(self.model), policy, options, longest, self.dtype, self.cache_dtype
+        )
 
     def rows(self, policies: Sequence[str] = tuple(POLICIES)) -> Iterator[dict[str, Any]]:
         """One for each task, policy and budget; the full cache first."""
         by = f"engine, vLLM {version('vllm')}, {self.dtype}"
+        by += "" if self.cache_dtype == "auto" else f", a cache of {self.cache_dtype}"
         full: dict[str, Tensors] = {}
         with self.engine("full", {}) as llm:
             for name, task in self.tasks.items():
                 (full[name],) = self.judged(llm, name, [None])
-                figures = task.figures(*full[name], 0)
-                yield row(by, task, "full", 1.0, task.length, figures, figures)
+                own = task.figures(*full[name], 0)
+                yield row(by, task, "full", 1.0, task.length, own, own)
         for label in policies:
             asked = {name: plan for name, plan in self.plans.items() if label in plan.policies}
             if not asked:
@@ -122,6 +127,7 @@ def main() -> None:
         help="another one, its options as JSON",
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--cache-dtype", default="auto", choices=("auto", "fp8", "fp8_e5m2"))
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -131,7 +137,7 @@ def main() -> None:
     unknown = set(chosen) - set(variants)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(variants)}")
-    bench = Bench(plans(args), args.dtype, variants=variants)
+    bench = Bench(plans(args), args.dtype, variants=variants, cache_dtype=args.cache_dtype)
     print_table([record(found, args.csv) for found in bench.rows(chosen)])
 
 

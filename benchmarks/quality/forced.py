@@ -90,6 +90,7 @@ def forced_engine(
     options: dict[str, Any] | None,
     max_model_len: int,
     dtype: str = "float32",
+    cache_dtype: str = "auto",
 ) -> AbstractContextManager[LLM]:
     """An engine that says what it is made to.
 
@@ -98,7 +99,8 @@ def forced_engine(
         policy: name; None: stock vLLM.
         options: of the policy.
         max_model_len: of the engine.
-        dtype: of weights and cache.
+        dtype: of weights.
+        cache_dtype: of the cache; "auto": that of the weights.
 
     """
     settings: dict[str, Any] = {} if policy is None else {"kv_policy": policy}
@@ -107,6 +109,7 @@ def forced_engine(
     return in_process(
         model=model,
         dtype=dtype,
+        kv_cache_dtype=cache_dtype,
         enforce_eager=True,
         max_model_len=max_model_len,
         block_size=BLOCK_SIZE if policy else STOCK_BLOCK_SIZE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -184,6 +185,26 @@ class Probe:
     def num_total(self) -> int:
         """Pages of the pool, less the null page."""
         return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+
+
+def mixed_prompts(tokens: list[int], count: int, longest: int) -> list[list[int]]:
+    """Pieces of a text, from one token to ``longest``."""
+    rng = random.Random(0)
+    lengths = [1, 2, 31, 32, 33, 64, longest]
+    lengths += [rng.randint(1, longest) for _ in range(count - len(lengths))]
+    starts = [rng.randrange(len(tokens) - longest) for _ in lengths]
+    return [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+
+
+def run(model: str, prompts: list[list[int]], policy: str | None, **kwargs: Any) -> Any:
+    """The outputs of one engine, with the top two log-probabilities at each token."""
+    options, max_tokens = kwargs.pop("options", None), kwargs.pop("max_tokens", 24)
+    with engine(model, policy, options, **kwargs) as llm:
+        probe = Probe(llm) if policy else None
+        outputs = generate(llm, prompts, max_tokens, logprobs=2)
+        if probe:
+            assert probe.num_free == probe.num_total
+        return outputs
 
 
 NEAR_TIE = 1e-4

@@ -12,9 +12,11 @@ import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from tests.e2e.harness import Probe, engine, generate
 from tests.kernels.truth import follow_merge
 from vllm_h2o.kernels.batch import Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.float8 import as_read
 from vllm_h2o.kernels.reference import Head, page_sums, random_score
 from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.kernels.strip import Strip
@@ -49,6 +51,7 @@ class Oracle:
         num_unequal: times that KV heads of a layer got unequal numbers of slots.
         num_accepted: drafts that were accepted, and followed.
         num_rejected: drafts that were rejected.
+        num_scaled: steps of heads whose K and V have scales.
         max_error: largest difference of an attention output from the reference's.
         waiting: layers of the running step, to be followed when its survivors are packed.
         drafted: steps with drafts, to be followed when it is known how many were accepted.
@@ -70,6 +73,7 @@ class Oracle:
     num_unequal: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
+    num_scaled: int = 0
     max_error: float = 0.0
     waiting: list[Callable[[], None]] = field(default_factory=list)
     drafted: dict[Where, tuple[RequestPlan, tuple[torch.Tensor, ...]]] = field(default_factory=dict)
@@ -139,7 +143,9 @@ class Oracle:
                     self._follow_merge((layer_name, head, request_id), plan, cache, strip)
             for head in range(impl.num_kv_heads):
                 where = (layer_name, head, request_id)
-                new = (query[tokens], key[tokens], value[tokens])
+                both = zip((key[tokens], value[tokens]), cache.scales, strict=True)
+                new = (query[tokens], *(as_read(x, cache.key.dtype, scale) for x, scale in both))
+                self.num_scaled += cache.scales != (1.0, 1.0)
                 if where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
                     self.heads[where] = self._head(impl, metadata, plan, cache, rows[head])
                 self._settle(impl, where, plan, metadata.scoring)
@@ -212,8 +218,8 @@ class Oracle:
         scoring = metadata.scoring
         return Head(
             Strip(
-                cache.key[at].double(),
-                cache.value[at].double(),
+                cache.key[at].double() * cache.scales[0],
+                cache.value[at].double() * cache.scales[1],
                 torch.zeros(len(slots), dtype=torch.float64),
                 slots,
             ),
@@ -269,8 +275,8 @@ class Oracle:
         self.heads[where].grows = plan.grows and not plan.num_survivors
         return self.heads[where].step(
             grouped[:, head],
-            key[:, head].double(),
-            value[:, head].double(),
+            key[:, head],
+            value[:, head],
             ends_prompt,
             initial_scores,
             plan.scoring_start,
@@ -362,3 +368,26 @@ class Oracle:
         assert abs(other - lowest) <= TIE * abs(lowest), (where, lowest, other)
         self.num_ties += 1
         head.take_victim(chosen)
+
+
+def follow(
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    policy: str,
+    options: dict[str, Any],
+    prompts: list[list[int]],
+    max_error: float = 1e-4,
+    **settings: Any,
+) -> Oracle:
+    """Generate 40 tokens for each prompt, compared after every step."""
+    with monkeypatch.context() as patch, engine(model, policy, options, **settings) as llm:
+        probe = Probe(llm)
+        oracle = Oracle(probe.scheduler).install(patch)
+        generate(llm, prompts, max_tokens=40)
+        assert probe.num_free == probe.num_total
+    assert oracle.num_compared > 0
+    assert oracle.num_victims > 0
+    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
+    assert oracle.num_merge_ties <= oracle.num_merged / 20
+    assert oracle.max_error < max_error
+    return oracle

@@ -65,6 +65,7 @@ def asserted(llm: LLM, oracle: Oracle | None = None) -> list[list[int]]:
         # Alone, else the chunks of a prompt depend on how many drafts of others a step computes.
         ("h2o", {"prefill": "chunked", "protect_prompt_tokens": 7, "max_num_seqs": 1}),
         ("h2o", {"budget": 0.5, "budget_basis": "prompt"}),
+        ("h2o", {"kv_cache_dtype": "fp8"}),
         # Prompts in one step, for that has room for fewer of their tokens next to drafts of others.
         (
             "h2o2",
@@ -84,7 +85,12 @@ def test_as_without_drafts(
     The reference computes token by token and sees accepted tokens alone.
     """
     options = {"budget": 32, "evict_every": 9, **options}
-    others = ("enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens")
+    others = (
+        "enable_prefix_caching",
+        "kv_cache_dtype",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    )
     settings = SETTINGS | {k: options.pop(k) for k in others if k in options}
     model = tiny_llama(tmp_path, 6, 2)
     with engine(model, policy, options, **settings) as llm:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -12,37 +10,16 @@ from transformers import AutoTokenizer
 from tests.e2e.harness import (
     CHARACTERS,
     TEXT,
-    Probe,
     assert_same_tokens,
-    engine,
-    generate,
+    mixed_prompts,
     opt_125m,
+    run,
     smollm2,
     tiny_llama,
     token_ids,
 )
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.policy import POLICIES
-
-
-def mixed_prompts(tokens: list[int], count: int, longest: int) -> list[list[int]]:
-    """Pieces of a text, from one token to ``longest``."""
-    rng = random.Random(0)
-    lengths = [1, 2, 31, 32, 33, 64, longest]
-    lengths += [rng.randint(1, longest) for _ in range(count - len(lengths))]
-    starts = [rng.randrange(len(tokens) - longest) for _ in lengths]
-    return [tokens[start : start + n] for start, n in zip(starts, lengths, strict=True)]
-
-
-def run(model: str, prompts: list[list[int]], policy: str | None, **kwargs: Any) -> Any:
-    """The outputs of one engine, with the top two log-probabilities at each token."""
-    options, max_tokens = kwargs.pop("options", None), kwargs.pop("max_tokens", 24)
-    with engine(model, policy, options, **kwargs) as llm:
-        probe = Probe(llm) if policy else None
-        outputs = generate(llm, prompts, max_tokens, logprobs=2)
-        if probe:
-            assert probe.num_free == probe.num_total
-        return outputs
 
 
 @pytest.mark.parametrize("chunk", [64, 4096])

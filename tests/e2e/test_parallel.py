@@ -146,6 +146,12 @@ def test_tensor_parallel_and_merging(
     assert_same(merging, run(model, "h2o", 0.3, tensor_parallel_size=2))
 
 
+def test_ranks_with_float8(model: str, two_ranks: pytest.MonkeyPatch) -> None:
+    """The same scales, and the same bytes moved."""
+    settings = {"model": model, "policy": "h2o", "kv_cache_dtype": "fp8"}
+    assert_same(run(**settings), run(**settings, tensor_parallel_size=2))
+
+
 def test_ranks_next_to_sliding_windows(tmp_path: Path, two_ranks: pytest.MonkeyPatch) -> None:
     """A KV head each of every layer; what slides is vLLM's own."""
     settings = {"model": tiny_gemma3(tmp_path), "policy": "h2o", "block_size": 32}

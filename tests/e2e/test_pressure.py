@@ -71,6 +71,7 @@ def test_a_tight_pool_runs_as_many_as_always(pages: int, tmp_path: Path) -> None
         ("h2o", {"granularity": "block", "recent_ratio": 0.1, "budget": 80}),
         ("h2o", {"prefill": "window", "observation_window": 20}),
         ("h2o2", {"observation_window": 20, "merge": 0.2}),
+        ("h2o", {"kv_cache_dtype": "fp8"}),
         ("streaming", {}),
         ("random", {}),
     ],
@@ -84,6 +85,7 @@ def test_what_a_pack_keeps(
     options = {"budget": 48, **PRESSURE, **options}
     prompts = [CHARACTERS[n : n + 15 + 9 * n] for n in range(12)]
     settings = {**SETTINGS, "num_gpu_blocks_override": 61, "max_num_batched_tokens": 64}
+    settings |= {k: options.pop(k) for k in ("kv_cache_dtype",) if k in options}
     with monkeypatch.context() as patch, engine(model, policy, options, **settings) as llm:
         probe = Probe(llm)
         oracle = Oracle(probe.scheduler).install(patch)

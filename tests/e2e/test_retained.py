@@ -11,43 +11,17 @@ from transformers import AutoTokenizer
 from tests.e2e.harness import (
     CHARACTERS,
     TEXT,
-    Probe,
-    engine,
-    generate,
     smollm2,
     tiny_llama,
     tiny_opt,
     unlike_heads,
 )
-from tests.e2e.oracle import Oracle
+from tests.e2e.oracle import follow
 from tests.policy.scatter import add_scatter
 from vllm_h2o.worker import rotary
 
 LENGTHS = (5, 31, 32, 33, 90, 150)
 """Prompts shorter and longer than a capacity of 32."""
-
-
-def follow(
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    policy: str,
-    options: dict[str, Any],
-    prompts: list[list[int]],
-    max_error: float = 1e-4,
-    **settings: Any,
-) -> Oracle:
-    """Generate 40 tokens for each prompt, compared after every step."""
-    with monkeypatch.context() as patch, engine(model, policy, options, **settings) as llm:
-        probe = Probe(llm)
-        oracle = Oracle(probe.scheduler).install(patch)
-        generate(llm, prompts, max_tokens=40)
-        assert probe.num_free == probe.num_total
-    assert oracle.num_compared > 0
-    assert oracle.num_victims > 0
-    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
-    assert oracle.num_merge_ties <= oracle.num_merged / 20
-    assert oracle.max_error < max_error
-    return oracle
 
 
 @pytest.mark.parametrize("num_heads", [(4, 4), (6, 2), (8, 1)], ids=["gqa1", "gqa3", "gqa8"])

@@ -67,6 +67,7 @@ def follow(
         ("h2o", {"prefill": "chunked"}),
         ("h2o", {"granularity": "block", "recent_ratio": 0.1, "budget": 128}),
         ("h2o2", {"observation_window": 20}),
+        ("h2o", {"kv_cache_dtype": "fp8"}),
         ("streaming", {}),
         ("random", {}),
     ],
@@ -77,7 +78,8 @@ def test_what_is_kept(
 ) -> None:
     """In the layers with full attention, and in those alone, what the reference keeps."""
     options = {"budget": 64, **options}
-    oracle, _ = follow(monkeypatch, tiny_gemma3(tmp_path), policy, options)
+    settings = {k: options.pop(k) for k in ("kv_cache_dtype",) if k in options}
+    oracle, _ = follow(monkeypatch, tiny_gemma3(tmp_path), policy, options, **settings)
     assert {layer for layer, _, _ in oracle.retained} == {
         f"model.layers.{index}.self_attn.attn" for index in (1, 4)
     }

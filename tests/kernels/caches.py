@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.kernels.harness import Shape, empty_cache
+from tests.kernels.harness import Shape, empty_cache, views
 from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
@@ -33,7 +33,7 @@ def filled(
     """Pages of random tokens; each page's positions follow one another."""
     draw = torch.Generator().manual_seed(seed)
     empty = empty_cache(shape, num_blocks, merges)
-    cache = LayerCache.of(empty, shape.head_size, splits, merges)
+    cache = views(empty, shape, splits, merges)
     for view in (cache.key, cache.value):
         view.copy_(torch.randn(view.shape, generator=draw))
     # Few levels: ties are common.
@@ -48,7 +48,7 @@ def copied(cache: LayerCache, shape: Shape) -> LayerCache:
     """The same tokens elsewhere."""
     splits, merges = cache.first_rows is not None, cache.mass is not None
     empty = empty_cache(shape, cache.num_blocks, merges)
-    twin = LayerCache.of(empty, shape.head_size, splits, merges)
+    twin = views(empty, shape, splits, merges)
     for name in (*views_of(cache), *(("first_rows",) if splits else ())):
         getattr(twin, name).copy_(getattr(cache, name))
     return twin
@@ -69,3 +69,30 @@ def number(cache: LayerCache, chunks: list[PromptChunk]) -> None:
     for chunk in chunks:
         for block, at in enumerate(chunk.block_table[: -(-chunk.attended_len // 16)].tolist()):
             cache.position[2 * at : 2 * at + 2] = torch.arange(16 * block, 16 * block + 16)
+
+
+def prompt_chunks(shape: Shape, packs: bool) -> tuple[list[PromptChunk], int]:
+    """Chunks at the start, after others, of two tokens, and one that does not score."""
+    chunks, owned, token = [], 0, 3
+    starts = ((0, 70, 0), (41, 30, 7), (33, 2, 0), (0, 17, 16), (4, 9, 9))
+    for start, num_tokens, first_scoring_query in starts:
+        end = start + num_tokens
+        num_pages = -(-end // shape.block_size)
+        table = torch.zeros(9, dtype=torch.int32)
+        table[:num_pages] = torch.arange(owned, owned + num_pages)
+        tokens = slice(token, token + num_tokens)
+        num_survivors, recent_start = (end // 2 + 3, end - 5) if packs else (0, 0)
+        chunks.append(
+            PromptChunk(
+                tokens=tokens,
+                block_table=table,
+                resident_start=start,
+                logical_start=start,
+                num_survivors=num_survivors,
+                recent_start=recent_start,
+                num_sinks=2,
+                first_scoring_query=first_scoring_query,
+            )
+        )
+        owned, token = owned + num_pages, token + num_tokens + 1
+    return chunks, owned

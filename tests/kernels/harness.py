@@ -10,12 +10,15 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from vllm.config import CacheConfig, ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.float8 import DTYPES
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.options.config import KVPolicyConfig
@@ -44,6 +47,13 @@ class Shape:
     head_size: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    float8: torch.dtype | None = None  # of the cache, with the scales of K and V
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The cache's."""
+        return self.float8 or self.dtype
 
     @property
     def scale(self) -> float:
@@ -133,12 +143,21 @@ class Life:
         return self.ledger.take_step({self.request_id: plan.num_new}).requests[self.request_id]
 
 
+def named(float8: torch.dtype | None) -> Any:
+    """What vLLM calls the type of a cache."""
+    return next((name for name, dtype in DTYPES.items() if dtype == float8), "auto")
+
+
 @lru_cache
-def vllm_config(policy: str, options: tuple[tuple[str, object], ...] = ()) -> VllmConfig:
+def vllm_config(
+    policy: str,
+    options: tuple[tuple[str, object], ...] = (),
+    float8: torch.dtype | None = None,
+) -> VllmConfig:
     """A config without a model, with the policy and the policy's worker."""
     return VllmConfig(
         additional_config={"kv_policy": {"name": policy, **dict(options)}},
-        cache_config=CacheConfig(enable_prefix_caching=False),
+        cache_config=CacheConfig(enable_prefix_caching=False, cache_dtype=named(float8)),
         parallel_config=ParallelConfig(worker_cls=WORKER),
     )
 
@@ -167,21 +186,27 @@ def builder(
         block_size=shape.block_size,
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
-        dtype=shape.dtype,
+        dtype=torch.uint8 if shape.float8 else shape.dtype,
     )
-    config = vllm_config(policy, options)
+    config = vllm_config(policy, options, shape.float8)
     spec = HeavyHitterSpec.of(stock, KVPolicyConfig.required(config).extra_words)
     return HeavyHitterMetadataBuilder(spec, [LAYER_NAME], config, torch.device("cpu"))
 
 
 def empty_cache(shape: Shape, num_blocks: int, extra_words: int = 0) -> torch.Tensor:
     """A layer's cache as vLLM binds it; every byte 0xFF."""
-    size = shape.dtype.itemsize
+    size = shape.stored.itemsize
     content = 2 * shape.head_size + (8 + 4 * extra_words) // size
     rows = num_blocks * shape.num_kv_heads * shape.block_size
     raw = torch.full((rows * content * size,), 0xFF, dtype=torch.uint8)
     layout = (num_blocks, shape.num_kv_heads, shape.block_size, content)
-    return raw.view(shape.dtype).view(layout)
+    return (raw if shape.float8 else raw.view(shape.dtype)).view(layout)
+
+
+def views(kv_cache: torch.Tensor, shape: Shape, *kinds: bool) -> LayerCache:
+    """A layer's cache as pages; ``kinds`` are whether heads split, tokens merge, scores last."""
+    kinds = (*kinds, False, False, False)[:3]
+    return LayerCache.of(kv_cache, shape.head_size, *kinds, shape.float8, shape.scales)
 
 
 class Layer:
@@ -214,10 +239,13 @@ class Layer:
         self.builder = builder(shape, policy, options)
         if kernels is not None:
             self.builder.use(kernels)
-        self.config = vllm_config(policy, options)
+        self.config = vllm_config(policy, options, shape.float8)
         with set_current_vllm_config(self.config):
             num_heads = shape.num_kv_heads * shape.group
-            self.impl = HeavyHitterImpl(num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
+            sizes = (num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
+            self.impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8))
+        self._k_scale_float, self._v_scale_float = shape.scales
+        self.impl.take_scales(self)
         extra_words = KVPolicyConfig.required(self.config).extra_words
         self.kv_cache = empty_cache(shape, num_blocks, extra_words)
         self.cache = self.impl.cache_of(self.kv_cache)
@@ -290,7 +318,9 @@ class Layer:
             key, value, score, position, *mass = (
                 view[rows].flatten(0, 1)[:num_slots] for view in views
             )
-            tokens = (key.double(), value.double(), score.double(), position.long())
+            key_scale, value_scale = cache.scales
+            read = (key.double() * key_scale, value.double() * value_scale)
+            tokens = (*read, score.double(), position.long())
             strips.append(Strip(*tokens, *mass))
         return strips
 

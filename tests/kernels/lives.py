@@ -10,6 +10,9 @@ from vllm_h2o.kernels.torch.prefill import QUERY_TILE
 from vllm_h2o.policy import POLICIES, Budget
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SCALES = (0.25, 2.0)
+"""Of K and V; powers of two, with which nothing but float8 rounds."""
 TABLE = {
     # name: (policy, shape, [(capacity, recent, sinks, chunks, decodes), ...])
     "the paper's halves": (
@@ -62,23 +65,38 @@ TABLE = {
         Shape(4, 1, 64, 32, FP16),
         [(32, 27, 4, [64], 40), (64, 59, 4, [3], 80)],
     ),
+    "float8 of float32": (
+        "h2o",
+        Shape(2, 3, 64, 16, FP32, E4M3, SCALES),
+        [(16, 8, 0, [40], 40), (32, 16, 2, [7, 30, 1], 40), (48, 24, 0, [20], 60)],
+    ),
+    "float8 of bfloat16": (
+        "h2o",
+        Shape(1, 4, 128, 32, BF16, E4M3),
+        [(32, 16, 0, [50], 40), (64, 20, 4, [63], 10)],
+    ),
+    "the other float8 of float16": (
+        "h2o",
+        Shape(3, 1, 80, 16, FP16, E5M2, SCALES),
+        [(32, 10, 0, [20, 20], 30)],
+    ),
     "nothing is ever full": ("full", Shape(2, 1, 64, 16, FP32), [(1024, 1023, 0, [30, 3], 20)]),
 }
 
 
 LIVES = [
     (name, merge)
-    for name, (policy, *_) in TABLE.items()
+    for name, (policy, shape, _) in TABLE.items()
     for merge in (0.0, 0.15)
-    if not merge or POLICIES[policy].evicts
+    if not merge or (POLICIES[policy].evicts and not shape.float8)
 ]
 """Each with victims dropped, and merged where they can be: random keys are not much alike."""
 MERGES = st.sampled_from([0.0, 0.0, 0.15, 0.3])
 
 
-def merging(threshold: float) -> tuple[tuple[str, object], ...]:
-    """Options of a layer whose victims are merged; none where they are dropped."""
-    return (("merge", threshold),) if threshold else ()
+def merging(threshold: float, shape: Shape | None = None) -> tuple[tuple[str, object], ...]:
+    """Options of a layer whose victims are merged; none where they are dropped, as of float8."""
+    return () if not threshold or (shape and shape.float8) else (("merge", threshold),)
 
 
 def make_lives(
@@ -130,6 +148,7 @@ def cases(draw: st.DrawFn) -> tuple[str, Shape, list[Life], float, int]:
         head_size=draw(st.sampled_from([32, 64, 80])),
         block_size=draw(st.sampled_from([16, 32])),
         dtype=draw(st.sampled_from([FP32, BF16, FP16])),
+        float8=draw(st.sampled_from([None, None, None, E4M3, E5M2])),
     )
     lives = make_lives(draw(st.lists(rows(shape.block_size, policy), min_size=1, max_size=5)))
     return policy, shape, lives, draw(st.sampled_from([0.3, 0.6, 1.0])), draw(st.integers(0, 999))

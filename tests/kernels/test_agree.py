@@ -9,7 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.caches import SHAPE, VIEWS, copied, filled, number, on_triton, same
+from tests.kernels.caches import (
+    SHAPE,
+    VIEWS,
+    copied,
+    filled,
+    number,
+    on_triton,
+    prompt_chunks,
+    same,
+)
 from tests.kernels.decodes import KERNELS, compare_decodes, decode_batch
 from tests.kernels.harness import Shape
 from tests.kernels.native.cases import threads
@@ -95,33 +104,6 @@ def test_what_does_not_score_keeps_no_logits() -> None:
     batch.field("scores").fill_(1)
     kernels.decode(cache, batch, victims, tensors, Scoring())
     assert (kernels._logits != 7.0).any()
-
-
-def prompt_chunks(shape: Shape, packs: bool) -> tuple[list[PromptChunk], int]:
-    """Chunks at the start, after others, of two tokens, and one that does not score."""
-    chunks, owned, token = [], 0, 3
-    starts = ((0, 70, 0), (41, 30, 7), (33, 2, 0), (0, 17, 16), (4, 9, 9))
-    for start, num_tokens, first_scoring_query in starts:
-        end = start + num_tokens
-        num_pages = -(-end // shape.block_size)
-        table = torch.zeros(9, dtype=torch.int32)
-        table[:num_pages] = torch.arange(owned, owned + num_pages)
-        tokens = slice(token, token + num_tokens)
-        num_survivors, recent_start = (end // 2 + 3, end - 5) if packs else (0, 0)
-        chunks.append(
-            PromptChunk(
-                tokens=tokens,
-                block_table=table,
-                resident_start=start,
-                logical_start=start,
-                num_survivors=num_survivors,
-                recent_start=recent_start,
-                num_sinks=2,
-                first_scoring_query=first_scoring_query,
-            )
-        )
-        owned, token = owned + num_pages, token + num_tokens + 1
-    return chunks, owned
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)

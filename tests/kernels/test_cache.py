@@ -68,6 +68,33 @@ def test_layout(dtype: torch.dtype, head_size: int, block_size: int, merges: boo
     )
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [("float8_e4m3fn", False), ("float8_e5m2", True)])
+def test_layout_of_float8(dtype: str, kind: bool) -> None:
+    """vLLM binds bytes: K and V are views of them, and the words that follow are aligned."""
+    float8, content = getattr(torch, dtype), 2 * 80 + (12 if kind else 8)
+    cache = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, 16, content, dtype=torch.uint8)
+    pages = LayerCache.of(cache, 80, keeps_scores=kind, dtype=float8, scales=(0.5, 2.0))
+    assert pages.key.dtype == pages.value.dtype == float8
+    assert pages.key.shape == pages.value.shape == (NUM_BLOCKS * NUM_KV_HEADS, 16, 80)
+    pages.key.fill_(1.0)
+    pages.value.fill_(2.0)
+    pages.score.fill_(3.0)
+    pages.position.fill_(-1)
+    rows = cache.view(NUM_BLOCKS * NUM_KV_HEADS, -1)
+    assert (rows[:, :1280].view(float8).float() == 1.0).all()
+    assert (rows[:, 1280:2560].view(float8).float() == 2.0).all()
+    assert (rows[:, 2560:2624].view(torch.float32) == 3.0).all()
+    assert (rows[:, 2624:2688].view(torch.int32) == -1).all()
+    assert (rows.shape[1] == 2688) is not kind
+
+
+def test_odd_bytes_are_refused() -> None:
+    """Scores begin where 4 bytes do."""
+    cache = torch.zeros(1, 1, 5, 2 * 3 + 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="K and V of 5 slots of 3 x 1 bytes are odd"):
+        LayerCache.of(cache, 3, dtype=torch.float8_e5m2)
+
+
 @all_layouts
 def test_views_do_not_overlap(dtype: torch.dtype, head_size: int, block_size: int) -> None:
     """Each byte of the cache belongs to exactly one view: filling one changes no other."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.kernels.harness import LAYER_INDEX, Layer, Life
+from tests.kernels.harness import LAYER_INDEX, Layer, Life, views
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.float8 import as_read
 from vllm_h2o.kernels.merge import cosines
 from vllm_h2o.kernels.reference import Head, page_sums, random_score
 from vllm_h2o.kernels.split import pack_layer
@@ -94,7 +95,9 @@ class Truth:
     def follow(self, life: Life, plan: RequestPlan, output: torch.Tensor) -> None:
         """Compute the plan, and compare all that the layer holds and returned."""
         name, group = life.request_id, self.layer.shape.group
-        query, key, value = (t.double() for t in life.tokens(plan))
+        query, *new = (t.double() for t in life.tokens(plan))
+        shape = self.layer.shape
+        key, value = (as_read(t, shape.stored, s) for t, s in zip(new, shape.scales, strict=True))
         ends_prompt = plan.in_prompt and plan.logical_end == life.prompt_len
         heads, victims = self.heads[name], self.layer.victims(name)
         if plan.overwrites and heads[0].merge:
@@ -228,7 +231,7 @@ def compare(actual: Strip, expected: Strip, what: str) -> None:
 
 def bits(view: torch.Tensor) -> torch.Tensor:
     """The view as integers, among which a NaN equals itself."""
-    return view.view({2: torch.int16, 4: torch.int32}[view.element_size()])
+    return view.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[view.element_size()])
 
 
 class Fence:
@@ -253,7 +256,7 @@ class Fence:
                     scores[rows[slot // block_size], slot % block_size] = True
         now = self.layer.cache
         kinds = self.layer.impl.kinds
-        then = LayerCache.of(self.before, self.layer.shape.head_size, *kinds)
+        then = views(self.before, self.layer.shape, *kinds)
         merged = self._merged(then, now) & ~tokens
         masses = () if now.mass is None else ("mass",)
         for view in ("key", "value", "position", "score", *masses):

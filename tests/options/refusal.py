@@ -15,3 +15,12 @@ def refusal(*args: Any, **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         KVPolicyConfig.from_options(*args) if args else KVPolicyConfig(**options)
     return str(caught.value)
+
+
+FLOAT8_REFUSED = (
+    "a KV cache quantised to anything but fp8 with one scale for each layer's K and V",
+    "an fp8 KV cache that some layers leave out",
+    "an fp8 KV cache, and merge",
+    "an fp8 KV cache on a GPU older than Ada",
+)
+"""What does not go with a policy, of quantised caches."""

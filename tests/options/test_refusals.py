@@ -10,6 +10,7 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.options.refusal import FLOAT8_REFUSED
 from tests.tiny_models import engine_config, folder
 from tools.docs import refusals
 from vllm_h2o.errors import ConfigError, UnsupportedError
@@ -98,7 +99,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
         "use --kv-policy h2o with --kv-policy-config.prefill window (of at least 2 queries) and no "
         "mean score, a policy without scores, or leave --enable-prefix-caching out",
     ),
-    ("a quantised KV cache", LLAMA, {"kv_cache_dtype": "fp8"}, "use --kv-cache-dtype auto"),
     (
         "data parallelism of a mixture of experts",
         "MixtralForCausalLM",
@@ -303,7 +303,7 @@ def test_shared_prefixes_under_pressure(models: Path, policy: dict[str, Any]) ->
 def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
     tested = {what for what, *_ in [*REFUSED, *TURNED]} | {"a platform other than CPU and CUDA"}
-    tested |= {WINDOWS, PRESSED}
+    tested |= {WINDOWS, PRESSED, *FLOAT8_REFUSED}
     tested |= {f"speculative decoding, and {what}" for *_, what in DRAFTING if what}
     assert tested == {refusal.what for refusal in REFUSALS}
 

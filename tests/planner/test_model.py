@@ -138,6 +138,7 @@ def test_auto_is_no_float32(written: str, dtype: str, element_size: int, tmp_pat
     assert model.dtype == dtype
     assert model.cache("auto").element_size == element_size
     assert model.cache("float32").element_size == 4
+    assert model.cache("fp8").element_size == 1
     assert load(str(tmp_path), "float32").cache("auto").element_size == 4
 
 

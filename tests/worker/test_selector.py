@@ -29,16 +29,18 @@ def choose(
     """For a layer of that shape."""
     spec = builder(shape, "h2o").kv_cache_spec
     config = KVPolicyConfig(kernels=asked, granularity=granularity)
-    return select_kernels(vllm_config("h2o"), spec, torch.device(device), config)
+    settings = vllm_config("h2o", float8=shape.float8)
+    return select_kernels(settings, spec, torch.device(device), config)
 
 
 @BUILT
 @pytest.mark.parametrize("asked", ["auto", "native"])
 def test_cpu(asked: str) -> None:
     """The C++ kernels compute on a CPU, in the best build that it runs."""
-    kernels = choose(asked)
-    assert isinstance(kernels, NativeKernels)
-    assert kernels.variant == loader.available()[0]
+    for shape in (SHAPE, Shape(dtype=torch.bfloat16, float8=torch.float8_e5m2)):
+        kernels = choose(asked, shape)
+        assert isinstance(kernels, NativeKernels)
+        assert kernels.variant == loader.available()[0]
 
 
 def test_cpu_by_torch() -> None:

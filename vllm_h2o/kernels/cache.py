@@ -6,7 +6,7 @@ Per (block, KV head), contiguous, N slots of head size D::
         [| mass [N] float32] [| score_without_window [N] float32]
 
 Masses are there where victims are merged: see merge.py; the other score where what an observation
-window gave has a lifetime: see lifetime.py.
+window gave has a lifetime: see lifetime.py. Elements of K and V may be float8: see float8.py.
 
 A *row* is one (block, KV head): ``row = block_id * num_kv_heads + head``. Page i of a KV head is
 row ``first_row + i * row_step`` of its request, which counts the rows of its blocks one block after
@@ -20,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from vllm_h2o.kernels.float8 import quantised
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class LayerCache:
             merged.
         score_without_window: [R, N], float32: of a prompt's token, the score that it gets back when
             the observation window's lifetime is over; None where that lasts.
+        scales: of keys and of values: what is stored times its scale is what attention reads; ones
+            but for float8.
 
     """
 
@@ -50,6 +54,22 @@ class LayerCache:
     first_rows: torch.Tensor | None = None
     mass: torch.Tensor | None = None
     score_without_window: torch.Tensor | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether K and V are float8."""
+        return self.key.element_size() == 1
+
+    def as_stored(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """New keys and values, each of any shape, in the cache's dtype."""
+        dtype = self.key.dtype
+        if not self.is_quantised:
+            return key.to(dtype), value.to(dtype)
+        key_scale, value_scale = self.scales
+        return quantised(key, dtype, key_scale), quantised(value, dtype, value_scale)
 
     @property
     def block_size(self) -> int:
@@ -69,6 +89,8 @@ class LayerCache:
         splits: bool = False,
         merges: bool = False,
         keeps_scores: bool = False,
+        dtype: torch.dtype | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> LayerCache:
         """View a layer's cache as pages. No copy.
 
@@ -79,13 +101,16 @@ class LayerCache:
             splits: whether heads may share slots; allocates ``first_rows`` then.
             merges: whether slots have masses.
             keeps_scores: whether they have scores without the observation window.
+            dtype: of K and V, where vLLM binds bytes: float8.
+            scales: of keys and of values.
 
         Raises:
-            ValueError: when C has not the size of these, or the cache is not dense in that order.
+            ValueError: when C has not the size of these, the cache is not dense in that order, or
+                scores would not begin where 4 bytes do.
 
         """
         num_blocks, num_kv_heads, block_size, content = kv_cache.shape
-        size = kv_cache.element_size()
+        dtype, size = dtype or kv_cache.dtype, kv_cache.element_size()
         num_words = 2 + merges + keeps_scores
         if content * size != 2 * head_size * size + 4 * num_words:
             raise ValueError(
@@ -94,26 +119,28 @@ class LayerCache:
             )
         if not kv_cache.is_contiguous():
             raise ValueError(f"the cache is not head-major and dense: strides {kv_cache.stride()}")
+        if 2 * head_size * block_size * size % 4:
+            raise ValueError(f"K and V of {block_size} slots of {head_size} x {size} bytes are odd")
         rows = kv_cache.view(num_blocks * num_kv_heads, block_size * content)
         split = block_size * head_size
         words = rows.view(torch.float32)
         scores_at = words.shape[1] - num_words * block_size
-        each = [
-            words[:, at : at + block_size] for at in range(scores_at, words.shape[1], block_size)
-        ]
+        starts = range(scores_at, words.shape[1], block_size)
+        each = [words[:, at : at + block_size] for at in starts]
         first_rows = None
         if splits:
             shape = (num_blocks, num_kv_heads + 1)
             first_rows = torch.zeros(shape, dtype=torch.int32, device=kv_cache.device)
         return cls(
-            key=rows[:, :split].unflatten(1, (block_size, head_size)),
-            value=rows[:, split : 2 * split].unflatten(1, (block_size, head_size)),
+            key=rows[:, :split].unflatten(1, (block_size, head_size)).view(dtype),
+            value=rows[:, split : 2 * split].unflatten(1, (block_size, head_size)).view(dtype),
             score=each[0],
             position=each[1].view(torch.int32),
             num_kv_heads=num_kv_heads,
             first_rows=first_rows,
             mass=each[2] if merges else None,
             score_without_window=each[-1] if keeps_scores else None,
+            scales=scales,
         )
 
     def rows_of_split(self, blocks: torch.Tensor) -> list[torch.Tensor]:

@@ -115,6 +115,16 @@ def _skips_rotation(vllm_config: Any) -> bool:
     return any(hf.get(name) for name in hf if "no_rope" in name or "nope" in name)
 
 
+def _float8(vllm_config: Any) -> bool:
+    return vllm_config.cache_config.cache_dtype in FLOAT8
+
+
+def _old_gpu(_: Any) -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda() and not current_platform.has_device_capability(89)
+
+
 def _foreign_platform(_: Any) -> bool:
     from vllm.platforms import current_platform
 
@@ -125,6 +135,10 @@ FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
 """Kinds of layers, as configs of models and vLLM call them."""
 CPU_PAGE = 32
 """Of so many slots, and multiples of it, are pages that vLLM's own attention on a CPU takes."""
+
+FLOAT8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", *FLOAT8)
+"""What ``--kv-cache-dtype`` may be."""
 
 ANOTHER_MODEL = "run this model without --kv-policy"
 ANOTHER_MODEL_ROLLS = "run this model with --kv-policy-config.positions original"
@@ -341,9 +355,33 @@ REFUSALS: tuple[Refusal, ...] = (
         ANOTHER_MODEL_ROLLS,
     ),
     Refusal(
-        "a quantised KV cache",
-        lambda c: c.cache_config.cache_dtype not in ("auto", "float32", "bfloat16", "float16"),
-        "the kernels read K and V as they were computed",
+        "a KV cache quantised to anything but fp8 with one scale for each layer's K and V",
+        lambda c: c.cache_config.cache_dtype not in CACHE_DTYPES,
+        "a slot of the policy's page has no scales of its own, and a byte holds one number",
+        "use --kv-cache-dtype fp8, fp8_e5m2 or auto",
+    ),
+    Refusal(
+        "an fp8 KV cache, and merge",
+        lambda c: _float8(c) and _config(c).merges,
+        "a token that takes others in would be rounded to 8 bits again with each of them",
+        "leave merge out, or use --kv-cache-dtype auto",
+    ),
+    Refusal(
+        "an fp8 KV cache, and positions='rolling'",
+        lambda c: _float8(c) and _config(c).rolls,
+        "a token's K would be rounded to 8 bits again whenever it is renumbered",
+        "use --kv-policy-config.positions original, or --kv-cache-dtype auto",
+    ),
+    Refusal(
+        "an fp8 KV cache that some layers leave out",
+        lambda c: _float8(c) and bool(c.cache_config.kv_cache_dtype_skip_layers),
+        "the policy's layers have pages of one size",
+        "leave --kv-cache-dtype-skip-layers out",
+    ),
+    Refusal(
+        "an fp8 KV cache on a GPU older than Ada",
+        lambda c: _float8(c) and _old_gpu(c),
+        "Triton has no float8 below compute capability 8.9",
         "use --kv-cache-dtype auto",
     ),
     Refusal(

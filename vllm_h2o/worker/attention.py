@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, ScoringPass, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.float8 import DTYPES
 from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.kernels.torch.lifetime import keep_scores
 from vllm_h2o.kernels.torch.prefill import add_to_scores, column_scores
@@ -73,6 +74,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.random_scores = RandomScores.of(vllm_config, self.num_kv_heads)
         config = KVPolicyConfig.required(vllm_config)
         self.kinds = (config.splits, config.merges, config.keeps_scores)
+        self.float8, self.scales = DTYPES.get(kv_cache_dtype), (1.0, 1.0)
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
         self.rotate_back: Rotation | None = None
@@ -115,6 +117,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if attn_metadata.zero_output:
             output.zero_()
         kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
+        if self.float8 is not None:
+            self.take_scales(layer)
         cache = self.cache_of(kv_cache)
         name, chunks = str(layer.layer_name), attn_metadata.prompts
         initial_score = None
@@ -141,9 +145,16 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         allocated: neither the tensor nor, by views of it, its storage may be held here.
         """
         if self._cache is None or self._cache[0]() is not kv_cache:
-            views = LayerCache.of(kv_cache.detach(), self.head_size, *self.kinds)
+            own = (self.float8, self.scales)
+            views = LayerCache.of(kv_cache.detach(), self.head_size, *self.kinds, *own)
             self._cache = (weakref.ref(kv_cache, self._forget), views)
         return self._cache[1]
+
+    def take_scales(self, layer: Any) -> None:
+        """Of keys and values: the layer's own, which come with the weights."""
+        scales = (layer._k_scale_float, layer._v_scale_float)
+        if scales != self.scales:
+            self.scales, self._cache = scales, None
 
     def _forget(self, dead: weakref.ref[torch.Tensor]) -> None:
         if self._cache is not None and self._cache[0] is dead:

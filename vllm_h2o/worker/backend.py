@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.refusals import CACHE_DTYPES
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.metadata import HeavyHitterMetadataBuilder
@@ -21,7 +22,7 @@ class HeavyHitterBackend(AttentionBackend):
     """Attention over resident slots, with scores and eviction."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
     # Slots follow from what is resident, not from positions: vLLM's slot mapping is not used.
     forward_includes_kv_cache_update = True
 

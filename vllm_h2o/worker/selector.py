@@ -10,6 +10,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.refusals import FLOAT8
 
 logger = init_logger("vllm.kv_policy")
 
@@ -23,14 +24,12 @@ def select_kernels(
         UnsupportedError: when those are not there.
 
     """
+    model_dtype = vllm_config.model_config.dtype if vllm_config.model_config else spec.dtype
+    quantised = vllm_config.cache_config.cache_dtype in FLOAT8
     if device.type == "cuda":
-        _check_for_gpu(spec, config, _model_dtype(vllm_config, spec))
-        return _triton(vllm_config, spec, device)
-    return _cpu(spec, config.kernels, spec.dtype == _model_dtype(vllm_config, spec))
-
-
-def _model_dtype(vllm_config: VllmConfig, spec: AttentionSpec) -> torch.dtype:
-    return vllm_config.model_config.dtype if vllm_config.model_config else spec.dtype
+        _check_for_gpu(spec, config, spec.dtype if quantised else model_dtype)
+        return _triton(vllm_config, spec, device, quantised)
+    return _cpu(spec, config.kernels, quantised or spec.dtype == model_dtype)
 
 
 def _check_for_gpu(spec: AttentionSpec, config: KVPolicyConfig, dtype: torch.dtype) -> None:
@@ -57,12 +56,12 @@ def _check_for_gpu(spec: AttentionSpec, config: KVPolicyConfig, dtype: torch.dty
         )
 
 
-def _cpu(spec: AttentionSpec, asked: str, same_dtype: bool) -> Kernels:
+def _cpu(spec: AttentionSpec, asked: str, known_dtype: bool) -> Kernels:
     from vllm_h2o.kernels.native import loader
     from vllm_h2o.kernels.native.layout import HEAD_MULTIPLE
     from vllm_h2o.kernels.torch.kernels import TorchKernels
 
-    is_supported = spec.head_size % HEAD_MULTIPLE == 0 and same_dtype
+    is_supported = spec.head_size % HEAD_MULTIPLE == 0 and known_dtype
     if asked == "torch" or (asked == "auto" and not is_supported):
         return TorchKernels()
     if not is_supported:
@@ -83,15 +82,19 @@ def _cpu(spec: AttentionSpec, asked: str, same_dtype: bool) -> Kernels:
     return kernels
 
 
-def _triton(vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device) -> Kernels:
+def _triton(
+    vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device, quantised: bool
+) -> Kernels:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
     from vllm_h2o.kernels.triton.kernels import TritonKernels
     from vllm_h2o.worker.flash import FlashPrompt
 
-    # FlashAttention begins with Ampere, has no float32, and pages in multiples of 16.
+    # FlashAttention begins with Ampere, has no float32, and pages in multiples of 16. Of a prompt's
+    # first chunk it takes K and V as they were computed, and not what float8 leaves of them.
     has_flash = (
-        torch.cuda.get_device_capability(device)[0] >= 8
+        not quantised
+        and torch.cuda.get_device_capability(device)[0] >= 8
         and spec.dtype != torch.float32
         and spec.block_size % 16 == 0
         and spec.head_size % 8 == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.kernels.harness import Shape, empty_cache
+from tests.kernels.harness import Shape, empty_cache, views
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 
@@ -45,7 +45,7 @@ class Pool:
             [torch.cat([own, order[i - 1].repeat(width)])[:width] for i, own in enumerate(order)]
         ).to(torch.int32)
         self.kv_cache = empty_cache(self.shape, sum(needs) + 1)
-        self.cache = LayerCache.of(self.kv_cache, self.shape.head_size)
+        self.cache = views(self.kv_cache, self.shape)
         for request, length in enumerate(self.lengths):
             for head in range(self.shape.num_kv_heads):
                 self.fill(request, head, length)
@@ -67,7 +67,7 @@ class Pool:
 
     def before(self) -> LayerCache:
         """A copy of the pages as they are."""
-        return LayerCache.of(self.kv_cache.clone(), self.shape.head_size)
+        return views(self.kv_cache.clone(), self.shape)
 
     def tensors(self, number: int, initial_score: torch.Tensor | None = None) -> StepTensors:
         """A step of so many tokens: q, k and v are views of one tensor; outputs are NaN."""

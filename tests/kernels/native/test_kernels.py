@@ -41,7 +41,7 @@ def test_lives(name: str, merge: float, variant: str, ranking: Ranking) -> None:
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
-    options = merging(merge)
+    options = merging(merge, shape)
     layer = Layer(shape, policy, num_blocks, kernels=loader.load(variant), options=options)
     live(layer, policy, lives, ranking, output_atol=output_atol(variant, shape.dtype))
 
@@ -61,7 +61,7 @@ def test_any_lives(
     policy, shape, lives, share, seed = case
     kernels = loader.load()
     num_blocks = pool_size(lives, shape.block_size, share)
-    layer = Layer(shape, policy, num_blocks, seed, kernels=kernels, options=merging(merge))
+    layer = Layer(shape, policy, num_blocks, seed, kernels=kernels, options=merging(merge, shape))
     atol = output_atol(kernels.variant, shape.dtype)
     live(layer, policy, lives, ranking, output_atol=atol)
 

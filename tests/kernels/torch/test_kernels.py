@@ -30,7 +30,7 @@ def test_lives(name: str, merge: float, ranking: Ranking) -> None:
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
-    layer = Layer(shape, policy, num_blocks, kernels=TORCH, options=merging(merge))
+    layer = Layer(shape, policy, num_blocks, kernels=TORCH, options=merging(merge, shape))
     before = ranking.num_selections
     live(layer, policy, lives, ranking)
     assert (ranking.num_selections > before) is POLICIES[policy].evicts
@@ -49,5 +49,5 @@ def test_any_lives(
     """The same for drawn shapes, policies, budgets, prompts, chunks and schedules."""
     policy, shape, lives, share, seed = case
     num_blocks = pool_size(lives, shape.block_size, share)
-    layer = Layer(shape, policy, num_blocks, seed, kernels=TORCH, options=merging(merge))
+    layer = Layer(shape, policy, num_blocks, seed, kernels=TORCH, options=merging(merge, shape))
     live(layer, policy, lives, ranking)

@@ -24,26 +24,31 @@ from vllm_h2o.kernels.triton.sizes import (
     tile_of)
 
 CAPABILITY, LIMIT = int(sys.argv[1]), int(sys.argv[2])
-NAMES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-CACHE = {"key_ptr", "value_ptr", "query_ptr", "out_ptr", "key_pages", "value_pages", "key_type",
-         "kept_key", "kept_value"}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+NAMES = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+         E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
+TOKENS = {"key_ptr", "value_ptr", "query_ptr", "out_ptr"}
+CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
 FLOAT = {"initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
          "lse_ptr", "kept_score", "mass_pages", "nearest_ptr"}
 INT = {"position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
        "kept_position"}
+FACTORS = ("scale", "out_scale", "key_factor", "value_factor", "weight", "merge")
 ALIGNED = {"query_stride", "key_stride", "value_stride", "out_stride", "page_stride", "word_stride"}
 
-def build(kernel, dtype, fields, **constants):
+def build(kernel, dtypes, fields, **constants):
+    dtype, stored = dtypes
     warps, stages = constants.pop("num_warps", 4), constants.pop("num_stages", 3)
     def kind(name):
         if name in constants: return "constexpr"
         if name == "field_stride": return "constexpr"
-        if name in CACHE: return NAMES[dtype]
+        if name in TOKENS: return NAMES[dtype]
+        if name in CACHE: return NAMES[stored]
         if name in FLOAT: return "*fp32"
         if name in INT: return "*i32"
         if name.endswith("_bases"): return "*i64"
         if name == "fields_ptr": return fields
-        return "fp32" if name in ("scale", "weight", "merge") else "i32"
+        return "fp32" if name in FACTORS else "i32"
     signature = {name: kind(name) for name in kernel.arg_names}
     # Fields lie request by request: their stride is the constant 1 in every real launch.
     strides = {"field_stride": 1} if "field_stride" in kernel.arg_names else {}
@@ -54,47 +59,51 @@ def build(kernel, dtype, fields, **constants):
     options = {"num_warps": warps, "num_stages": stages}
     made = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     assert made.asm["cubin"] and made.metadata.shared <= LIMIT, (
-        kernel, dtype, constants, made.metadata.shared)
+        kernel, dtypes, constants, made.metadata.shared)
 
 # On each device its own, the widest among them: all on all takes minutes.
 HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 SHAPES = {
-    75: [(HALF, 64, 16, 3), (SINGLE, 256, 32, 8)],
-    80: [(HALF, 128, 128, 1), (SINGLE, 96, 32, 8)],
-    89: [(HALF, 128, 16, 8), (HALF, 256, 16, 1)],
-    90: [(BRAIN, 80, 16, 1), (BRAIN, 128, 16, 7), (BRAIN, 256, 16, 8), (SINGLE, 256, 32, 8)],
+    75: [(HALF, HALF, 64, 16, 3), (SINGLE, SINGLE, 256, 32, 8)],
+    80: [(HALF, HALF, 128, 128, 1), (SINGLE, SINGLE, 96, 32, 8)],
+    89: [(HALF, HALF, 128, 16, 8), (HALF, HALF, 256, 16, 1), (HALF, E5M2, 64, 16, 1),
+         (BRAIN, E4M3, 128, 16, 8)],
+    90: [(BRAIN, BRAIN, 80, 16, 1), (BRAIN, BRAIN, 128, 16, 7), (BRAIN, BRAIN, 256, 16, 8),
+         (SINGLE, SINGLE, 256, 32, 8), (BRAIN, E4M3, 256, 16, 8), (BRAIN, E5M2, 64, 128, 1)],
 }
-for dtype, head, block, group in SHAPES[CAPABILITY]:
+for dtype, stored, head, block, group in SHAPES[CAPABILITY]:
     shape = dict(N=block, D=head, D_PAD=triton.next_power_of_2(head))
     tile = tile_of(shape["D_PAD"], dtype.itemsize)
     grouped = dict(G=group, G_PAD=padded_group(group), TILE=tile)
     exact = dict(PRECISION=precision(dtype))
-    paged = head == 64
-    build(merge.nearest_key, dtype, "*i64", **shape, TILE=tile, CAN_SPLIT=not paged)
-    build(decode.store_token, dtype, "*i64", **shape, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
-          HAS_INITIAL_SCORE=paged, CAN_SPLIT=not paged, MERGES=not paged)
-    build(decode.attend_split, dtype, "*i64", **shape, **grouped, **exact, HAS_FREE_SLOTS=paged,
-          KEEPS_LOGITS=not paged, CAN_SPLIT=not paged, MERGES=not paged)
-    build(decode.merge_and_score, dtype, "*i64", **shape, **grouped, N_PAD=block,
+    paged, dtypes = head == 64, (dtype, stored)
+    wide = dtype == stored  # victims merge
+    if wide:
+        build(merge.nearest_key, dtypes, "*i64", **shape, TILE=tile, CAN_SPLIT=not paged)
+    build(decode.store_token, dtypes, "*i64", **shape, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
+          HAS_INITIAL_SCORE=paged, CAN_SPLIT=not paged, MERGES=wide and not paged)
+    build(decode.attend_split, dtypes, "*i64", **shape, **grouped, **exact, HAS_FREE_SLOTS=paged,
+          KEEPS_LOGITS=not paged, CAN_SPLIT=not paged, MERGES=wide and not paged)
+    build(decode.merge_and_score, dtypes, "*i64", **shape, **grouped, N_PAD=block,
           PAGES=PAGE_LANES // block, MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=2 if paged else 1,
           BY_PAGE=paged, BY_AGE=not paged, BY_MAXIMUM=paged, CAN_SPLIT=not paged)
-    build(prefill.store_chunk, dtype, "*i32", **shape, TILE=STORE_TILE, HAS_INITIAL_SCORE=paged,
-          MERGES=not paged)
+    build(prefill.store_chunk, dtypes, "*i32", **shape, TILE=STORE_TILE, HAS_INITIAL_SCORE=paged,
+          MERGES=wide and not paged)
     by_query, by_key = prompt_tiles(shape["D_PAD"], dtype.itemsize, CAPABILITY)
     dots = dict(**shape, G=group, **exact)
-    build(prefill.attend, dtype, "*i32", **dots, **by_query)
-    build(prefill.column_scores, dtype, "*i32", **dots, **by_key, POWER=1, SKIPS=paged,
+    build(prefill.attend, dtypes, "*i32", **dots, **by_query)
+    build(prefill.column_scores, dtypes, "*i32", **dots, **by_key, POWER=1, SKIPS=paged,
           BY_MAXIMUM=paged)
-    build(scoring_pass.log_sum_exp, dtype, "*i32", **dots, **by_query, ROTATED=not paged)
-    build(scoring_pass.weighted_scores, dtype, "*i32", **dots, **by_key, POWER=2, ROTATED=not paged,
-          BY_MAXIMUM=group > 1, REACH=8 if paged else 0)
-    build(pack.select_survivors, dtype, "*i32", N=block, TILE=SELECT_TILE, BY_PAGE=paged,
+    build(scoring_pass.log_sum_exp, dtypes, "*i32", **dots, **by_query, ROTATED=not paged)
+    build(scoring_pass.weighted_scores, dtypes, "*i32", **dots, **by_key, POWER=2,
+          ROTATED=not paged, BY_MAXIMUM=group > 1, REACH=8 if paged else 0)
+    build(pack.select_survivors, dtypes, "*i32", N=block, TILE=SELECT_TILE, BY_PAGE=paged,
           BY_AGE=not paged, REACH=8 if paged else 0, CAN_SPLIT=not paged, num_warps=8)
-    build(pack.pack_survivors, dtype, "*i32", **shape, TILE=STORE_TILE, ALIGNED=16)
-    build(share.share_rows, dtype, "*i32", N=block, TILE=SELECT_TILE, H_PAD=16,
+    build(pack.pack_survivors, dtypes, "*i32", **shape, TILE=STORE_TILE, ALIGNED=16)
+    build(share.share_rows, dtypes, "*i32", N=block, TILE=SELECT_TILE, H_PAD=16,
           BY_AGE=not paged, REACH=8 if paged else 0, num_warps=8)
     for stores in (False, True):
-        build(share.move_shared, dtype, "*i32", **shape, TILE=STORE_TILE, STORES=stores)
+        build(share.move_shared, dtypes, "*i32", **shape, TILE=STORE_TILE, STORES=stores)
 print("compiled")
 """
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.harness import Layer, Shape
-from tests.kernels.lives import make_lives, merging, pool_size
+from tests.kernels.lives import SCALES, make_lives, merging, pool_size
 from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.policy import POLICIES
@@ -34,6 +34,16 @@ TABLE = {
     "a page that is no power of two": ("h2o", Shape(1, 3, 64, 24, FP32), [(48, 20, 0, [60], 6)]),
     "random": ("random", Shape(3, 1, 64, 16, FP32), [(16, 8, 0, [20], 6), (32, 0, 4, [20, 1], 14)]),
     "streaming": ("streaming", Shape(2, 1, 64, 32, FP16), [(32, 27, 4, [64], 6)]),
+    "float8 of float32": (
+        "h2o",
+        Shape(2, 3, 64, 16, FP32, torch.float8_e4m3fn, SCALES),
+        [(16, 8, 0, [40], 6), (32, 16, 2, [7, 30, 1], 6)],
+    ),
+    "the other float8 of float16": (
+        "h2o",
+        Shape(1, 1, 80, 16, FP16, torch.float8_e5m2),
+        [(16, 4, 0, [20], 9)],
+    ),
     "nothing is ever full": ("full", Shape(2, 1, 64, 16, FP32), [(1024, 1023, 0, [30, 3], 4)]),
 }
 
@@ -59,8 +69,8 @@ def test_lives(name: str, merge: float, ranking: Ranking) -> None:
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
-    if merge and not POLICIES[policy].evicts:
-        pytest.skip("nothing is evicted")
+    if merge and (shape.float8 or not POLICIES[policy].evicts):
+        pytest.skip("nothing is merged")
     options = merging(merge)
     layer = Layer(shape, policy, num_blocks, kernels=triton_kernels(shape), options=options)
     before = ranking.num_selections

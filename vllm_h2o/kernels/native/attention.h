@@ -9,9 +9,12 @@
 
 namespace h2o {
 
-// P = softmax(q K^T * scale) and P V, but for the factors that all parts of a strip decide on.
-template <class T>
+// P = softmax(q K^T * scale) and P V, but for the factors that all parts of a strip decide on. T is
+// the type of the step's tensors, S the cache's.
+template <class T, class S>
 class Attention {
+  static constexpr bool kSame = std::is_same<T, S>::value;
+
  public:
   Attention(const H2oCache& cache, const H2oBatch& batch, const H2oTensors& tensors,
             const H2oScoring& scoring, const Work& work, int32_t* victims)
@@ -40,7 +43,7 @@ class Attention {
   }
 
   int64_t field(H2oDecodeField row, int request) const { return batch_.field(row, request); }
-  Strip<T> strip(const Part& part) const {
+  Strip<S> strip(const Part& part) const {
     return {cache_, batch_.blocks(part.request), part.head, work_.first_rows(part.request)};
   }
   int32_t& victim(const Part& part) const {
@@ -54,8 +57,9 @@ class Attention {
     return victim(part) + field(kNextOffset, part.request);
   }
 
+  // Not where a mean would be rounded again and again.
   bool merges(const Part& part) const {
-    return scoring_.merge > 0.0f && field(kOverwrites, part.request);
+    return kSame && scoring_.merge > 0.0f && field(kOverwrites, part.request);
   }
 
   Range range(const Part& part) const {
@@ -76,14 +80,16 @@ class Attention {
   // Logits of the part; where no victim is merged, the new token is stored before and all the rest
   // is computed: weights, their sums, and partial_out.
   void attend(Part& part, float* memory) const {
-    const Strip<T> held = strip(part);
+    const Strip<S> held = strip(part);
     const int size = cache_.head_size;
     const T* rows = queries(part);
     if (cache_.has_mass) {
       T* copy = reinterpret_cast<T*>(memory + own_floats());  // [G + 1, D]
       std::copy(rows, rows + group_ * size, copy);
       std::copy(rows, rows + size, copy + group_ * size);
-      if (merges(part)) copy_victim(part, held, copy + group_ * size);
+      if constexpr (kSame) {
+        if (merges(part)) copy_victim(part, held, copy + group_ * size);
+      }
       rows = copy;
     }
     if (!merges(part)) store(part, held);
@@ -96,18 +102,8 @@ class Attention {
   // The victim goes to the nearest key of its strip, if that is near enough, and the new token
   // takes its slot. `nearest`: of all parts of the strip, each of which is given it.
   void merge(Part& part, const Nearest& nearest) const {
-    const Strip<T> held = strip(part);
-    const int64_t n = held.block_size, size = cache_.head_size;
-    const T* victim = reinterpret_cast<const T*>(part.victim);  // K and V, [2, D]
-    const float least = scoring_.merge * scoring_.merge * square_of(victim, cache_.head_size);
-    if (part.has(nearest.slot) && nearest.square > least) {
-      const int64_t slot = nearest.slot;
-      float& mass = held.masses(slot / n)[slot % n];
-      average(held.key(slot), victim, mass, part.victim_mass, cache_.head_size);
-      average(held.value(slot), victim + size, mass, part.victim_mass, cache_.head_size);
-      mass += part.victim_mass;
-      multiply_key(part, held, slot);
-    }
+    const Strip<S> held = strip(part);
+    if constexpr (kSame) merge_victim(part, held, nearest);
     store(part, held);
     if (part.has(new_slot(part))) multiply_key(part, held, new_slot(part));
     weigh(part, held);
@@ -132,7 +128,7 @@ class Attention {
   }
 
   // Stores the new token if its slot is in the part.
-  void store(const Part& part, const Strip<T>& held) const {
+  void store(const Part& part, const Strip<S>& held) const {
     if (!part.has(new_slot(part))) return;
     const int64_t token = field(kToken, part.request);
     held.store(new_slot(part), new_key(part), new_value(part),
@@ -140,8 +136,21 @@ class Attention {
                field(kLogicalStart, part.request));
   }
 
+  void merge_victim(Part& part, const Strip<S>& held, const Nearest& nearest) const {
+    const int64_t n = held.block_size, size = cache_.head_size;
+    const T* victim = reinterpret_cast<const T*>(part.victim);  // K and V, [2, D]
+    const float least = scoring_.merge * scoring_.merge * square_of(victim, cache_.head_size);
+    if (!part.has(nearest.slot) || nearest.square <= least) return;
+    const int64_t slot = nearest.slot;
+    float& mass = held.masses(slot / n)[slot % n];
+    average(held.key(slot), victim, mass, part.victim_mass, cache_.head_size);
+    average(held.value(slot), victim + size, mass, part.victim_mass, cache_.head_size);
+    mass += part.victim_mass;
+    multiply_key(part, held, slot);
+  }
+
   // Keeps what the new token will overwrite; its key is the last query, too.
-  void copy_victim(Part& part, const Strip<T>& held, T* query) const {
+  void copy_victim(Part& part, const Strip<S>& held, T* query) const {
     const int64_t slot = new_slot(part), n = held.block_size, size = cache_.head_size;
     T* copy = reinterpret_cast<T*>(part.victim);
     std::copy(held.key(slot), held.key(slot) + size, copy);
@@ -151,9 +160,10 @@ class Attention {
   }
 
   // The logits of one slot again.
-  void multiply_key(Part& part, const Strip<T>& held, int64_t slot) const {
+  void multiply_key(Part& part, const Strip<S>& held, int64_t slot) const {
     for (int g = 0; g < group_; ++g) {
-      const T *q = queries(part) + g * cache_.head_size, *k = held.key(slot);
+      const T* q = queries(part) + g * cache_.head_size;
+      const S* k = held.key(slot);
       Floats sum = {};
       for (int d = 0; d < cache_.head_size; d += kLanes) sum += load(q + d) * load(k + d);
       part.weights[g * stride_ + slot - part.begin] = sum_of(sum);
@@ -161,7 +171,7 @@ class Attention {
   }
 
   // Logits become weights, and those partial_out.
-  void weigh(Part& part, const Strip<T>& held) const {
+  void weigh(Part& part, const Strip<S>& held) const {
     const Range slots = range(part);
     if (cache_.has_mass) {
       std::fill(part.extra, part.extra + round_up(part.end - part.begin, kLanes), 1.0f);
@@ -177,23 +187,22 @@ class Attention {
         exponentiate<false>(part, g);
       }
     }
-    multiply_values(part, held, slots, new_value(part));
+    multiply_values(part, held, slots);
   }
 
   // weights [G, slots] = q [G, D] K^T [D, slots]; hidden slots get -infinity.
-  void multiply_keys(Part& part, const Strip<T>& held, const Range& slots,
+  void multiply_keys(Part& part, const Strip<S>& held, const Range& slots,
                      const Group<T>& group) const {
-    const T *key = new_key(part), *value = new_value(part);
-    Tile<T> tiles[2];
-    tiles[0].fill(held, slots, part.begin, 0, key);
+    Tile<S> tiles[2];
+    tiles[0].fill(held, slots, part.begin, 0);
     for (int64_t slot = part.begin, n = 0; slot < part.end; slot += kTile, ++n) {
-      const Tile<T>& now = tiles[n % 2];
-      Tile<T>& next = tiles[(n + 1) % 2];
+      const Tile<S>& now = tiles[n % 2];
+      Tile<S>& next = tiles[(n + 1) % 2];
       // V is read after the last of K.
       if (slot + kTile < part.end) {
-        next.fill(held, slots, slot + kTile, 0, key);
+        next.fill(held, slots, slot + kTile, 0);
       } else {
-        next.fill(held, slots, part.begin, held.value_offset(), value);
+        next.fill(held, slots, part.begin, held.value_offset());
       }
       float* to = part.weights + (slot - part.begin);  // [G, count] of [G, stride]
       constexpr int kSlots = Group<T>::kSlots;
@@ -210,7 +219,7 @@ class Attention {
   }
 
   // Of a tile's slots, from `slot` on, all but the victim's own.
-  void find_nearest(Part& part, const Tile<T>& tile, int64_t slot) const {
+  void find_nearest(Part& part, const Tile<S>& tile, int64_t slot) const {
     float* dots = part.extra + (slot - part.begin);
     const int count = static_cast<int>(std::min<int64_t>(kTile, part.end - slot));
     const int64_t victim = new_slot(part);
@@ -248,15 +257,15 @@ class Attention {
   }
 
   // partial_out [G, D] = weights [G, slots] V [slots, D].
-  void multiply_values(Part& part, const Strip<T>& held, const Range& slots, const T* value) const {
+  void multiply_values(Part& part, const Strip<S>& held, const Range& slots) const {
     std::fill(part.partial_out, part.partial_out + group_ * cache_.head_size, 0.0f);
-    Tile<T> tiles[2];
+    Tile<S> tiles[2];
     const int64_t offset = held.value_offset();
-    tiles[0].fill(held, slots, part.begin, offset, value);
+    tiles[0].fill(held, slots, part.begin, offset);
     for (int64_t slot = part.begin, n = 0; slot < part.end; slot += kTile, ++n) {
-      const Tile<T>&now = tiles[n % 2], &next = tiles[(n + 1) % 2];
+      const Tile<S>&now = tiles[n % 2], &next = tiles[(n + 1) % 2];
       const bool more = slot + kTile < part.end;
-      if (more) tiles[(n + 1) % 2].fill(held, slots, slot + kTile, offset, value);
+      if (more) tiles[(n + 1) % 2].fill(held, slots, slot + kTile, offset);
       const int count = static_cast<int>(std::min<int64_t>(kTile, part.end - slot));
       add_values(now.rows, more ? next.rows : now.rows, count, part.weights + (slot - part.begin),
                  stride_, part.partial_out, group_, cache_.head_size);

@@ -11,9 +11,28 @@ namespace h2o {
 
 static_assert(kHeadMultiple % kLanes == 0, "a head is made of whole vectors");
 
-// What one KV head holds of one request: slot s is in the head's page s / N, which is a row of a
-// block of its own, or, where heads share slots, one of rows that follow one another.
-template <class T>
+// Zeros of any type, read in the place of a slot that is not attended to.
+namespace {
+[[maybe_unused]] alignas(64) const char kZeros[4 * kLargestHead] = {};
+}  // namespace
+
+// Calls f(T(), S()) with T the type of a step's tensors and S the cache's: the same, or float8.
+template <class F>
+void with_types(int32_t tensors_type, int32_t cache_type, F f) {
+  const auto with = [&](auto t) {
+    if (cache_type == tensors_type) f(t, t);
+    if (cache_type == kE4m3) f(t, E4m3());
+    if (cache_type == kE5m2) f(t, E5m2());
+  };
+  if (tensors_type == kFloat) with(float());
+  if (tensors_type == kBf16) with(Bf16());
+  if (tensors_type == kHalf) with(Half());
+}
+
+// What one KV head holds of one request, in elements of S: slot s is in the head's page s / N,
+// which is a row of a block of its own, or, where heads share slots, one of rows that follow one
+// another.
+template <class S>
 struct Strip {
   char* base;  // of this head's row of block 0; where heads share slots, of block 0
   int64_t row_bytes;
@@ -24,6 +43,8 @@ struct Strip {
   int32_t first_row;     // of the request's, where heads share slots
   int32_t num_kv_heads;  // 0 where they do not
   bool has_mass;
+  float key_factor;
+  float value_factor;
 
   // `first_rows`: [H + 1] of the request, or null.
   Strip(const H2oCache& cache, const int32_t* blocks, int head, const int32_t* first_rows = nullptr)
@@ -35,7 +56,9 @@ struct Strip {
         head_size(cache.head_size),
         first_row(first_rows ? first_rows[head] : 0),
         num_kv_heads(first_rows ? cache.num_kv_heads : 0),
-        has_mass(cache.has_mass != 0) {}
+        has_mass(cache.has_mass != 0),
+        key_factor(cache.key_factor),
+        value_factor(cache.value_factor) {}
 
   char* row(int64_t page) const {
     if (!num_kv_heads) return base + block_table[page] * block_bytes;
@@ -44,7 +67,7 @@ struct Strip {
   }
   // Bytes from a row's K to its V.
   int64_t value_offset() const {
-    return static_cast<int64_t>(block_size) * head_size * static_cast<int64_t>(sizeof(T));
+    return static_cast<int64_t>(block_size) * head_size * static_cast<int64_t>(sizeof(S));
   }
   // [N]
   float* scores(int64_t page) const {
@@ -57,19 +80,32 @@ struct Strip {
   // [N], where there are masses.
   float* masses(int64_t page) const { return scores(page) + 2 * block_size; }
   // [D]
-  T* key(int64_t slot) const {
-    return reinterpret_cast<T*>(row(slot / block_size)) + slot % block_size * head_size;
+  S* key(int64_t slot) const {
+    return reinterpret_cast<S*>(row(slot / block_size)) + slot % block_size * head_size;
   }
   // [D]
-  T* value(int64_t slot) const { return key(slot) + static_cast<int64_t>(block_size) * head_size; }
+  S* value(int64_t slot) const { return key(slot) + static_cast<int64_t>(block_size) * head_size; }
 
+  // Of tokens that move, T is S.
+  template <class T>
   void store(int64_t slot, const T* new_key, const T* new_value, float score,
              int64_t position) const {
-    std::memcpy(key(slot), new_key, head_size * sizeof(T));
-    std::memcpy(value(slot), new_value, head_size * sizeof(T));
+    put_head(key(slot), new_key, key_factor);
+    put_head(value(slot), new_value, value_factor);
     scores(slot / block_size)[slot % block_size] = score;
     positions(slot / block_size)[slot % block_size] = static_cast<int32_t>(position);
     if (has_mass) masses(slot / block_size)[slot % block_size] = 1.0f;
+  }
+
+ private:
+  // [D]
+  template <class T>
+  void put_head(S* to, const T* from, float factor) const {
+    if constexpr (std::is_same<S, T>::value) {
+      std::memcpy(to, from, head_size * sizeof(S));
+    } else {
+      for (int d = 0; d < head_size; d += kLanes) put(to + d, load(from + d) * all(factor));
+    }
   }
 };
 
@@ -93,7 +129,7 @@ inline void put_out(const H2oTensors& tensors, int64_t token, int64_t head, cons
   const int32_t type = tensors.out_type;
   char* to = tensors.out + (token * tensors.out_stride + head * size) * out_bytes(tensors);
   for (int d = 0; d < size; d += kLanes) {
-    const Floats scaled = load(x + d) * all(factor);
+    const Floats scaled = load(x + d) * all(factor * tensors.out_scale);
     if (type == kFloat) put(reinterpret_cast<float*>(to) + d, scaled);
     if (type == kBf16) put(reinterpret_cast<Bf16*>(to) + d, scaled);
     if (type == kHalf) put(reinterpret_cast<Half*>(to) + d, scaled);

@@ -19,7 +19,8 @@
 namespace h2o {
 namespace {
 
-template <class T>
+// Of a step's tensors of T and a cache of S.
+template <class T, class S>
 class Decode {
  public:
   Decode(const H2oCache& cache, const H2oBatch& batch, const H2oTensors& tensors,
@@ -37,7 +38,7 @@ class Decode {
 
   void run() {
     static thread_local Scratch splits_memory, floats_memory;
-    const int64_t bytes = work_.num_slots * cache_.num_kv_heads * 2 * cache_.head_size * sizeof(T);
+    const int64_t bytes = work_.num_slots * cache_.num_kv_heads * 2 * cache_.head_size * sizeof(S);
     num_kv_splits_ = bytes < kSerialBytes ? 1 : max_threads();
     splits_ = splits_memory.get<Split>(num_kv_splits_);
     bool cuts_strips = false;
@@ -137,7 +138,7 @@ class Decode {
     const bool by_maximum = adds && scoring_.by_maximum && field(kInPrompt, part.request);
     const bool selects = field(kSelects, part.request);
     if (!adds && !selects) return;
-    const Strip<T> held = attention_.strip(part);
+    const Strip<S> held = attention_.strip(part);
     const int64_t newest = field(kLogicalStart, part.request) - scoring_.skip_recent;
     const int64_t logical_end = field(kLogicalStart, part.request) + 1;
     const Candidates candidates{static_cast<int32_t>(field(kNumSinks, part.request)),
@@ -228,7 +229,7 @@ class Decode {
   const H2oTensors& tensors_;
   const H2oScoring& scoring_;
   Work work_;
-  Attention<T> attention_;
+  Attention<T, S> attention_;
   int group_;  // G
   int64_t stride_;
   int64_t part_floats_;
@@ -244,7 +245,7 @@ class Decode {
 extern "C" void h2o_decode(const H2oCache* cache, const H2oBatch* batch, const H2oTensors* tensors,
                            const H2oScoring* scoring, int32_t* victims) {
   using namespace h2o;
-  if (cache->type == kFloat) Decode<float>(*cache, *batch, *tensors, *scoring, victims).run();
-  if (cache->type == kBf16) Decode<Bf16>(*cache, *batch, *tensors, *scoring, victims).run();
-  if (cache->type == kHalf) Decode<Half>(*cache, *batch, *tensors, *scoring, victims).run();
+  with_types(tensors->type, cache->type, [&](auto t, auto s) {
+    Decode<decltype(t), decltype(s)>(*cache, *batch, *tensors, *scoring, victims).run();
+  });
 }

@@ -56,11 +56,20 @@ struct Group {
 
   // Logits [G, kSlots] of [G, stride] = q [G, D] K^T [D, kSlots], for slots of a tile from `start`
   // on. `rows`: [kTile] addresses of K, each [D]. `together`: all are attended to.
-  void dot(const T* const* rows, int start, [[maybe_unused]] bool together, float* to,
+  template <class S>
+  void dot(const S* const* rows, int start, [[maybe_unused]] bool together, float* to,
            int64_t stride) const {
     rows += start;
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-    if constexpr (kPairs) {
+    if constexpr (kPairs && !std::is_same<S, T>::value) {
+      const T* wide[kLanes];
+      T* copy = reinterpret_cast<T*>(keys);
+      for (int i = 0; i < kLanes; ++i, copy += head_size) {
+        wide[i] = widened(rows[i], copy, head_size);
+      }
+      dot(wide, 0, true, to, stride);
+      return;
+    } else if constexpr (kPairs) {
       // K of slots in different pages is not contiguous.
       together = together && rows[kLanes - 1] - rows[0] == (kLanes - 1) * head_size;
       for (int g = 0; g < size; ++g) {
@@ -80,7 +89,7 @@ struct Group {
     const float* wide[kLanes];  // addresses of K, each [D]
     const int depth = head_size;
     for (int i = 0; i < kLanes; ++i) {
-      if constexpr (std::is_same<T, float>::value) {
+      if constexpr (std::is_same<S, float>::value) {
         wide[i] = rows[i];
       } else {
         float* copy = keys + i * depth;
@@ -206,7 +215,8 @@ struct Group<Bf16> {
 
   // K [kSlots, D] q^T [D, columns] for slots of a tile from `start` on, kept until spread(). Two
   // products are computed at once, for each alone would wait for its own last sum.
-  void dot(const Bf16* const* rows, int start, bool together, float*, int64_t) const {
+  template <class S>
+  void dot(const S* const* rows, int start, bool together, float*, int64_t) const {
     const Bf16* low = contiguous(rows + start, together, keys);  // [kRows, D]
     const Bf16* high = contiguous(rows + start + kRows, together, keys + kRows * head_size);
     for (int s = 0; s < subsets(size); ++s) {
@@ -234,10 +244,16 @@ struct Group<Bf16> {
     }
   }
 
-  // K of kRows slots, [kRows, D]; where pages differ, or some are not attended to, a copy.
-  const Bf16* contiguous(const Bf16* const* rows, bool together, Bf16* copy) const {
-    if (together && rows[kRows - 1] - rows[0] == (kRows - 1) * head_size) return rows[0];
-    for (int j = 0; j < kRows; ++j) std::memcpy(copy + j * head_size, rows[j], head_size * 2);
+  // K of kRows slots, [kRows, D]; where pages differ, some are not attended to, or elements are
+  // smaller, a copy.
+  template <class S>
+  const Bf16* contiguous(const S* const* rows, bool together, Bf16* copy) const {
+    if constexpr (std::is_same<S, Bf16>::value) {
+      if (together && rows[kRows - 1] - rows[0] == (kRows - 1) * head_size) return rows[0];
+      for (int j = 0; j < kRows; ++j) std::memcpy(copy + j * head_size, rows[j], head_size * 2);
+    } else {
+      for (int j = 0; j < kRows; ++j) widened(rows[j], copy + j * head_size, head_size);
+    }
     return copy;
   }
 

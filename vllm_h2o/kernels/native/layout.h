@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-// Element types of the cache and of outputs.
-enum H2oType : int32_t { kFloat = 0, kBf16 = 1, kHalf = 2 };
+// Element types of the cache, of a step's tensors and of outputs. The last two are of the cache.
+enum H2oType : int32_t { kFloat = 0, kBf16 = 1, kHalf = 2, kE4m3 = 3, kE5m2 = 4 };
 
 // Head sizes are multiples of the one and at most the other.
 constexpr int kHeadMultiple = 16;
@@ -41,6 +41,8 @@ struct H2oCache {
   int32_t head_size;
   int32_t type;
   int32_t has_mass;
+  float key_factor;  // of K as it is stored: 1 / scale; one but for float8
+  float value_factor;
 };
 
 // A step's tensors; strides are in elements, from token to token.
@@ -55,8 +57,10 @@ struct H2oTensors {
   int64_t value_stride;
   int64_t out_stride;
   int32_t num_heads;
+  int32_t type;  // of query, key and value
   int32_t out_type;
-  float scale;
+  float scale;      // of the products with K as it is stored
+  float out_scale;  // of the sums of V as it is stored
 };
 
 struct H2oScoring {

@@ -20,7 +20,13 @@ from vllm_h2o.kernels.cache import LayerCache
 HEAD_MULTIPLE = 16
 """What head sizes are whole multiples of."""
 LARGEST_HEAD = 1024
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
 
 
 class H2oCache(ctypes.Structure):
@@ -35,6 +41,8 @@ class H2oCache(ctypes.Structure):
         ("head_size", c_int32),
         ("type", c_int32),
         ("has_mass", c_int32),
+        ("key_factor", c_float),
+        ("value_factor", c_float),
     )
 
 
@@ -52,8 +60,10 @@ class H2oTensors(ctypes.Structure):
         ("value_stride", c_int64),
         ("out_stride", c_int64),
         ("num_heads", c_int32),
+        ("type", c_int32),
         ("out_type", c_int32),
         ("scale", c_float),
+        ("out_scale", c_float),
     )
 
 
@@ -128,6 +138,8 @@ CONSTANTS = {
     "kFloat": TYPES[torch.float32],
     "kBf16": TYPES[torch.bfloat16],
     "kHalf": TYPES[torch.float16],
+    "kE4m3": TYPES[torch.float8_e4m3fn],
+    "kE5m2": TYPES[torch.float8_e5m2],
     "kHeadMultiple": HEAD_MULTIPLE,
     "kLargestHead": LARGEST_HEAD,
     **{f"k{name.title().replace('_', '')}": row for row, name in enumerate(DECODE_FIELDS)},
@@ -218,7 +230,8 @@ def cache_bytes(cache: LayerCache) -> bytes:
     heads, first_rows = cache.num_kv_heads, cache.first_rows
     shared = 0 if first_rows is None else first_rows.data_ptr()
     sizes = (heads, block_size, head_size, TYPES[key.dtype], cache.mass is not None)
-    return _CACHE.pack(base, shared, row * size, *sizes)
+    factors = [1.0 / scale for scale in cache.scales]
+    return _CACHE.pack(base, shared, row * size, *sizes, *factors)
 
 
 def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
@@ -229,7 +242,7 @@ def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
 
     """
     query, key, value, out = tensors.query, tensors.key, tensors.value, tensors.out
-    dtype, out_dtype = cache.key.dtype, out.dtype
+    dtype, out_dtype = _computed(cache, query), out.dtype
     strides = _token_strides(cache, (query, key, value, out))
     if query.dtype is not dtype or key.dtype is not dtype or value.dtype is not dtype:
         raise ValueError(f"{query.dtype}, {key.dtype} and {value.dtype} with a cache of {dtype}")
@@ -246,17 +259,30 @@ def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
         0 if initial is None else initial.data_ptr(),
         *strides,
         query.shape[1],
+        TYPES[dtype],
         TYPES[out_dtype],
-        tensors.scale,
+        tensors.scale * cache.scales[0],
+        cache.scales[1],
     )
 
 
 def query_bytes(cache: LayerCache, query: torch.Tensor, scale: float) -> bytes:
     """Queries alone, as :func:`tensors_bytes` with nothing else."""
     (stride,) = _token_strides(cache, (query,))
-    if query.dtype is not cache.key.dtype:
+    dtype = _computed(cache, query)
+    if query.dtype is not dtype:
         raise ValueError(f"queries of {query.dtype} with a cache of {cache.key.dtype}")
-    return _TENSORS.pack(query.data_ptr(), 0, 0, 0, 0, stride, 0, 0, 0, query.shape[1], 0, scale)
+    sizes = (stride, 0, 0, 0, query.shape[1], TYPES[dtype], 0, scale * cache.scales[0], 1.0)
+    return _TENSORS.pack(query.data_ptr(), 0, 0, 0, 0, *sizes)
+
+
+def _computed(cache: LayerCache, query: torch.Tensor) -> torch.dtype:
+    """The type of queries and of new K and V: the cache's, or what float8 is made of."""
+    if not cache.is_quantised:
+        return cache.key.dtype
+    if query.dtype not in TYPES or query.element_size() == 1:
+        raise ValueError(f"queries of {query.dtype} with a cache of {cache.key.dtype}")
+    return query.dtype
 
 
 def _token_strides(cache: LayerCache, tensors: tuple[torch.Tensor, ...]) -> list[int]:

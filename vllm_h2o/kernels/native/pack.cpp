@@ -9,6 +9,14 @@
 namespace h2o {
 namespace {
 
+// Calls f of an element as large as the cache's: what moves is not interpreted.
+template <class F>
+void with_elements(const H2oCache& cache, F f) {
+  if (cache.type == kFloat) f(float());
+  if (cache.type == kBf16 || cache.type == kHalf) f(Half());
+  if (cache.type == kE4m3 || cache.type == kE5m2) f(E5m2());
+}
+
 // Ranks as unsigned numbers, the best lowest: the safe ones, then by score, then by age.
 inline uint64_t rank(bool safe, float score, int64_t slot) {
   const uint32_t bits = bit_cast<uint32_t>(score);
@@ -189,17 +197,13 @@ extern "C" void h2o_pack_survivors(const H2oCache* caches, int num_caches,
       const H2oPacked& request = requests[i / num_heads % num_requests];
       const int head = static_cast<int>(i % num_heads);
       if (request.splits) continue;
-      if (cache.type == kFloat) pack<float>(cache, request, head, *scoring);
-      if (cache.type == kBf16) pack<Bf16>(cache, request, head, *scoring);
-      if (cache.type == kHalf) pack<Half>(cache, request, head, *scoring);
+      with_elements(cache, [&](auto s) { pack<decltype(s)>(cache, request, head, *scoring); });
     }
     for (int64_t i = team.thread; i < num_strips / num_heads; i += team.size) {
       const H2oCache& cache = caches[i / num_requests];
       const H2oPacked& request = requests[i % num_requests];
       if (!request.splits) continue;
-      if (cache.type == kFloat) pack_shared<float>(cache, request, *scoring);
-      if (cache.type == kBf16) pack_shared<Bf16>(cache, request, *scoring);
-      if (cache.type == kHalf) pack_shared<Half>(cache, request, *scoring);
+      with_elements(cache, [&](auto s) { pack_shared<decltype(s)>(cache, request, *scoring); });
     }
   };
   parallel(static_cast<int>(std::min<int64_t>(max_threads(), num_strips)), body);

@@ -14,6 +14,7 @@ namespace {
 template <class Prompt>
 class Prefill {
   using T = typename Prompt::Type;
+  using S = typename Prompt::Held;
   using Product = typename Prompt::Product;
   using Element = typename Prompt::Element;
   using Rows = typename Prompt::Rows;
@@ -27,7 +28,7 @@ class Prefill {
   // Stores the chunk's tokens among slots [start, start + kKeyBlock), and arranges all of those.
   void arrange(int c, int h, int64_t start) const {
     const H2oChunk& chunk = prompt_.chunks[c];
-    const Strip<T> held = prompt_.strip(c, h);
+    const Strip<S> held = prompt_.strip(c, h);
     const int size = cache_.head_size;
     const int64_t end = std::min(start + kKeyBlock, chunk.attended_len());
     for (int64_t slot = std::max(start, chunk.resident_start); slot < end; ++slot) {
@@ -68,7 +69,7 @@ class Prefill {
 
   // Adds the threads' sums of slots [start, start + kKeyBlock).
   void add_to_scores(int num_threads, int c, int h, int64_t start) const {
-    const Strip<T> held = prompt_.strip(c, h);
+    const Strip<S> held = prompt_.strip(c, h);
     const int64_t n = cache_.block_size;
     const int64_t end = std::min(start + kKeyBlock, prompt_.chunks[c].attended_len());
     for (int64_t slot = start; slot < end; ++slot) {
@@ -79,26 +80,12 @@ class Prefill {
   }
 
  private:
-  // V [kKeyBlock, D] keeps its order, or becomes [kKeyBlock / 2, D, 2] in pairs.
   void arrange_values(int c, int h, int64_t start) const {
-    const Strip<T> held = prompt_.strip(c, h);
+    const Strip<S> held = prompt_.strip(c, h);
     const int size = cache_.head_size;
-    const T* rows[kKeyBlock];
+    const S* rows[kKeyBlock];
     prompt_.addresses(c, start, rows, [&](int64_t slot) { return held.value(slot); });
-    Element* to = prompt_.values + (prompt_.offset(c, h) + start) * size;
-    if constexpr (Prompt::kPaired) {
-      for (int i = 0; i < kKeyBlock; i += 2) {
-        const Bf16 *low = rows[i], *high = rows[i + 1];
-        for (int d = 0; d < size; ++d) {
-          const uint32_t pair = low[d].bits | static_cast<uint32_t>(high[d].bits) << 16;
-          std::memcpy(to + i * size + 2 * d, &pair, 4);
-        }
-      }
-    } else {
-      for (int i = 0; i < kKeyBlock; ++i) {
-        for (int d = 0; d < size; d += kLanes) put(to + i * size + d, load(rows[i] + d));
-      }
-    }
+    h2o::arrange_values(rows, size, prompt_.values + (prompt_.offset(c, h) + start) * size);
   }
 
   // Hides slots after each query's own among [slot, slot + kKeyBlock).
@@ -124,7 +111,7 @@ class Prefill {
   template <bool kByMaximum>
   void add_old_columns(const Rows& x, const QueryTile& tile, float* sums) const {
     const H2oChunk& chunk = prompt_.chunks[tile.chunk];
-    const Strip<T> held = prompt_.strip(tile.chunk, tile.head);
+    const Strip<S> held = prompt_.strip(tile.chunk, tile.head);
     prompt_.for_each_row(tile, [&](int64_t r, int, int64_t query) {
       if (x.contribution[r] == 0.0f) return;
       const int64_t newest = chunk.logical_start + query - scoring_.skip_recent;

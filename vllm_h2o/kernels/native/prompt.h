@@ -11,14 +11,13 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "arrange.h"
 #include "cache.h"
 #include "multiply.h"
 #include "team.h"
 
 namespace h2o {
 
-// Slots that are arranged together.
-constexpr int kKeyBlock = 32;
 // Rows of a tile: queries times heads.
 constexpr int kMaxRows = 64;
 // Slots of chunks that are computed together; one chunk may have more.
@@ -56,13 +55,14 @@ PromptMemory& prompt_memory() {
   static thread_local PromptMemory memory;
   return memory;
 }
-alignas(64) const char kZeros[4 * kLargestHead] = {};
 }  // namespace
 
-// Chunks that are computed together, with T the cache's type and products of Multiplier.
-template <class T, class Multiplier>
+// Chunks that are computed together, with T the type of the step's tensors, S the cache's, and
+// products of Multiplier.
+template <class T, class S, class Multiplier>
 struct Prompt {
   using Type = T;
+  using Held = S;
   using Product = Multiplier;
   using Element = typename Multiplier::Element;
   using Rows = TileRows<Element>;
@@ -147,7 +147,7 @@ struct Prompt {
     rows_memory = memory.rows.get<char>(num_threads * thread_bytes);
   }
 
-  Strip<T> strip(int chunk, int head) const { return {cache, chunks[chunk].block_table, head}; }
+  Strip<S> strip(int chunk, int head) const { return {cache, chunks[chunk].block_table, head}; }
 
   // Slots of all strips, and where a strip's begin among them.
   int64_t num_slots() const { return offsets[num_chunks]; }
@@ -219,33 +219,18 @@ struct Prompt {
   // rows = at(slot) for slots [start, start + kKeyBlock) of a chunk: addresses, each of [D]. After
   // the chunk's last slot come zeros.
   template <class At>
-  void addresses(int chunk, int64_t start, const T** rows, At at) const {
-    const T* zeros = reinterpret_cast<const T*>(kZeros);
+  void addresses(int chunk, int64_t start, const S** rows, At at) const {
+    const S* zeros = reinterpret_cast<const S*>(kZeros);
     const int64_t count = std::min<int64_t>(kKeyBlock, chunks[chunk].attended_len() - start);
     for (int64_t i = 0; i < kKeyBlock; ++i) rows[i] = i < count ? at(start + i) : zeros;
   }
 
-  // K [kKeyBlock, D] becomes [depth, kKeyBlock], in pairs [depth / 2, kKeyBlock, 2].
   void arrange_keys(int chunk, int head, int64_t start) const {
-    const Strip<T> held = strip(chunk, head);
-    const int size = cache.head_size;
-    const T* rows[kKeyBlock];
+    const Strip<S> held = strip(chunk, head);
+    const S* rows[kKeyBlock];
     addresses(chunk, start, rows, [&](int64_t slot) { return held.key(slot); });
     Element* to = keys + (offset(chunk, head) + start) * depth;
-    if constexpr (kPaired) {
-      for (int d = 0; d < depth; d += 2) {
-        uint32_t pairs[kKeyBlock] = {};
-        for (int i = 0; i < kKeyBlock && d < size; ++i) std::memcpy(pairs + i, rows[i] + d, 4);
-        std::memcpy(to + d * kKeyBlock, pairs, sizeof(pairs));
-      }
-    } else {
-      for (int i = 0; i < kKeyBlock; ++i) {
-        for (int d = 0; d < size; d += kLanes) {
-          const Floats k = load(rows[i] + d);
-          for (int j = 0; j < kLanes; ++j) to[(d + j) * kKeyBlock + i] = k[j];
-        }
-      }
-    }
+    h2o::arrange_keys(rows, cache.head_size, depth, to);
   }
 
   // query [rows, depth]; zeros after the chunk's last query.
@@ -386,9 +371,11 @@ void run_stage(const H2oCache& cache, const H2oChunk* chunks, int num_chunks,
     }
     const H2oChunk* some = chunks + begin;
     const int count = end - begin;
-    if (cache.type == kFloat) run(Prompt<float, Wide>(cache, some, count, tensors, scoring));
-    if (cache.type == kHalf) run(Prompt<Half, Wide>(cache, some, count, tensors, scoring));
-    if (cache.type == kBf16) run(Prompt<Bf16, ForBf16>(cache, some, count, tensors, scoring));
+    with_types(tensors.type, cache.type, [&](auto t, auto s) {
+      using T = decltype(t);
+      using Multiplier = std::conditional_t<std::is_same<T, Bf16>::value, ForBf16, Wide>;
+      run(Prompt<T, decltype(s), Multiplier>(cache, some, count, tensors, scoring));
+    });
     begin = end;
   }
 }

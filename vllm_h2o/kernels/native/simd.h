@@ -29,13 +29,21 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
-// The cache's element types; both are 16 bits that only load() and put() interpret.
+// Element types, which only load() and put() interpret. The last two are of a cache alone: a sign,
+// an exponent of 4 or 5 bits, and 3 or 2 bits more. The first of them has no infinity.
 struct Bf16 {
   uint16_t bits;
 };
 struct Half {
   uint16_t bits;
+};
+struct E4m3 {
+  uint8_t bits;
+};
+struct E5m2 {
+  uint8_t bits;
 };
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -80,27 +88,54 @@ inline Ints load(const int32_t* from) {
   return to;
 }
 
-inline Words load_words(const uint16_t* from) {
+inline Shorts load_shorts(const uint16_t* from) {
   Shorts shorts;
   std::memcpy(&shorts, from, sizeof(shorts));
-  return __builtin_convertvector(shorts, Words);
+  return shorts;
 }
 
-inline Floats load(const Bf16* from) { return bit_cast<Floats>(load_words(&from->bits) << 16); }
+inline Shorts load_bytes(const uint8_t* from) {
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(bytes, Shorts);
+}
 
-inline Floats load(const Half* from) {
+inline Floats load(const Bf16* from) {
+  return bit_cast<Floats>(__builtin_convertvector(load_shorts(&from->bits), Words) << 16);
+}
+
+inline Floats from_halves(Shorts halves) {
 #if defined(__AVX512F__)
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return _mm512_cvtph_ps(bit_cast<__m256i>(halves));
 #elif defined(__F16C__)
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return _mm256_cvtph_ps(bit_cast<__m128i>(halves));
 #else
-  const Words h = load_words(&from->bits);
+  const Words h = __builtin_convertvector(halves, Words);
   const Words magnitude = (h & 0x7fffu) << 13;
   // A power of two moves the exponent to where float has it, subnormal numbers included.
   const Words scaled = bit_cast<Words>(bit_cast<Floats>(magnitude) * all(0x1p112f));
   const Words special = magnitude | 0x7f800000u;
   const Words is_special = bit_cast<Words>((h & 0x7c00u) == 0x7c00u);
   return bit_cast<Floats>(((h & 0x8000u) << 16) | (is_special & special) | (~is_special & scaled));
+#endif
+}
+
+inline Floats load(const Half* from) { return from_halves(load_shorts(&from->bits)); }
+
+// The upper half of a half.
+inline Floats load(const E5m2* from) { return from_halves(load_bytes(&from->bits) << 8); }
+
+// A half with its exponent 8 too low. Its largest number is 448; what would be 480 is a NaN.
+inline Floats load(const E4m3* from) {
+  const Shorts bytes = load_bytes(&from->bits);
+  const Floats x = from_halves((bytes & 0x80) << 8 | (bytes & 0x7f) << 7) * all(256.0f);
+  const Floats nan = all(std::numeric_limits<float>::quiet_NaN());
+#if defined(__AVX512F__)
+  const __mmask16 is_number =
+      _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(480.0f), _CMP_NEQ_UQ);
+  return _mm512_mask_mov_ps(nan, is_number, x);
+#else
+  return (x == all(480.0f)) | (x == all(-480.0f)) ? nan : x;
 #endif
 }
 
@@ -183,6 +218,43 @@ inline void put(Half* to, Floats from) {
 #else
   for (int i = 0; i < kLanes; ++i) to[i].bits = to_half(from[i]);
 #endif
+}
+
+// Elements as bfloat16, which has room for all of a float8: those themselves, or a copy in `room`.
+inline const Bf16* widened(const Bf16* from, Bf16*, int) { return from; }
+template <class S>
+inline const Bf16* widened(const S* from, Bf16* room, int count) {
+  for (int i = 0; i < count; i += kLanes) put(room + i, load(from + i));
+  return room;
+}
+
+// The nearest of `kBits` bits after the exponent, whose bias is kBias; ties to even. What is larger
+// than `largest` becomes that; a NaN is all ones.
+template <int kBits, int kBias>
+inline uint8_t to_float8(float x, float largest) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 24) & 0x80u;
+  if (x != x) return static_cast<uint8_t>(sign | 0x7fu);
+  float magnitude = bit_cast<float>(bits & 0x7fffffffu);
+  if (magnitude > largest) magnitude = largest;
+  constexpr uint32_t kOne = 127u << 23, kDropped = 23 - kBits;
+  if (magnitude < bit_cast<float>(kOne + ((1 - kBias) * (1 << 23)))) {
+    // The last bit of a subnormal one becomes the last bit of the float.
+    const float aligner = bit_cast<float>(kOne + ((24 - kBias - kBits) * (1 << 23)));
+    return static_cast<uint8_t>(
+        sign | (bit_cast<uint32_t>(magnitude + aligner) - bit_cast<uint32_t>(aligner)));
+  }
+  const uint32_t shifted = bit_cast<uint32_t>(magnitude) - ((127u - kBias) << 23);
+  const uint32_t rounded = shifted + (1u << (kDropped - 1)) - 1u + ((shifted >> kDropped) & 1u);
+  return static_cast<uint8_t>(sign | (rounded >> kDropped));
+}
+
+inline void put(E4m3* to, Floats from) {
+  for (int i = 0; i < kLanes; ++i) to[i].bits = to_float8<3, 7>(from[i], 448.0f);
+}
+
+inline void put(E5m2* to, Floats from) {
+  for (int i = 0; i < kLanes; ++i) to[i].bits = to_float8<2, 15>(from[i], 57344.0f);
 }
 
 inline float sum_of(Floats x) {

@@ -43,21 +43,21 @@ void for_each_run(const Range& range, int block_size, F f) {
   }
 }
 
-// Addresses of K (or of V) of kTile slots. For a slot that is not attended to, `instead` is read,
-// which is finite: the slot itself may hold anything, and 0 * NaN is NaN.
-template <class T>
+// Addresses of K (or of V) of kTile slots. For a slot that is not attended to, zeros are read: the
+// slot itself may hold anything, and 0 * NaN is NaN.
+template <class S>
 struct Tile {
-  const T* rows[kTile];  // each [D]
+  const S* rows[kTile];  // each [D]
 
   // Of slots [slot, slot + kTile) in a range; `offset` is 0 for K, value_offset() for V.
-  void fill(const Strip<T>& strip, const Range& range, int64_t slot, int64_t offset,
-            const T* instead) {
+  void fill(const Strip<S>& strip, const Range& range, int64_t slot, int64_t offset) {
+    const S* instead = reinterpret_cast<const S*>(kZeros);
     int i = 0;
     while (i < kTile && slot + i < range.end) {
       const int64_t page = (slot + i) / strip.block_size;
       const int64_t end = std::min<int64_t>((page + 1) * strip.block_size, range.end);
       const int count = static_cast<int>(std::min<int64_t>(end - slot, kTile));
-      const T* row = reinterpret_cast<const T*>(strip.row(page) + offset) +
+      const S* row = reinterpret_cast<const S*>(strip.row(page) + offset) +
                      (slot + i) % strip.block_size * strip.head_size;
       for (; i < count; ++i, row += strip.head_size) rows[i] = row;
     }
@@ -71,7 +71,7 @@ struct Tile {
   void prefetch(int start, int count, int head_size) const {
     for (int i = start; i < start + count; ++i) {
       const char* row = reinterpret_cast<const char*>(rows[i]);
-      for (size_t byte = 0; byte < head_size * sizeof(T); byte += 64) {
+      for (size_t byte = 0; byte < head_size * sizeof(S); byte += 64) {
         __builtin_prefetch(row + byte);
       }
     }

@@ -83,8 +83,7 @@ def store(
     row = strips.rows.gather(2, (slot // cache.block_size)[:, :, None]).squeeze(2)
     offset = slot % cache.block_size
     position = batch.field("logical_start").to(torch.int32)
-    cache.key[row, offset] = key.to(cache.key.dtype)
-    cache.value[row, offset] = value.to(cache.value.dtype)
+    cache.key[row, offset], cache.value[row, offset] = cache.as_stored(key, value)
     cache.position[row, offset] = position[:, None].expand_as(row)
     zeros = torch.zeros_like(row, dtype=torch.float32)
     cache.score[row, offset] = zeros if score is None else score
@@ -129,7 +128,8 @@ def attend_and_score(
         num_free = batch.field("num_free_slots")[:, None, None]
         hidden = hidden | ((distance > 0) & (distance <= num_free))
     grouped = query.view(num_requests, num_kv_heads, -1, head_size).to(torch.float32)
-    logits = torch.matmul(grouped * scale, key.transpose(-1, -2))  # [B, H, G, L]
+    key_scale, value_scale = cache.scales
+    logits = torch.matmul(grouped * (scale * key_scale), key.transpose(-1, -2))  # [B, H, G, L]
     if cache.mass is not None:
         logits += cache.mass[rows].flatten(2)[:, :, None, :].log()
     logits.masked_fill_(hidden[:, :, None, :], float("-inf"))
@@ -138,7 +138,7 @@ def attend_and_score(
     value.masked_fill_(hidden[..., None], 0.0)
     if scoring.power:
         _add_scores(cache, batch, strips, probs, scoring)
-    return torch.matmul(probs, value).view(num_requests, -1, head_size)
+    return torch.matmul(probs, value).mul_(value_scale).view(num_requests, -1, head_size)
 
 
 def _add_scores(

@@ -40,8 +40,8 @@ def store(
     row = chunk_rows(cache, chunk)[:, slot // cache.block_size]
     offset = (slot % cache.block_size).expand_as(row)
     position = chunk.logical_start + slot - chunk.resident_start
-    cache.key[row, offset] = key.transpose(0, 1).to(cache.key.dtype)
-    cache.value[row, offset] = value.transpose(0, 1).to(cache.value.dtype)
+    stored = cache.as_stored(key.transpose(0, 1), value.transpose(0, 1))
+    cache.key[row, offset], cache.value[row, offset] = stored
     cache.position[row, offset] = position.to(torch.int32).expand_as(row)
     zeros = torch.zeros_like(row, dtype=torch.float32)
     cache.score[row, offset] = zeros if score is None else score.T
@@ -69,6 +69,7 @@ def attend_and_score(
     key, value = (chunk_slots(cache, view, chunk).float() for view in (cache.key, cache.value))
     position = chunk_slots(cache, cache.position, chunk)
     columns = torch.zeros(position.shape, device=query.device)
+    key_scale, value_scale = cache.scales
     group = num_heads // cache.num_kv_heads
     shape = (cache.num_kv_heads, group, num_queries, head_size)
     out = torch.empty(shape, device=query.device)
@@ -77,7 +78,7 @@ def attend_and_score(
         visible = chunk.resident_start + stop
         index = torch.arange(start, stop, device=query.device)
         last_seen = chunk.resident_start + index
-        probs = probabilities(query[start:stop], key[:, :visible], last_seen, scale)
+        probs = probabilities(query[start:stop], key[:, :visible], last_seen, scale * key_scale)
         tile = torch.matmul(probs.flatten(1, 2), value[:, :visible])  # [H, G * tile, D]
         out[:, :, start:stop] = tile.unflatten(1, (-1, stop - start))
         if scoring.power and stop > chunk.first_scoring_query:
@@ -89,7 +90,7 @@ def attend_and_score(
             columns[:, :visible] = combined(columns[:, :visible], more, scoring)
     if scoring.power:
         add_to_scores(cache, chunk, columns, scoring)
-    return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
+    return out.mul_(value_scale).permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
 
 
 def column_scores(
@@ -127,7 +128,7 @@ def column_scores(
         last_seen = chunk.resident_start + index
         if sees_all:
             last_seen = torch.full_like(index, chunk.attended_len - 1)
-        probs = probabilities(tile, key, last_seen, scale)
+        probs = probabilities(tile, key, last_seen, scale * cache.scales[0])
         more = contributions(probs, chunk.logical_start + index, position, scoring)
         columns = combined(columns, more, scoring)
     return columns

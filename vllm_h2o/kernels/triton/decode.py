@@ -37,7 +37,7 @@ from vllm_h2o.kernels.triton.strips import (
     split_size,
     strip_of,
 )
-from vllm_h2o.kernels.triton.tiles import load_slots, page_row
+from vllm_h2o.kernels.triton.tiles import as_stored, load_slots, page_row
 
 
 @triton.jit(do_not_specialize=["num_kv_splits"])
@@ -56,6 +56,8 @@ def store_token(
     victims_ptr,  # [num_blocks, H], int32
     first_rows_ptr,  # [num_blocks, H + 1], int32; read when CAN_SPLIT
     merge,  # the cosine above which a victim is merged
+    key_factor,  # of K as it is stored, float8: 1 / scale
+    value_factor,
     key_stride,
     value_stride,
     page_stride,  # of K and V, in elements
@@ -104,8 +106,9 @@ def store_token(
         tl.store(mass_pages + row * word_stride + offset, 1.0)
     key = tl.load(key_ptr + token * key_stride + h * D + dim, mask=dim < D)  # [D_PAD]
     value = tl.load(value_ptr + token * value_stride + h * D + dim, mask=dim < D)  # [D_PAD]
-    tl.store(key_pages + row * page_stride + offset * D + dim, key, mask=dim < D)
-    tl.store(value_pages + row * page_stride + offset * D + dim, value, mask=dim < D)
+    kv = row * page_stride + offset * D + dim
+    tl.store(key_pages + kv, as_stored(key, key_factor, key_pages), mask=dim < D)
+    tl.store(value_pages + kv, as_stored(value, value_factor, value_pages), mask=dim < D)
     position = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
     tl.store(position_pages + row * word_stride + offset, position)
     score = 0.0
@@ -128,6 +131,7 @@ def attend_split(
     partial_out_ptr,  # [B, H, splits, G, D], float32: written, each split's own mean of V
     partial_max_sum_ptr,  # [B, H, splits, G, 2], float32: written, largest logit and sum of exp
     scale,
+    out_scale,  # of V as it is stored
     query_stride,
     page_stride,
     word_stride,
@@ -186,6 +190,7 @@ def attend_split(
         # Both at once: V is on its way while K is multiplied.
         key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE, D_PAD]
         value = load_slots(value_pages, row, offset, live, dim, page_stride, D)  # [TILE, D_PAD]
+        key, value = key.to(query.dtype), value.to(query.dtype)  # of float8
         if G_PAD == 1:
             logits = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[None, :]  # [1, TILE]
         else:
@@ -213,7 +218,7 @@ def attend_split(
     if G_PAD == 1:
         out = tl.sum(out, axis=0)[None, :]
     partial = ((b * num_kv_heads + h).to(tl.int64) * num_kv_splits + s) * G + group
-    mean = out / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    mean = out * out_scale / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], mean, mask=group_mask)
     tl.store(partial_max_sum_ptr + partial * 2, row_max, mask=group < G)
     tl.store(partial_max_sum_ptr + partial * 2 + 1, row_sum, mask=group < G)

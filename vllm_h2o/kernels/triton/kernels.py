@@ -99,7 +99,7 @@ class TritonKernels:
         num_logits = cache.num_blocks * self.num_heads * cache.block_size
         if self._logits.numel() != num_logits:
             self._logits = torch.empty(num_logits, device=self.device)
-            self._compile(cache, initial is not None, scoring)
+            self._compile(cache, query.dtype, initial is not None, scoring)
         shape = self._shape(cache)
         can_split = {"CAN_SPLIT": cache.first_rows is not None}
         first_rows = victims if cache.first_rows is None else cache.first_rows
@@ -107,7 +107,7 @@ class TritonKernels:
         strides = (batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads)
         page_stride, word_stride = cache.key.stride(0), cache.score.stride(0)
         num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size)
-        tile = tile_of(self.padded_head, cache.key.element_size())
+        tile, exact = tile_of(self.padded_head, query.element_size()), precision(query.dtype)
         grid = (num_requests, num_kv_heads, num_kv_splits)
         masses, merges = self._masses(cache)
         if scoring.merge:
@@ -118,7 +118,7 @@ class TritonKernels:
         decode.store_token[grid[:2]](
             key, value, key if initial is None else initial,
             cache.key, cache.value, cache.score, cache.position, masses, self._nearest,
-            *request_args, scoring.merge,
+            *request_args, scoring.merge, *(1.0 / scale for scale in cache.scales),
             key.stride(0), value.stride(0), page_stride, word_stride, *strides, num_kv_splits,
             **shape, **can_split, **merges, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
             HAS_INITIAL_SCORE=initial is not None,
@@ -127,9 +127,9 @@ class TritonKernels:
         decode.attend_split[grid](
             query, cache.key, cache.value, masses, *request_args,
             self._logits, self._partial_out, self._partial_max_sum,
-            tensors.scale, query.stride(0), page_stride, word_stride, *strides, num_kv_splits,
-            **shape, **group, HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
-            PRECISION=precision(cache.key.dtype), **can_split, **merges,
+            tensors.scale * cache.scales[0], cache.scales[1], query.stride(0), page_stride,
+            word_stride, *strides, num_kv_splits, **shape, **group, **can_split, **merges,
+            HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0, PRECISION=exact,
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
         decode.merge_and_score[grid[:2]](
@@ -160,7 +160,7 @@ class TritonKernels:
         prefill.store_chunk[(*sizes, triton.cdiv(longest, STORE_TILE))](
             key, value, key if initial is None else initial,
             cache.key, cache.value, cache.score, cache.position, masses,
-            sent.block_table, sent.fields,
+            sent.block_table, sent.fields, *(1.0 / scale for scale in cache.scales),
             key.stride(0), value.stride(0), cache.key.stride(0), cache.score.stride(0),
             sent.block_table.stride(0), *sizes,
             **self._shape(cache), **merges, TILE=STORE_TILE, HAS_INITIAL_SCORE=initial is not None,
@@ -168,10 +168,10 @@ class TritonKernels:
         lse = self.prompt_attention(cache, chunks, tensors)
         if not scoring.power:
             return
-        _, by_key = self._prompt_options(cache)
+        _, by_key = self._prompt_options(cache, query)
         prefill.column_scores[self._key_grid(sent, by_key)](
             query, cache.key, cache.score, cache.position, sent.block_table, sent.fields, lse,
-            tensors.scale, query.stride(0), lse.stride(0), cache.key.stride(0),
+            tensors.scale * cache.scales[0], query.stride(0), lse.stride(0), cache.key.stride(0),
             cache.score.stride(0), sent.block_table.stride(0), *sizes, scoring.skip_recent,
             **by_key, POWER=scoring.power, SKIPS=scoring.skip_recent > 0,
             BY_MAXIMUM=scoring.by_maximum,
@@ -187,9 +187,9 @@ class TritonKernels:
     ) -> None:
         """All chunks in one launch of each kernel."""
         self._check_heads(cache, query)
-        sent = self._sent(chunks)
+        sent, scale = self._sent(chunks), scale * cache.scales[0]
         sizes = (len(sent), self.num_kv_heads)
-        by_query, by_key = self._prompt_options(cache)
+        by_query, by_key = self._prompt_options(cache, query)
         lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
         scoring_pass.log_sum_exp[self._query_grid(sent, by_query)](
             query, cache.key, sent.block_table, sent.fields, lse,
@@ -273,11 +273,13 @@ class TritonKernels:
     ) -> torch.Tensor:
         """Our own flash attention; reads keys and values from the pages."""
         sent, query, out = self._sent(chunks), tensors.query, tensors.out
-        by_query, _ = self._prompt_options(cache)
+        by_query, _ = self._prompt_options(cache, query)
+        key_scale, value_scale = cache.scales
         lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
         prefill.attend[self._query_grid(sent, by_query)](
             query, cache.key, cache.value, sent.block_table, sent.fields, out, lse,
-            tensors.scale, query.stride(0), out.stride(0), lse.stride(0), cache.key.stride(0),
+            tensors.scale * key_scale, value_scale,
+            query.stride(0), out.stride(0), lse.stride(0), cache.key.stride(0),
             sent.block_table.stride(0), len(sent), self.num_kv_heads, **by_query,
         )  # fmt: skip
         return lse
@@ -292,11 +294,12 @@ class TritonKernels:
             return cache.score, {"MERGES": False}
         return cache.mass, {"MERGES": True}
 
-    def _prompt_options(self, cache: LayerCache) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _prompt_options(
+        self, cache: LayerCache, query: torch.Tensor
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the kernels that walk the keys of some queries, and the queries of some keys."""
         constants = self._shape(cache) | {"G": self.group}
-        exact = {"PRECISION": precision(cache.key.dtype)}
-        size = cache.key.element_size()
+        exact, size = {"PRECISION": precision(query.dtype)}, query.element_size()
         by_query, by_key = prompt_tiles(self.padded_head, size, self._capability)
         return constants | exact | by_query, constants | exact | by_key
 
@@ -327,7 +330,9 @@ class TritonKernels:
         wanted = triton.cdiv(self._num_programs, num_requests * self.num_kv_heads)
         return max(1, min(wanted, MAX_KV_SPLITS, triton.cdiv(num_slots, TILE)))
 
-    def _compile(self, cache: LayerCache, has_initial_score: bool, scoring: Scoring) -> None:
+    def _compile(
+        self, cache: LayerCache, dtype: torch.dtype, has_initial_score: bool, scoring: Scoring
+    ) -> None:
         """Run the prompt's kernels once on two pages of their own, before a request waits."""
         if self.device.type != "cuda":
             return
@@ -336,8 +341,10 @@ class TritonKernels:
         layout = (2, self.num_kv_heads, cache.block_size, content)
         kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=self.device)
         splits = cache.first_rows is not None
-        own = LayerCache.of(kv_cache, self.head_size, splits, merges, keeps_scores)
-        key = torch.zeros(2, self.num_kv_heads, self.head_size, dtype=cache.key.dtype).to(kv_cache)
+        kinds = (splits, merges, keeps_scores)
+        own = LayerCache.of(kv_cache, self.head_size, *kinds, scales=cache.scales)
+        shape = (2, self.num_kv_heads, self.head_size)
+        key = torch.zeros(shape, dtype=dtype, device=self.device)
         query = key.repeat(1, self.group, 1)
         chunks = [
             PromptChunk(
@@ -376,7 +383,7 @@ class TritonKernels:
         self, cache: LayerCache, tensor: torch.Tensor, any_dtype: bool = False
     ) -> None:
         is_valid = (
-            (any_dtype or tensor.dtype == cache.key.dtype)
+            (any_dtype or cache.is_quantised or tensor.dtype == cache.key.dtype)
             and tensor.shape[1] in (self.num_heads, self.num_kv_heads)
             and tensor.shape[2] == self.head_size
             and tensor.stride()[1:] == (self.head_size, 1)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.kernels.triton.tiles import (
+    as_stored,
     combined,
     contributions,
     kv_offsets,
@@ -55,6 +56,8 @@ def store_chunk(
     mass_pages,  # written when MERGES: 1
     block_table_ptr,  # [R, P], int32
     fields_ptr,
+    key_factor,  # of K as it is stored, float8: 1 / scale
+    value_factor,
     key_stride,
     value_stride,
     page_stride,
@@ -86,8 +89,8 @@ def store_chunk(
     value = load_head(value_ptr, token, live, h, dim, value_stride, D)  # [TILE, D_PAD]
     kv = kv_offsets(row, offset, dim, page_stride, D)
     mask = live[:, None] & (dim < D)[None, :]
-    tl.store(key_pages + kv, key, mask=mask)
-    tl.store(value_pages + kv, value, mask=mask)
+    tl.store(key_pages + kv, as_stored(key, key_factor, key_pages), mask=mask)
+    tl.store(value_pages + kv, as_stored(value, value_factor, value_pages), mask=mask)
     words = row * word_stride + offset
     position = tl.load(fields + LOGICAL_START * num_chunks) + i
     tl.store(position_pages + words, position, mask=live)
@@ -109,6 +112,7 @@ def attend(
     out_ptr,  # [T, Hq, D]: written
     lse_ptr,  # [Hq, T], float32: written
     scale,
+    out_scale,  # of V as it is stored
     query_stride,
     out_stride,
     lse_stride,
@@ -145,17 +149,17 @@ def attend(
         slot = start + tl.arange(0, TILE_K)
         live = slot < visible
         row, offset = locate(block_table, slot, live, head // G, num_kv_heads, N)
-        key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
+        key = load_slots(key_pages, row, offset, live, dim, page_stride, D).to(query.dtype)
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [TILE_Q, TILE_K]
         seen = live[None, :] & (slot[None, :] <= (resident_start + i)[:, None])
         logits = tl.where(seen, logits, float("-inf"))
         # The first tile holds slot 0, which every query sees: no maximum is -inf.
         row_max, row_sum, rescale, probs = update_softmax(row_max, row_sum, logits)
-        value = load_slots(value_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
+        value = load_slots(value_pages, row, offset, live, dim, page_stride, D).to(query.dtype)
         more = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)  # [TILE_Q, D_PAD]
         out = out * rescale[:, None] + more
     out_ptrs = out_ptr + (token * out_stride)[:, None] + head * D + dim[None, :]
-    mean = (out / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    mean = (out * out_scale / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptrs, mean, mask=query_mask[:, None] & (dim < D)[None, :])
     tl.store(lse_ptr + head * lse_stride + token, row_max + tl.log(row_sum), mask=query_mask)
 
@@ -203,6 +207,7 @@ def column_scores(
     row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
     dim = tl.arange(0, D_PAD)
     key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
+    key = key.to(query_ptr.dtype.element_ty)
     words = row * word_stride + offset
     position = tl.load(position_pages + words, mask=live, other=0)
     token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)

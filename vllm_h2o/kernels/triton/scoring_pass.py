@@ -82,7 +82,7 @@ def log_sum_exp(
         slot = start + tl.arange(0, TILE_K)
         live = slot < visible
         row, offset = locate(block_table, slot, live, head // G, num_kv_heads, N)
-        key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
+        key = load_slots(key_pages, row, offset, live, dim, page_stride, D).to(query.dtype)
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [TILE_Q, TILE_K]
         seen = live[None, :]
         if not ROTATED:
@@ -144,6 +144,7 @@ def weighted_scores(
     row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
     dim = tl.arange(0, D_PAD)
     key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
+    key = key.to(query_ptr.dtype.element_ty)
     words = row * word_stride + offset
     position = tl.load(position_pages + words, mask=live, other=0)
     token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)

@@ -46,6 +46,28 @@ def load_slots(pages, row, offset, live, dim, page_stride, D: tl.constexpr):
 
 
 @triton.jit
+def as_stored(x, factor, pages):
+    """Keys or values in the type of their pages; of float8 the nearest to ``x * factor``.
+
+    It is rounded here, to nothing else on any device, and the conversion has nothing to round.
+    """
+    stored: tl.constexpr = pages.dtype.element_ty
+    if stored.primitive_bitwidth == 8:
+        is_e4m3: tl.constexpr = stored == tl.float8e4nv
+        largest: tl.constexpr = 448.0 if is_e4m3 else 57344.0
+        normal: tl.constexpr = 2.0**-6 if is_e4m3 else 2.0**-14  # the smallest
+        # Added to a subnormal number, it leaves those bits that such a number has.
+        aligner: tl.constexpr = 1.5 * 2**14 if is_e4m3 else 1.5 * 2**7
+        dropped: tl.constexpr = 20 if is_e4m3 else 21  # bits of a float's 23
+        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -largest), largest)
+        bits = x.to(tl.int32, bitcast=True)
+        bits = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
+        rounded = ((bits >> dropped) << dropped).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < normal, (x + aligner) - aligner, rounded)
+    return x.to(stored)
+
+
+@triton.jit
 def load_head(tokens_ptr, token, live, head, dim, token_stride, D: tl.constexpr):
     """[TILE, D_PAD]: one head of some rows of the step's tensors; zeros where not ``live``."""
     mask = live[:, None] & (dim < D)[None, :]
