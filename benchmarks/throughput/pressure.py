@@ -19,13 +19,17 @@ from benchmarks.throughput.runs import ROOT, row_of, run
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def measure(profile: Profile, number: int, machine: str, log: Path) -> list[dict[str, Any]]:
-    """A row for each side of a profile."""
+def measure(
+    profile: Profile, number: int, machine: str, log: Path, csv: Path
+) -> list[dict[str, Any]]:
+    """A row for each side of a profile; in the file as soon as it is there."""
     rows = []
     for side in profile.sides:
         figures = run(profile, side, "cpu", log)
         own = {name: figures[name] for name in ("evicted_tokens", "pressure_packs")}
+        own["digests"] = " ".join(figures["digests"])
         rows.append({**row_of(profile, side, figures, machine, number), **own})
+        append_rows(csv, rows[-1:])
     return rows
 
 
@@ -62,8 +66,7 @@ def main() -> None:
     rows = []
     for number in range(args.rounds):
         for profile in chosen:
-            rows += measure(profile, number, machine, log)
-            append_rows(csv, rows[-len(profile.sides) :])
+            rows += measure(profile, number, machine, log, csv)
     print(table(rows))
 
 

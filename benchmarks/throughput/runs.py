@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import cores
 from benchmarks.throughput.models import MODELS, folder_of
 from benchmarks.throughput.profiles import Profile, Side
 
@@ -22,7 +23,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 ON_CPU = {
-    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+    "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),
     "VLLM_CPU_KVCACHE_SPACE": "4",
 }
 
