@@ -3,6 +3,7 @@
 Usage::
 
     python -m benchmarks.throughput.pressure [--quick] [--only P7-4 P7-8] [--rounds 1]
+        [--output-len 512]
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import append_rows, machine_name
-from benchmarks.throughput.profiles import PRESSURE, QUICK_PRESSURE, Profile
+from benchmarks.throughput.profiles import QUICK_PRESSURE, Profile, under_pressure
 from benchmarks.throughput.runs import ROOT, row_of, run
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -55,8 +56,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=None, metavar="ID", help="profiles to run")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side (1)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
+    parser.add_argument(
+        "--output-len", type=int, default=1024, help="tokens to generate for each prompt (1024)"
+    )
     args = parser.parse_args()
-    profiles = QUICK_PRESSURE if args.quick else PRESSURE
+    profiles = QUICK_PRESSURE if args.quick else under_pressure(args.output_len)
     chosen = [p for p in profiles if args.only is None or p.id in args.only]
     args.out.mkdir(parents=True, exist_ok=True)
     name = "pressure-quick" if args.quick else "pressure-cpu"

@@ -163,8 +163,13 @@ def pressed(num_seqs: int, length: tuple[int, int], num_prompts: int, budget: fl
     return Profile(f"P7-{num_seqs}", what, model, *length, num_prompts, sides, 1.0)
 
 
-PRESSURE = tuple(pressed(num_seqs, (512, 1024), 32, 0.2) for num_seqs in (4, 8, 16, 32))
-"""The work of P1 in four pools."""
+def under_pressure(output_len: int) -> tuple[Profile, ...]:
+    """The work of P1, or a part of what it generates, in four pools."""
+    return tuple(pressed(num_seqs, (512, output_len), 32, 0.2) for num_seqs in (4, 8, 16, 32))
+
+
+PRESSURE = under_pressure(1024)
+"""P7."""
 QUICK_PRESSURE = (pressed(2, (64, 64), 4, 64),)
 """For its functioning."""
 
