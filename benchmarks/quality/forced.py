@@ -90,6 +90,7 @@ def forced_engine(
     options: dict[str, Any] | None,
     max_model_len: int,
     dtype: str = "float32",
+    **engine: Any,
 ) -> AbstractContextManager[LLM]:
     """An engine that says what it is made to.
 
@@ -99,22 +100,23 @@ def forced_engine(
         options: of the policy.
         max_model_len: of the engine.
         dtype: of weights and cache.
+        engine: other arguments of vLLM's.
 
     """
     settings: dict[str, Any] = {} if policy is None else {"kv_policy": policy}
     if options:
         settings["kv_policy_config"] = options
+    settings["block_size"] = BLOCK_SIZE if policy else STOCK_BLOCK_SIZE
     return in_process(
         model=model,
         dtype=dtype,
         enforce_eager=True,
         max_model_len=max_model_len,
-        block_size=BLOCK_SIZE if policy else STOCK_BLOCK_SIZE,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         logits_processors=[ForcedTokens],
         logprobs_mode="raw_logprobs",
-        **settings,
+        **{**settings, **engine},
     )
 
 

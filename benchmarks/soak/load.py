@@ -93,6 +93,24 @@ CANARIES = (
 )
 
 
+@dataclass(frozen=True)
+class Mode:
+    """A way to evict.
+
+    Args:
+        policy: options of the policy's server.
+        engine: options of every server, stock vLLM's too.
+        happens: a metric that is above 0 in the end; empty for none.
+        repeats: canaries that are answered alike whatever else runs.
+
+    """
+
+    policy: tuple[str, ...] = ()
+    engine: tuple[str, ...] = ()
+    happens: str = ""
+    repeats: frozenset[str] = frozenset(canary.name for canary in CANARIES)
+
+
 @dataclass
 class Outcome:
     """What came of a load.

@@ -3,7 +3,7 @@
 Usage::
 
     python -m benchmarks.throughput.pressure [--quick] [--only P7-4 P7-8] [--rounds 1]
-        [--output-len 512]
+        [--lengths 512 1024] [--dtype bfloat16]
 """
 
 from __future__ import annotations
@@ -57,10 +57,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side (1)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
     parser.add_argument(
-        "--output-len", type=int, default=1024, help="tokens to generate for each prompt (1024)"
-    )
+        "--lengths", nargs=2, type=int, default=(512, 1024), metavar="TOKENS",
+        help="of each prompt, and generated for it (512 1024)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args()
-    profiles = QUICK_PRESSURE if args.quick else under_pressure(args.output_len)
+    model = "smollm2" if args.dtype == "bfloat16" else f"smollm2-{args.dtype}"
+    profiles = QUICK_PRESSURE if args.quick else under_pressure(tuple(args.lengths), model)
     chosen = [p for p in profiles if args.only is None or p.id in args.only]
     args.out.mkdir(parents=True, exist_ok=True)
     name = "pressure-quick" if args.quick else "pressure-cpu"
