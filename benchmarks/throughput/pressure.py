@@ -21,13 +21,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def measure(
-    profile: Profile, number: int, machine: str, log: Path, csv: Path
+    profile: Profile, number: int, machine: str, log: Path, csv: Path, compiled: bool
 ) -> list[dict[str, Any]]:
     """A row for each side of a profile; in the file as soon as it is there."""
     rows = []
     for side in profile.sides:
-        figures = run(profile, side, "cpu", log)
+        figures = run(profile, side, "cpu", log, compiled)
         own = {name: figures[name] for name in ("evicted_tokens", "pressure_packs")}
+        own["torch_compile"] = int(compiled)
         own["digests"] = " ".join(figures["digests"])
         rows.append({**row_of(profile, side, figures, machine, number), **own})
         append_rows(csv, rows[-1:])
@@ -60,6 +61,7 @@ def main() -> None:
         "--lengths", nargs=2, type=int, default=(512, 1024), metavar="TOKENS",
         help="of each prompt, and generated for it (512 1024)",
     )  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="with torch.compile, as users do")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args()
     model = "smollm2" if args.dtype == "bfloat16" else f"smollm2-{args.dtype}"
@@ -73,7 +75,7 @@ def main() -> None:
     rows = []
     for number in range(args.rounds):
         for profile in chosen:
-            rows += measure(profile, number, machine, log, csv)
+            rows += measure(profile, number, machine, log, csv, args.compile)
     print(table(rows))
 
 
