@@ -47,6 +47,7 @@ MODES = {
             "--speculative-config.method=ngram",
             "--speculative-config.num_speculative_tokens=4",
             "--speculative-config.prompt_lookup_max=4",
+            "--speculative-config.prompt_lookup_min=1",
         ),
         happens="vllm:spec_decode_num_accepted_tokens_total",
     ),
