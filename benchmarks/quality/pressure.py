@@ -9,7 +9,7 @@ evicted, and when, is what other requests need. A token's negative log-likelihoo
 what was evicted before it. The excess is over stock vLLM in a pool for all, paired by text.
 
 Neither stock vLLM nor ``always`` keeps more where there is more room, so they do not run in every
-pool: ``always`` in the tightest, stock vLLM there and in the largest.
+pool: ``always`` in the tightest, stock vLLM in the largest.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def rows(
         if num_seqs == pools[0]:
             sides = stock, pressure
         elif num_seqs == min(pools):
-            sides = pressure, always, stock
+            sides = pressure, always
         for side in sides:
             nll, steps = judged(profile, side, load)
             full = full or nll

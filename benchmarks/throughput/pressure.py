@@ -2,7 +2,7 @@
 
 Usage::
 
-    python -m benchmarks.throughput.pressure [--quick] [--only P7-4 P7-8] [--rounds 1]
+    python -m benchmarks.throughput.pressure [--quick] [--only P7-4 P7-8] [--sides pressure] [--rounds 1]
         [--lengths 512 1024] [--dtype bfloat16]
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="one tiny pool, for its functioning")
     parser.add_argument("--only", nargs="+", default=None, metavar="ID", help="profiles to run")
+    parser.add_argument(
+        "--sides", nargs="+", default=("pressure", "stock", "always"), metavar="WORD",
+        help="of pressure, stock and always; all",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side (1)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
     parser.add_argument(
@@ -66,7 +71,11 @@ def main() -> None:
     args = parser.parse_args()
     model = "smollm2" if args.dtype == "bfloat16" else f"smollm2-{args.dtype}"
     profiles = QUICK_PRESSURE if args.quick else under_pressure(tuple(args.lengths), model)
-    chosen = [p for p in profiles if args.only is None or p.id in args.only]
+    chosen = [
+        replace(p, sides=tuple(s for s in p.sides if any(word in s.name for word in args.sides)))
+        for p in profiles
+        if args.only is None or p.id in args.only
+    ]
     args.out.mkdir(parents=True, exist_ok=True)
     name = "pressure-quick" if args.quick else "pressure-cpu"
     csv, log = args.out / f"{name}.csv", args.out / f"{name}.log"
