@@ -2,8 +2,8 @@
 
 Usage::
 
-    python -m benchmarks.throughput.pressure [--quick] [--only P7-4 P7-8] [--sides pressure] [--rounds 1]
-        [--lengths 512 1024] [--dtype bfloat16]
+    python -m benchmarks.throughput.pressure [--quick] [--only P7-4 P7-8] [--sides pressure]
+        [--rounds 1] [--lengths 512 1024] [--dtype bfloat16]
 """
 
 from __future__ import annotations
