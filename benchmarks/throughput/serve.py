@@ -36,8 +36,8 @@ from benchmarks.throughput.runs import ENVIRONMENT, ON_CPU, ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 SCALE_TTFT, SCALE_TPOT, ATTAINED, LOST = 10.0, 4.0, 0.9, 0.5
 PROFILE = pressed(4, (64, 192), 0, 0.2, "smollm2-float32")
-RATES = (0.25, 0.35, 0.5)
-SECONDS = 45.0
+RATES = (0.25, 0.35, 0.5, 0.65)
+SECONDS = 32.0
 UNLOADED = 4
 """Requests one after the other, for the SLO."""
 FIGURES = ("ttft", "tpot", "itl")
