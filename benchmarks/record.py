@@ -10,14 +10,23 @@ from pathlib import Path
 from typing import Any
 
 
+def cores() -> list[int]:
+    """Those that this process may run on; all, where the system knows no pins."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def machine_name() -> str:
-    """The processor, as the system names it, and its cores."""
+    """The processor, as the system names it, and its cores; where pinned, to how many of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.processor() or platform.machine())}, {os.cpu_count()} cores"
+    name = next(names, platform.processor() or platform.machine())
+    pin = "" if len(cores()) == os.cpu_count() else f"{len(cores())} of "
+    return f"{name}, {pin}{os.cpu_count()} cores"
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -67,7 +67,7 @@ class Bench:
         """An engine that is long enough for every task."""
         longest = max(t.context.shape[1] + t.tail.shape[1] for t in self.tasks.values())
         return forced_engine(
-            str(self.model), policy, options, longest, self.dtype, self.cache_dtype
+            str(self.model), policy, options, longest, self.dtype, kv_cache_dtype=self.cache_dtype
         )
 
     def rows(self, policies: Sequence[str] = tuple(POLICIES)) -> Iterator[dict[str, Any]]:

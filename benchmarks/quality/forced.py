@@ -90,7 +90,7 @@ def forced_engine(
     options: dict[str, Any] | None,
     max_model_len: int,
     dtype: str = "float32",
-    cache_dtype: str = "auto",
+    **engine: Any,
 ) -> AbstractContextManager[LLM]:
     """An engine that says what it is made to.
 
@@ -99,25 +99,24 @@ def forced_engine(
         policy: name; None: stock vLLM.
         options: of the policy.
         max_model_len: of the engine.
-        dtype: of weights.
-        cache_dtype: of the cache; "auto": that of the weights.
+        dtype: of weights, and of the cache where the engine is given no other.
+        engine: other arguments of vLLM's.
 
     """
     settings: dict[str, Any] = {} if policy is None else {"kv_policy": policy}
     if options:
         settings["kv_policy_config"] = options
+    settings["block_size"] = BLOCK_SIZE if policy else STOCK_BLOCK_SIZE
     return in_process(
         model=model,
         dtype=dtype,
-        kv_cache_dtype=cache_dtype,
         enforce_eager=True,
         max_model_len=max_model_len,
-        block_size=BLOCK_SIZE if policy else STOCK_BLOCK_SIZE,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
         logits_processors=[ForcedTokens],
         logprobs_mode="raw_logprobs",
-        **settings,
+        **{**settings, **engine},
     )
 
 

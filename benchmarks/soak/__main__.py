@@ -2,7 +2,8 @@
 
 Usage::
 
-    python -m benchmarks.soak [--short] [--seconds 900] [--requests N] [--csv F] [--log FOLDER]
+    python -m benchmarks.soak [--short] [--mode always] [--seconds 900] [--requests N] [--csv F]
+        [--log FOLDER]
 
 The exit status is 0 when nothing was wrong; what was is printed.
 """
@@ -25,12 +26,36 @@ from benchmarks.record import append_rows, machine_name
 from benchmarks.soak import verdict
 from benchmarks.soak.audit import Figures, plant, read
 from benchmarks.soak.chaos import Witness, kill
-from benchmarks.soak.load import CANARIES, Load, Outcome, Shape
+from benchmarks.soak.load import CANARIES, Load, Mode, Outcome, Shape
 from benchmarks.soak.server import PAGE, Server, write_model
 
 BUDGET = 128
 PREFILL = {"window": "--enable-prefix-caching", "full": "--no-enable-prefix-caching"}
 """How prompts are evicted from, and whether pages can be shared then."""
+MODES = {
+    "always": Mode(),
+    "pressure": Mode(
+        ("--kv-policy-config.eviction=pressure",),
+        ("--no-enable-prefix-caching",),
+        happens="vllm:kv_policy_pressure_packs_total",
+        repeats=frozenset({"within the budget", "all is kept"}),
+    ),
+    "evict_every": Mode(("--kv-policy-config.evict_every=16",)),
+    "drafts": Mode(
+        ("--kv-policy-config.evict_every=16",),
+        (
+            "--speculative-config.method=ngram",
+            "--speculative-config.num_speculative_tokens=4",
+            "--speculative-config.prompt_lookup_max=4",
+            "--speculative-config.prompt_lookup_min=1",
+        ),
+        happens="vllm:spec_decode_num_accepted_tokens_total",
+        # On a CPU stock vLLM 0.32 itself gives greedy requests with drafts other tokens when they
+        # share a batch with sampled ones (rejection_random_sample_kernel).
+        greedy=True,
+    ),
+}
+"""How the policy evicts; see docs/options.md for each."""
 SHORT = Shape(
     seconds=240, requests=200, clients=8, max_model_len=1024, pages=52, long_prompt=900,
     burst=24, least_requests=100, growth_mib=1000,
@@ -49,27 +74,35 @@ class Report:
 
     Args:
         shape: its sizes.
+        mode: a key of :data:`MODES`.
         prefill: a key of :data:`PREFILL`.
         outcome: of the load.
         figures: of the audit, after the load.
         usage: share of the pool that vLLM says is in use, after the load.
+        happened: what the mode's metric says; 0 where it has none.
         deaths: by the role of the killed process: with the policy, and stock vLLM.
         expected: the answer that was being given at each death.
 
     """
 
     shape: Shape
+    mode: str
     prefill: str
     outcome: Outcome
     figures: Figures
     usage: float
+    happened: float
     deaths: dict[str, tuple[Witness, Witness]]
     expected: str
 
     def faults(self) -> Iterator[str]:
         """All that is wrong."""
-        yield from verdict.of_load(self.outcome, self.shape, self.figures.preempted)
+        mode = MODES[self.mode]
+        preempted = self.figures.preempted
+        yield from verdict.of_load(self.outcome, self.shape, preempted, mode.repeats)
         yield from verdict.of_pages(self.figures, self.usage)
+        if mode.happens and not self.happened:
+            yield f"{mode.happens} is 0: nothing of what {self.mode} is about has happened"
         for ours, stock in self.deaths.values():
             yield from verdict.of_death(ours, stock, self.expected)
 
@@ -80,7 +113,7 @@ class Report:
         for (kind, result), count in outcome.counts.items():
             sent[result] += count
             sent[kind] += count
-        compared = verdict.untouched(outcome, figures.preempted)
+        compared = verdict.untouched(outcome, figures.preempted, MODES[self.mode].repeats)
         first, last = outcome.memory[0][1], outcome.memory[-1][1]
         memory = {
             f"{role}_{name}": round(value, 2)
@@ -96,6 +129,7 @@ class Report:
             "machine": machine_name(),
             "vllm": version("vllm"),
             "torch": version("torch"),
+            "mode": self.mode,
             "prefill": self.prefill,
             "seconds": round(outcome.seconds),
             "requests": outcome.num_requests,
@@ -106,6 +140,7 @@ class Report:
             "steps": figures.steps,
             "checks": figures.checks,
             "preemptions": len(figures.preempted),
+            "packs_or_accepted": round(self.happened),
             "pool_pages": figures.total,
             "peak_pages": figures.peak_held,
             "pages_held_at_end": figures.held,
@@ -132,11 +167,12 @@ def flags(shape: Shape, prefill: str) -> list[str]:
     ]
 
 
-def run(shape: Shape, prefill: str, folder: Path, killed: Sequence[str]) -> Report:
+def run(shape: Shape, mode: str, prefill: str, folder: Path, killed: Sequence[str]) -> Report:
     """The whole soak.
 
     Args:
         shape: its sizes.
+        mode: a key of :data:`MODES`.
         prefill: a key of :data:`PREFILL`.
         folder: takes the model and the logs.
         killed: roles of processes to kill, each in a server of its own, and stock vLLM's likewise.
@@ -145,14 +181,15 @@ def run(shape: Shape, prefill: str, folder: Path, killed: Sequence[str]) -> Repo
     model, audit = folder / "model", folder / "audit"
     write_model(model, shape.max_model_len)
     plant(audit)
-    stock = flags(shape, prefill)
+    stock = [*flags(shape, prefill), *MODES[mode].engine]
     policy = [*stock, "--kv-policy=h2o", f"--kv-policy-config.budget={BUDGET}"]
-    policy.append(f"--kv-policy-config.prefill={prefill}")
+    policy += [f"--kv-policy-config.prefill={prefill}", *MODES[mode].policy]
     deaths: dict[str, Witness] = {}
     with Server(model, folder / "h2o.log", policy, audit) as server:
-        load = Load(server, shape)
+        load = Load(server, shape, MODES[mode].greedy)
         outcome = asyncio.run(load.run())
         figures, usage = _at_rest(server, audit)
+        happened = server.metric(MODES[mode].happens) if MODES[mode].happens else 0.0
         if killed:
             deaths[killed[0]] = asyncio.run(kill(server, killed[0], DYING.body))
     pairs = {}
@@ -162,7 +199,8 @@ def run(shape: Shape, prefill: str, folder: Path, killed: Sequence[str]) -> Repo
                 deaths[role] = asyncio.run(kill(server, role, DYING.body))
         with Server(model, folder / f"stock-{role}.log", stock) as server:
             pairs[role] = deaths[role], asyncio.run(kill(server, role, DYING.body))
-    return Report(shape, prefill, outcome, figures, usage, pairs, load.expected[DYING.name])
+    expected = load.expected[DYING.name]
+    return Report(shape, mode, prefill, outcome, figures, usage, happened, pairs, expected)
 
 
 def _at_rest(server: Server, audit: Path) -> tuple[Figures, float]:
@@ -186,6 +224,7 @@ def main() -> int:
         "--prefill", choices=tuple(PREFILL), default="window",
         help="window, with prefix caching (default), or full, without it",
     )  # fmt: skip
+    parser.add_argument("--mode", choices=tuple(MODES), default="always", help="of eviction")
     parser.add_argument("--seconds", type=float, default=None, help="of load at most (900)")
     parser.add_argument("--requests", type=int, default=None, help="to send at most (no end)")
     parser.add_argument("--csv", type=Path, default=None, help="append the figures to it")
@@ -197,9 +236,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="vllm-h2o-soak-") as scratch:
         folder = args.log or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        report = run(
-            shape, args.prefill, folder, ("worker",) if args.short else ("worker", "engine")
-        )
+        killed = ("worker",) if args.short else ("worker", "engine")
+        report = run(shape, args.mode, args.prefill, folder, killed)
     row, faults = report.row(), list(report.faults())
     for name, value in row.items():
         print(f"{name:30} {value}")

@@ -93,6 +93,26 @@ CANARIES = (
 )
 
 
+@dataclass(frozen=True)
+class Mode:
+    """A way to evict.
+
+    Args:
+        policy: options of the policy's server.
+        engine: options of every server, stock vLLM's too.
+        happens: a metric that is above 0 in the end; empty for none.
+        repeats: canaries that are answered alike whatever else runs.
+        greedy: all requests are.
+
+    """
+
+    policy: tuple[str, ...] = ()
+    engine: tuple[str, ...] = ()
+    happens: str = ""
+    repeats: frozenset[str] = frozenset(canary.name for canary in CANARIES)
+    greedy: bool = False
+
+
 @dataclass
 class Outcome:
     """What came of a load.
@@ -159,12 +179,15 @@ class Load:
     Args:
         server: that answers.
         shape: the sizes.
+        greedy: whether nothing is sampled.
         seed: of all chance.
 
     """
 
-    def __init__(self, server: Server, shape: Shape, seed: int = 0) -> None:
+    def __init__(self, server: Server, shape: Shape, greedy: bool = False, seed: int = 0) -> None:
         self.server, self.shape = server, shape
+        self.temperatures = (0,) if greedy else (0, 0.8)
+        self.well_formed = [kind for kind in WELL_FORMED if kind != "samples" or not greedy]
         self.chance = random.Random(seed)
         self.outcome = Outcome()
         self.expected: dict[str, str] = {}
@@ -204,7 +227,7 @@ class Load:
         while self._goes_on():
             roll = self.chance.random()
             kind = "malformed" if roll < 0.15 else "long" if roll < 0.17 else None
-            kind = kind or self.chance.choice(WELL_FORMED)
+            kind = kind or self.chance.choice(self.well_formed)
             await self._send(kind, kinds[kind])
 
     async def _send(self, kind: str, request: Callable[[], Awaitable[str]]) -> None:
@@ -255,7 +278,7 @@ class Load:
             "max_tokens": chance.choice([1, 2, 16, 33, 100, 180]),
             # Without a seed: on a CPU stock vLLM 0.32 dies of a seeded sample whose prompt is
             # computed in chunks (torch's generator there has no offset to set back).
-            "temperature": chance.choice([0, 0.8]),
+            "temperature": chance.choice(self.temperatures),
             "priority": chance.randrange(3),
             "logprobs": chance.choice([None, 2]),
             "ignore_eos": True,

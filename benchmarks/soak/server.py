@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -64,11 +65,17 @@ class Server:
         log: takes what the server prints.
         flags: options of ``vllm serve``.
         plugins: a folder with an entry point that its processes load, or None.
+        environment: of its processes, on top of this one's.
 
     """
 
     def __init__(
-        self, model: Path, log: Path, flags: list[str], plugins: Path | None = None
+        self,
+        model: Path,
+        log: Path,
+        flags: list[str],
+        plugins: Path | None = None,
+        environment: Mapping[str, str] = ENVIRONMENT,
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -83,7 +90,7 @@ class Server:
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)},
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path)},
             )
 
     def __enter__(self) -> Server:

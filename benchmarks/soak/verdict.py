@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from benchmarks.soak.audit import Figures
 from benchmarks.soak.chaos import Witness
@@ -28,26 +28,42 @@ def growth(memory: Sequence[tuple[int, dict[str, int]]], role: str) -> float:
     return 1000 * slope
 
 
-def untouched(outcome: Outcome, preempted: Sequence[str]) -> list[tuple[str, bool]]:
-    """Name and sameness of the canaries that were not preempted.
+def untouched(
+    outcome: Outcome, preempted: Sequence[str], repeats: Collection[str]
+) -> list[tuple[str, bool]]:
+    """Name and sameness of the canaries that repeat and were not preempted.
 
     One that was is computed again with full attention, and may differ.
     """
     # vLLM puts its own words around the id that a client gives.
     hit = {name for name, *_ in outcome.canaries for where in preempted if name in where}
-    return [(canary, same) for name, canary, same in outcome.canaries if name not in hit]
+    return [
+        (canary, same)
+        for name, canary, same in outcome.canaries
+        if name not in hit and canary in repeats
+    ]
 
 
-def of_load(outcome: Outcome, shape: Shape, preempted: Sequence[str]) -> Iterator[str]:
-    """Answers, canaries and memory."""
+def of_load(
+    outcome: Outcome, shape: Shape, preempted: Sequence[str], repeats: Collection[str]
+) -> Iterator[str]:
+    """Answers, canaries and memory.
+
+    Args:
+        outcome: of the load.
+        shape: its sizes.
+        preempted: ids of requests, as the audit has them.
+        repeats: names of the canaries that are to be answered alike.
+
+    """
     yield from outcome.surprises
     if outcome.num_requests < shape.least_requests:
         yield f"{outcome.num_requests} requests, at least {shape.least_requests} were to be sent"
-    compared = untouched(outcome, preempted)
-    for canary in CANARIES:
-        same = [same for name, same in compared if name == canary.name]
+    compared = untouched(outcome, preempted, repeats)
+    for name in (canary.name for canary in CANARIES if canary.name in repeats):
+        same = [same for found, same in compared if found == name]
         if len(same) < 3 or not all(same):
-            yield f"canary {canary.name!r}: {sum(same)} of {len(same)} answers are the first one"
+            yield f"canary {name!r}: {sum(same)} of {len(same)} answers are the first one"
     for role in outcome.memory[-1][1]:
         gained = growth(outcome.memory, role)
         if gained > shape.growth_mib:

@@ -11,6 +11,7 @@ from benchmarks.throughput.profiles import CPU, GPU, Profile
 from benchmarks.throughput.runs import ratio_of
 
 MEASURED, AIMED = "#2a6f97", "#c1121f"
+COLORS = ("#2a6f97", "#c1121f", "#e09f3e")
 
 
 def ratios(rows: list[dict[str, Any]], profile: Profile) -> list[float]:
@@ -53,6 +54,48 @@ def draw(path: Path, target: Path) -> None:
     axes.set_xlabel("h2o / stock vLLM (red: target; dots: pairs of runs)")
     axes.set_title(rows[-1]["machine"], fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, target)
+
+
+def draw_goodput(path: Path, target: Path) -> None:
+    """Write ``target``.png and .svg: requests in time against requests sent, a line for each side.
+
+    Args:
+        path: the CSV of P8.
+        target: without a suffix.
+
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "serve"
+    from matplotlib import pyplot
+
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["machine"]]
+    last = rows[-1]
+    rows = [row for row in rows if row["run"] == last["run"]]
+    figure, axes = pyplot.subplots(figsize=(6.4, 4))
+    for side, color in zip(dict.fromkeys(row["side"] for row in rows), COLORS, strict=False):
+        mine = sorted((float(r["rate"]), float(r["goodput"])) for r in rows if r["side"] == side)
+        axes.plot(*zip(*mine, strict=True), "o-", color=color, label=side, markersize=4)
+    most = max(float(row["rate"]) for row in rows)
+    axes.plot([0, most], [0, most], "--", color="grey", linewidth=0.8, label="all in time")
+    axes.set_xlabel("requests sent per second")
+    axes.set_ylabel("of them in time, per second")
+    axes.set_title(
+        f"first token within {float(last['slo_ttft_ms']):.0f} ms, then "
+        f"{float(last['slo_tpot_ms']):.0f} ms a token\n{last['machine']}",
+        fontsize=9,
+    )
+    axes.legend(frameon=False, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, target)
+
+
+def _save(figure: Any, target: Path) -> None:
+    from matplotlib import pyplot
+
     # Neither names the tool and the day: the same figures give the same files.
     bare: dict[str, dict[str, None]] = {
         "png": {"Software": None},

@@ -54,15 +54,18 @@ class Model:
     Args:
         config: of a shape that is made here; None for the demo's model.
         bytes_per_slot: of K and V of one token in one layer and KV head.
+        dtype: of the demo's model.
 
     """
 
     config: dict[str, Any] | None
     bytes_per_slot: int
+    dtype: str = "bfloat16"
 
 
 MODELS = {
     "smollm2": Model(None, 2 * 64 * 2),
+    "smollm2-float32": Model(None, 2 * 64 * 4, "float32"),
     "opt-6.7b": Model(OPT_6_7B, 2 * 128 * 2),
     "llama-8b": Model(LLAMA_8B, 2 * 128 * 2),
 }
@@ -74,7 +77,7 @@ def folder_of(name: str) -> tuple[Path, list[str]]:
     if model.config is None:
         from benchmarks.smollm2 import model_dir
 
-        return model_dir("bfloat16"), ["--dtype", "bfloat16"]
+        return model_dir(model.dtype), ["--dtype", model.dtype]
     folder = CACHE / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config))

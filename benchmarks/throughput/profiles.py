@@ -32,6 +32,16 @@ class Side:
     max_num_seqs: int | None = None
     eviction: str = "always"
 
+    def policy_options(self) -> dict[str, Any]:
+        """Of an engine; none for stock vLLM."""
+        if self.budget is None:
+            return {}
+        return {
+            "--kv-policy": "h2o",
+            "--kv-policy-config.budget": self.budget,
+            "--kv-policy-config.eviction": self.eviction,
+        }
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -97,10 +107,7 @@ class Profile:
             "--seed": 0,
             **self.extra,
         }
-        if side.budget is not None:
-            options["--kv-policy"] = "h2o"
-            options["--kv-policy-config.budget"] = side.budget
-            options["--kv-policy-config.eviction"] = side.eviction
+        options |= side.policy_options()
         flags = [str(part) for pair in options.items() if pair[1] is not None for part in pair]
         return [*flags, "--no-enable-prefix-caching"]
 
@@ -149,9 +156,15 @@ CPU = (
 """With SmolLM2-135M in bfloat16."""
 
 
-def pressed(num_seqs: int, length: tuple[int, int], num_prompts: int, budget: float) -> Profile:
+def pressed(
+    num_seqs: int,
+    length: tuple[int, int],
+    num_prompts: int,
+    budget: float,
+    model: str = "smollm2",
+) -> Profile:
     """Pressure, stock vLLM and always in one memory: so many whole sequences with their scores."""
-    model, whole = "smollm2", sum(length) + MARGIN
+    whole = sum(length) + MARGIN
     slot = MODELS[model].bytes_per_slot
     pool = num_seqs * whole * (slot + 8) // slot
     sides = (
@@ -163,8 +176,13 @@ def pressed(num_seqs: int, length: tuple[int, int], num_prompts: int, budget: fl
     return Profile(f"P7-{num_seqs}", what, model, *length, num_prompts, sides, 1.0)
 
 
-PRESSURE = tuple(pressed(num_seqs, (512, 1024), 32, 0.2) for num_seqs in (4, 8, 16, 32))
-"""The work of P1 in four pools."""
+def under_pressure(length: tuple[int, int], model: str) -> tuple[Profile, ...]:
+    """The requests of P1, or shorter ones, in four pools."""
+    return tuple(pressed(num_seqs, length, 32, 0.2, model) for num_seqs in (4, 8, 16, 32))
+
+
+PRESSURE = under_pressure((512, 1024), "smollm2")
+"""P7."""
 QUICK_PRESSURE = (pressed(2, (64, 64), 4, 64),)
 """For its functioning."""
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.record import cores
 from benchmarks.throughput.models import MODELS, folder_of
 from benchmarks.throughput.profiles import Profile, Side
 
@@ -22,20 +23,32 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 ON_CPU = {
-    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+    "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores())),
     "VLLM_CPU_KVCACHE_SPACE": "4",
 }
 
 
-def run(profile: Profile, side: Side, device: str, log: Path) -> dict[str, Any]:
-    """One engine from start to end; what the bench and the watch say."""
+def run(
+    profile: Profile, side: Side, device: str, log: Path, compiled: bool = False
+) -> dict[str, Any]:
+    """One engine from start to end; what the bench and the watch say.
+
+    Args:
+        profile: the work.
+        side: the engine.
+        device: cpu or gpu; on a GPU vLLM compiles always.
+        log: takes what the engine prints.
+        compiled: on a CPU, too.
+
+    """
     folder, options = folder_of(profile.model)
     options += profile.options(side, MODELS[profile.model].bytes_per_slot)
     environment = {**os.environ, **ENVIRONMENT}
     if device == "cpu":
-        # torch.compile takes longer to start here than a profile runs; both sides go without.
-        options.append("--enforce-eager")
         environment.update(ON_CPU)
+        if not compiled:
+            # torch.compile takes longer to start here than a profile runs; no side has it.
+            options.append("--enforce-eager")
     with tempfile.TemporaryDirectory() as folder_of_run:
         out = Path(folder_of_run) / "figures.json"
         command = [sys.executable, "-m", "benchmarks.throughput.watch", str(out)]

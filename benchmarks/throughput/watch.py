@@ -9,13 +9,17 @@ What is watched is what vLLM's own statistics say after each step, in the front-
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from vllm_h2o.wire import PolicyStats
 
@@ -32,6 +36,8 @@ class Watch:
         preemptions: sequences thrown out, to be computed again.
         evicted_tokens: as the policy's metrics count them; 0 for stock vLLM.
         pressure_packs: likewise.
+        drafted: tokens that were proposed by speculation.
+        accepted: those of them that were right.
 
     """
 
@@ -42,6 +48,8 @@ class Watch:
     preemptions: int = 0
     evicted_tokens: int = 0
     pressure_packs: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
         """One step."""
@@ -52,6 +60,9 @@ class Watch:
         self.generated.append(iteration_stats.num_generation_tokens)
         self.peak_usage = max(self.peak_usage, scheduler_stats.kv_cache_usage)
         self.preemptions += iteration_stats.num_preempted_reqs
+        if scheduler_stats.spec_decoding_stats is not None:
+            self.drafted += scheduler_stats.spec_decoding_stats.num_draft_tokens
+            self.accepted += scheduler_stats.spec_decoding_stats.num_accepted_tokens
         # A copy: the policy's own logger takes its numbers out later.
         policy = PolicyStats.take_from(dict(scheduler_stats.running_lora_adapters))
         if policy is not None:
@@ -81,21 +92,47 @@ class Watch:
             "preemptions": self.preemptions,
             "evicted_tokens": self.evicted_tokens,
             "pressure_packs": self.pressure_packs,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
             "step_seconds": self.step_seconds(),
         }
 
 
-def install(watch: Watch) -> None:
-    """Have vLLM's statistics told to ``watch``, too."""
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """What vLLM's statistics say, told to a watch, too, until the context ends."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    original = StatLoggerManager.record
+    watch, original = Watch(), StatLoggerManager.record
 
     def record(self: Any, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kw: Any) -> Any:
         watch.record(scheduler_stats, iteration_stats)
         return original(self, scheduler_stats, iteration_stats, *args, **kw)
 
-    StatLoggerManager.record = record
+    with mock.patch.object(StatLoggerManager, "record", record):
+        yield watch
+
+
+def keep_digests(throughput: Any) -> list[str]:
+    """Have the bench's texts told apart: four hexadecimal digits of each, in the prompts' order.
+
+    Args:
+        throughput: vLLM's module.
+
+    Returns:
+        A list that is filled when the bench has run.
+
+    """
+    original, digests = throughput.run_vllm, []
+
+    def run_vllm(*args: Any, **kw: Any) -> Any:
+        seconds, outputs = original(*args, **kw)
+        texts = (repr(list(out.outputs[0].token_ids)) for out in outputs)
+        digests.extend(hashlib.sha256(text.encode()).hexdigest()[:4] for text in texts)
+        return seconds, outputs
+
+    throughput.run_vllm = run_vllm
+    return digests
 
 
 def main() -> None:
@@ -107,11 +144,11 @@ def main() -> None:
     parser = FlexibleArgumentParser()
     throughput.add_cli_args(parser)
     args = parser.parse_args([*options, "--output-json", str(out)])
-    watch = Watch()
-    install(watch)
-    throughput.main(args)
-    figures = json.loads(out.read_text())
-    out.write_text(json.dumps({**figures, **watch.summary(), "watch": asdict(watch)}))
+    digests = keep_digests(throughput)
+    with watching() as watch:
+        throughput.main(args)
+    figures = {**json.loads(out.read_text()), **watch.summary(), "digests": digests}
+    out.write_text(json.dumps({**figures, "watch": asdict(watch)}))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak import audit
-from benchmarks.soak.__main__ import SHORT, Report
+from benchmarks.soak.__main__ import MODES, SHORT, Report
 from benchmarks.soak.audit import Figures
 from benchmarks.soak.chaos import Death, Witness
 from benchmarks.soak.load import CANARIES, Outcome
@@ -84,9 +84,11 @@ OUTCOME = Outcome(
 FIGURES = Figures(checks=20, steps=10, preempted=["cmpl-x"], free=9, total=9, peak_held=9)
 GOOD = Report(
     SHORT,
+    "always",
     "full",
     OUTCOME,
     FIGURES,
+    0.0,
     0.0,
     {"worker": (Witness(DEATH, ["w1"]), Witness(DEATH, []))},
     "w1 w2",
@@ -152,6 +154,17 @@ def test_a_wrong_death_is_found(ours: Witness, stock: Death | None, start: str) 
     pair = ours, Witness(stock or ours.death, [])
     (fault,) = replace(GOOD, deaths={"worker": pair}).faults()
     assert fault.startswith(start)
+
+
+def test_what_does_not_repeat_is_not_compared() -> None:
+    """With pressure a text depends on what else runs; but packs must have come."""
+    repeats = MODES["pressure"].repeats
+    canaries = [(i, name, name in repeats) for i, name, _ in OUTCOME.canaries]
+    report = replace(GOOD, mode="pressure", outcome=replace(OUTCOME, canaries=canaries))
+    assert not list(replace(report, happened=1.0).faults())
+    (fault,) = report.faults()
+    assert fault.startswith("vllm:kv_policy_pressure_packs_total is 0")
+    assert list(replace(report, mode="evict_every", happened=1.0).faults())
 
 
 def test_usage_is_looked_at() -> None:

@@ -82,7 +82,12 @@ def test_a_sequence_fits(profile: Profile) -> None:
 def test_watch() -> None:
     """Steps at full width are timed; means are over steps that gave tokens."""
     watch = Watch()
-    stats = SimpleNamespace(num_running_reqs=3, kv_cache_usage=0.5, running_lora_adapters={})
+    stats = SimpleNamespace(
+        num_running_reqs=3,
+        kv_cache_usage=0.5,
+        running_lora_adapters={},
+        spec_decoding_stats=SimpleNamespace(num_draft_tokens=4, num_accepted_tokens=3),
+    )
     for generated, preempted in ((0, 0), (1, 0), (2, 1), (2, 0), (2, 0), (1, 0)):
         watch.record(
             stats,
@@ -94,6 +99,7 @@ def test_watch() -> None:
     assert summary["step_seconds"] == (0.5 + 0.75) / 2
     assert summary["mean_sequences"] == 8 / 5 and summary["preemptions"] == 1
     assert summary["peak_usage"] == 0.5 and summary["peak_sequences"] == 3
+    assert (summary["drafted"], summary["accepted"]) == (24, 18)
 
 
 def test_watch_counts_what_is_evicted() -> None:

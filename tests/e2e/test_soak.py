@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.soak.__main__ import SHORT, run
 
+KINDS = {
+    "whole", "stream", "disconnect", "abort", "samples", "malformed", "long", "burst", "canary",
+}  # fmt: skip
+
 
 @pytest.mark.timeout(1200)
 def test_soak(tmp_path: Path) -> None:
-    """Nothing is wrong with answers, canaries, memory, pages or death; and the load was a load."""
-    report = run(SHORT, "window", tmp_path, ("worker",))
-    assert not list(report.faults())
-    assert {kind for kind, _ in report.outcome.counts} == {
-        "whole", "stream", "disconnect", "abort", "samples", "malformed", "long", "burst", "canary",
-    }  # fmt: skip
-    results = {result for _, result in report.outcome.counts}
+    """Nothing is wrong with answers, canaries, memory, pages or death; and the load was a load.
+
+    Half of it with ``always``, half with ``pressure``.
+    """
+    shape = replace(SHORT, requests=SHORT.requests // 2)
+    reports = [
+        run(shape, mode, "window", tmp_path / mode, killed)
+        for mode, killed in (("always", ("worker",)), ("pressure", ()))
+    ]
+    for report in reports:
+        assert not list(report.faults())
+        assert report.figures.peak_held > 0.9 * report.figures.total
+        row = report.row()
+        assert row["requests"] == report.outcome.num_requests and row["faults"] == 0
+        assert 0 < row["canaries_compared"] <= row["canaries"]
+    counts = reports[0].outcome.counts + reports[1].outcome.counts
+    assert {kind for kind, _ in counts} == KINDS
+    results = {result for _, result in counts}
     assert results == {"answered", "left", "refused with 400", "refused with 404"}
-    assert report.figures.peak_held > 0.9 * report.figures.total
-    row = report.row()
-    assert row["requests"] == report.outcome.num_requests and row["faults"] == 0
-    assert 0 < row["canaries_compared"] <= row["canaries"]
