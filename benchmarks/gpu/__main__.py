@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from triton.errors import TritonError
 
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, roofline
 from benchmarks.gpu.engine import LENGTHS, MAX_MODEL_LEN
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.triton.kernels import PromptAttention
@@ -153,6 +153,7 @@ class Report:
     def speed(self, size: kernels.Size, device: torch.device) -> Iterator[Check]:
         """Figures of one size, printed and kept; nothing is asked of them here."""
         figures = kernels.speed(size, device, flash(device, size))
+        figures["decode_of_copy_predicted"] = predicted(self.machine, size)
         row = {"machine": self.machine, "torch": torch.__version__, **vars(size), **figures}
         append_rows(self.out / "gpu-kernels.csv", [row])
         print({name: round(value, 3) for name, value in figures.items()}, flush=True)
@@ -163,6 +164,15 @@ class Report:
         command = [sys.executable, "-m", "benchmarks.throughput", "--device", "gpu", "--pairs", "1"]
         command += ["--out", str(self.out), "--only", *profiles]
         yield "throughput: exit status", float(subprocess.run(command, cwd=ROOT).returncode), 0.0
+
+
+def predicted(machine: str, size: kernels.Size) -> float:
+    """Share of a copy's rate that decoding reaches by the model; NaN where that says nothing."""
+    device = roofline.device_of(machine)
+    if device is None or size.dtype.itemsize != 2 or size.head_size != 128:
+        return math.nan
+    shape = roofline.Shape("", size.num_heads, size.num_kv_heads, size.head_size, 1, 0)
+    return roofline.decode(device, shape, size.requests, size.tokens).share
 
 
 def release() -> Iterable[Check]:

@@ -23,13 +23,16 @@ from vllm_h2o.kernels.triton.chunks import DeviceChunks
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
     PAGE_LANES,
+    PROGRAMS,
     SELECT_TILE,
     STORE_TILE,
-    TILE,
+    decode_tile,
+    few_registers,
+    num_splits,
     padded_group,
     precision,
+    programs_per_processor,
     prompt_tiles,
-    tile_of,
 )
 
 MAX_SENT = 3
@@ -68,14 +71,14 @@ class TritonKernels:
         self.padded_head = triton.next_power_of_2(head_size)
         self.prompt_attention = prompt_attention or self._attend
         self._chunks: list[DeviceChunks] = []
-        # Enough programs to fill the device four times, however few the requests.
-        self._num_programs, self._capability = 4, 90
+        self._processors, self._shared_memory, self._capability = 1, 228 << 10, 90
         if device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
-            self._capability = 10 * major + minor
-            self._num_programs *= torch.cuda.get_device_properties(device).multi_processor_count
+            found = torch.cuda.get_device_properties(device)
+            self._processors = found.multi_processor_count
+            self._shared_memory = found.shared_memory_per_multiprocessor
+            self._capability = 10 * found.major + found.minor
         # (requests x KV heads x splits) is below this for every batch: see _num_kv_splits.
-        max_splits = self._num_programs + max_requests * num_kv_heads
+        max_splits = PROGRAMS * self._processors + max_requests * num_kv_heads
         self._partial_out = torch.empty(max_splits * self.group, head_size, device=device)
         self._partial_max_sum = torch.empty(max_splits * self.group, 2, device=device)
         self._nearest = torch.empty(max_splits, 2, device=device)
@@ -106,8 +109,10 @@ class TritonKernels:
         request_args = (batch.block_table, batch.fields, victims, first_rows)
         strides = (batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads)
         page_stride, word_stride = cache.key.stride(0), cache.score.stride(0)
-        num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size)
-        tile = tile_of(self.padded_head, cache.key.element_size())
+        size = cache.key.element_size()
+        num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size, size)
+        tile = decode_tile(self.padded_head, size, self.group)
+        few = few_registers(self.padded_head, size)
         grid = (num_requests, num_kv_heads, num_kv_splits)
         masses, merges = self._masses(cache)
         if scoring.merge:
@@ -128,7 +133,7 @@ class TritonKernels:
             query, cache.key, cache.value, masses, *request_args,
             self._logits, self._partial_out, self._partial_max_sum,
             tensors.scale, query.stride(0), page_stride, word_stride, *strides, num_kv_splits,
-            **shape, **group, HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
+            **shape, **group, **few, HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
             PRECISION=precision(cache.key.dtype), **can_split, **merges,
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
@@ -322,10 +327,11 @@ class TritonKernels:
         self._chunks = [new, *self._chunks[: MAX_SENT - 1]]
         return new
 
-    def _num_kv_splits(self, num_requests: int, num_slots: int) -> int:
+    def _num_kv_splits(self, num_requests: int, num_slots: int, element_size: int) -> int:
         """Known from shapes alone, since a captured graph keeps it."""
-        wanted = triton.cdiv(self._num_programs, num_requests * self.num_kv_heads)
-        return max(1, min(wanted, MAX_KV_SPLITS, triton.cdiv(num_slots, TILE)))
+        at_once = programs_per_processor(self.padded_head, element_size, self._shared_memory)
+        strips = num_requests * self.num_kv_heads
+        return num_splits(at_once * self._processors, strips, num_slots)
 
     def _compile(self, cache: LayerCache, has_initial_score: bool, scoring: Scoring) -> None:
         """Run the prompt's kernels once on two pages of their own, before a request waits."""
