@@ -26,6 +26,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from triton.errors import TritonError
 
 from benchmarks.gpu import kernels, roofline
 from benchmarks.gpu.engine import LENGTHS, MAX_MODEL_LEN
@@ -37,6 +38,14 @@ KINDS = ("kernels", "engines", "graphs", "speed", "throughput")
 """Of parts."""
 PROFILES = ("OPT-16-512+512",)
 MORE_PROFILES = (*PROFILES, "8B-1/8", "free-100")
+BROKEN = (
+    RuntimeError, ValueError, AssertionError, AttributeError, TypeError, LookupError, ImportError,
+    ArithmeticError, OSError, TritonError,
+)  # fmt: skip
+"""What a device, a build of vLLM or a kernel may raise; whatever else ends a part is found by the
+status of its process."""
+DOES_NOT_HOLD = 3
+"""Status of a process whose part ran to its end, and some of whose checks failed."""
 Check = tuple[str, float, float]
 """What, the figure, and its maximum."""
 
@@ -146,7 +155,7 @@ class Report:
         try:
             for check in action():
                 self.add(check)
-        except Exception as error:
+        except BROKEN as error:
             traceback.print_exc()
             self.add((f"{what}: {type(error).__name__}", math.inf, 0.0))
 
@@ -298,7 +307,7 @@ def run_all(
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
             status = process.wait(min(part.seconds, left))
-            what = "" if status in (0, 1) else f": ended with status {status}"
+            what = "" if status in (0, DOES_NOT_HOLD) else f": ended with status {status}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # engines that it started, too
             process.wait()
@@ -323,7 +332,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     every = parts(args.small, args.all)
     if args.part:
-        sys.exit(0 if run_part(args.part, every, args.out, args.small) else 1)
+        sys.exit(0 if run_part(args.part, every, args.out, args.small) else DOES_NOT_HOLD)
     chosen = [part for kind in args.parts for part in every if part.kind == kind]
     if tuple(args.parts) == KINDS:
         chosen = every

@@ -99,10 +99,7 @@ class TritonKernels:
         num_requests, max_pages = batch.block_table.shape
         if num_requests > self.max_requests:
             raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
-        num_logits = cache.num_blocks * self.num_heads * cache.block_size
-        if self._logits.numel() != num_logits:
-            self._logits = torch.empty(num_logits, device=self.device)
-            self._compile(cache, initial is not None, scoring)
+        self._prepare(cache, initial is not None, scoring)
         shape = self._shape(cache)
         can_split = {"CAN_SPLIT": cache.first_rows is not None}
         first_rows = victims if cache.first_rows is None else cache.first_rows
@@ -112,7 +109,6 @@ class TritonKernels:
         size = cache.key.element_size()
         num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size, size)
         tile = decode_tile(self.padded_head, size, self.group)
-        few = few_registers(self.padded_head, size)
         grid = (num_requests, num_kv_heads, num_kv_splits)
         masses, merges = self._masses(cache)
         if scoring.merge:
@@ -133,8 +129,9 @@ class TritonKernels:
             query, cache.key, cache.value, masses, *request_args,
             self._logits, self._partial_out, self._partial_max_sum,
             tensors.scale, query.stride(0), page_stride, word_stride, *strides, num_kv_splits,
-            **shape, **group, **few, HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
-            PRECISION=precision(cache.key.dtype), **can_split, **merges,
+            **shape, **group, **can_split, **merges, **few_registers(self.padded_head, size),
+            HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
+            PRECISION=precision(cache.key.dtype),
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
         decode.merge_and_score[grid[:2]](
@@ -332,6 +329,13 @@ class TritonKernels:
         at_once = programs_per_processor(self.padded_head, element_size, self._shared_memory)
         strips = num_requests * self.num_kv_heads
         return num_splits(at_once * self._processors, strips, num_slots)
+
+    def _prepare(self, cache: LayerCache, has_initial_score: bool, scoring: Scoring) -> None:
+        """Room for the logits of a new pool; and the kernels of its prompts."""
+        num_logits = cache.num_blocks * self.num_heads * cache.block_size
+        if self._logits.numel() != num_logits:
+            self._logits = torch.empty(num_logits, device=self.device)
+            self._compile(cache, has_initial_score, scoring)
 
     def _compile(self, cache: LayerCache, has_initial_score: bool, scoring: Scoring) -> None:
         """Run the prompt's kernels once on two pages of their own, before a request waits."""
