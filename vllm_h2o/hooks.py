@@ -17,7 +17,8 @@ from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
-from vllm_h2o.options.refusals import FULL_ATTENTION, REFUSALS, WHY_OPTION, refuse
+from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION, refuse
+from vllm_h2o.options.traits import FULL_ATTENTION
 from vllm_h2o.paths import SCHEDULER, WORKER
 
 CPU_BLOCK_SIZE = 128

@@ -2,7 +2,10 @@
 
 Usage::
 
-    python -m benchmarks.gpu [--all] [--small] [--parts kernels graphs speed engines throughput]
+    python -m benchmarks.gpu [--minutes 8] [--all] [--small] [--parts engines kernels graphs ...]
+
+Each part runs in a process of its own, within a time of its own, the most telling first: one that
+crashes, hangs or poisons the device fails alone, and what was found before is in the CSVs.
 """
 
 from __future__ import annotations
@@ -11,31 +14,38 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from triton.errors import TritonError
 
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, roofline
 from benchmarks.gpu.engine import LENGTHS, MAX_MODEL_LEN
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.triton.kernels import PromptAttention
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("kernels", "graphs", "speed", "engines", "throughput")
+KINDS = ("kernels", "engines", "graphs", "speed", "throughput")
+"""Of parts."""
 PROFILES = ("OPT-16-512+512",)
 MORE_PROFILES = (*PROFILES, "8B-1/8", "free-100")
 BROKEN = (
-    RuntimeError, ValueError, AssertionError, TypeError, LookupError, ImportError, TritonError
+    RuntimeError, ValueError, AssertionError, AttributeError, TypeError, LookupError, ImportError,
+    ArithmeticError, OSError, TritonError,
 )  # fmt: skip
-"""What a device, a build of vLLM or a kernel may raise."""
+"""What a device, a build of vLLM or a kernel may raise; whatever else ends a part is found by the
+status of its process."""
+DOES_NOT_HOLD = 3
+"""Status of a process whose part ran to its end, and some of whose checks failed."""
 Check = tuple[str, float, float]
 """What, the figure, and its maximum."""
 
@@ -104,15 +114,23 @@ COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def check_engines(small: bool, shape: str, names: Iterable[str]) -> Iterator[Check]:
-    """Tokens of pairs of engines; and that a budget shows in them at all."""
-    size = ("--requests", "4", "--tokens", "12", "--dtype", "float32") if small else ()
+def size_of(small: bool) -> tuple[str, ...]:
+    """Options of an engine for a CPU."""
+    return ("--requests", "4", "--tokens", "12", "--dtype", "float32") if small else ()
+
+
+def compare(small: bool, shape: str, name: str) -> Iterator[Check]:
+    """Tokens of a pair of engines."""
+    one, other = (tokens_of(shape, *size_of(small), *options) for options in COMPARED[name])
     # Kernels that round differently in half precision differ at a near tie, sooner or later.
     allowed = 0.0 if small else 0.4
-    for name in names:
-        one, other = (tokens_of(shape, *size, *options) for options in COMPARED[name])
-        yield f"{shape}: {name}: tokens from the first that differs", apart(one, other), allowed
-    whole, evicted = (tokens_of(shape, *size, *options) for options in (WHOLE, EVICTING))
+    yield f"{shape}: {name}: tokens from the first that differs", apart(one, other), allowed
+
+
+def control(small: bool, shape: str) -> Iterator[Check]:
+    """That a budget shows in the tokens at all."""
+    each = (tokens_of(shape, *size_of(small), *options) for options in (WHOLE, EVICTING))
+    whole, evicted = each
     long = [i for i in range(len(whole)) if LENGTHS[i % len(LENGTHS)] > MAX_MODEL_LEN / 8]
     same = 1 - apart([whole[i] for i in long], [evicted[i] for i in long])
     yield f"{shape}: control: tokens that 1/8 leaves as they are", same, 0.7
@@ -153,6 +171,7 @@ class Report:
     def speed(self, size: kernels.Size, device: torch.device) -> Iterator[Check]:
         """Figures of one size, printed and kept; nothing is asked of them here."""
         figures = kernels.speed(size, device, flash(device, size))
+        figures["decode_of_copy_predicted"] = predicted(self.machine, size)
         row = {"machine": self.machine, "torch": torch.__version__, **vars(size), **figures}
         append_rows(self.out / "gpu-kernels.csv", [row])
         print({name: round(value, 3) for name, value in figures.items()}, flush=True)
@@ -165,11 +184,13 @@ class Report:
         yield "throughput: exit status", float(subprocess.run(command, cwd=ROOT).returncode), 0.0
 
 
-def release() -> Iterable[Check]:
-    """Give back memory that nothing holds any more."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return ()
+def predicted(machine: str, size: kernels.Size) -> float:
+    """Share of a copy's rate that decoding reaches by the model; NaN where that says nothing."""
+    device = roofline.device_of(machine)
+    if device is None or size.dtype.itemsize != 2 or size.head_size != 128:
+        return math.nan
+    shape = roofline.Shape("", size.num_heads, size.num_kv_heads, size.head_size, 1, 0)
+    return roofline.decode(device, shape, size.requests, size.tokens).share
 
 
 def holds(check: Check) -> bool:
@@ -183,44 +204,143 @@ def line(check: Check) -> str:
     return f"{'ok  ' if holds(check) else 'FAIL'} {figure:9.3g} (at most {allowed:.3g})  {what}"
 
 
+@dataclass(frozen=True)
+class Part:
+    """What runs in one process.
+
+    Args:
+        name: its kind, and what it is about.
+        seconds: after which it is ended.
+        action: its checks.
+
+    """
+
+    name: str
+    seconds: int
+    action: Callable[[Report, torch.device], Iterable[Check]]
+
+    @property
+    def kind(self) -> str:
+        """One of :data:`KINDS`."""
+        return self.name.split(":")[0]
+
+
+def parts(small: bool, every: bool) -> list[Part]:
+    """The most telling first.
+
+    Args:
+        small: for a CPU, where kernels are interpreted.
+        every: engines, sizes and profiles that take long, too.
+
+    """
+    if small:
+        found = [_kernels(size) for size in kernels.SMALL]
+        return [*found, *_engines("llama", list(COMPARED)[:2], small)]
+    names = list(COMPARED)
+    found = [_kernels(size) for size in kernels.ODD[:2]]
+    found += _engines("llama", names if every else names[:2], small)
+    found += [_kernels(size) for size in kernels.REAL[:2]]
+    found += [_graph(size) for size in kernels.REAL[:2]]
+    found += [_speed(size) for size in kernels.SPEED]
+    found += [_throughput(profile) for profile in (MORE_PROFILES if every else PROFILES)]
+    found += [_kernels(size) for size in (*kernels.ODD[2:], *kernels.REAL[2:])]
+    found += [_graph(size) for size in kernels.REAL[2:]]
+    long = Part("kernels: 128k tokens", 120, lambda _, device: kernels.check_long(device))
+    # OPT has no rotary embeddings, which a second pass needs.
+    plain = [name for name, (one, _) in COMPARED.items() if one != SECOND_PASS]
+    return [*found, long, *(_engines("opt", plain, small) if every else ())]
+
+
+def _kernels(size: kernels.Size) -> Part:
+    return Part(f"kernels: {size}", 120, lambda _, device: check_kernels(device, size))
+
+
+def _graph(size: kernels.Size) -> Part:
+    return Part(f"graphs: {size}", 60, lambda _, device: kernels.check_graph(size, device))
+
+
+def _speed(size: kernels.Size) -> Part:
+    return Part(f"speed: {size}", 90, lambda report, device: report.speed(size, device))
+
+
+def _throughput(profile: str) -> Part:
+    return Part(f"throughput: {profile}", 420, lambda report, _: report.throughput([profile]))
+
+
+def _engines(shape: str, names: Sequence[str], small: bool) -> list[Part]:
+    """Pairs of engines, and the control."""
+    compared = [
+        Part(f"engines: {shape}, {name}", 300, lambda *_, name=name: compare(small, shape, name))
+        for name in names
+    ]
+    return [*compared, Part(f"engines: {shape}, control", 300, lambda *_: control(small, shape))]
+
+
+def run_part(name: str, chosen: Iterable[Part], out: Path, small: bool) -> bool:
+    """One part, here; whether all of it holds."""
+    (part,) = (part for part in chosen if part.name == name)
+    device = torch.device("cpu" if small else "cuda")
+    report = Report(machine_name() if small else torch.cuda.get_device_name(), out)
+    report.run(part.name, lambda: part.action(report, device))
+    return all(map(holds, report.checks))
+
+
+def run_all(
+    chosen: Sequence[Part], arguments: Sequence[str], out: Path, minutes: float
+) -> list[str]:
+    """Each in a process; what fails, or found no time, by name.
+
+    Args:
+        chosen: the parts, in their order.
+        arguments: of this command, for the processes.
+        out: folder of the CSVs.
+        minutes: after which no part is begun.
+
+    """
+    begin, failed = time.monotonic(), []
+    for part in chosen:
+        left = 60 * minutes - (time.monotonic() - begin)
+        if left <= 0:
+            failed.append(f"{part.name}: not run, the time is over")
+            continue
+        command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--part", part.name]
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        try:
+            status = process.wait(min(part.seconds, left))
+            what = "" if status in (0, DOES_NOT_HOLD) else f": ended with status {status}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # engines that it started, too
+            process.wait()
+            status, what = 1, f": ended after {min(part.seconds, left):.0f} seconds"
+        if what:
+            Report("", out).add((f"{part.name}{what}", math.inf, 0.0))
+        if status:
+            failed.append(f"{part.name}{what}")
+    return failed
+
+
 def main() -> None:
     """Run the parts; exit with 1 when a check fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU, interpreted")
-    parser.add_argument("--all", action="store_true", help="every engine and profile: 20 minutes")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--all", action="store_true", help="every engine and profile")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin nothing later (8)")
+    parser.add_argument("--parts", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--part", help="run this one alone, in this process")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cpu" if args.small else "cuda")
-    report = Report(machine_name() if args.small else torch.cuda.get_device_name(), args.out)
-    print(report.machine, "torch", torch.__version__, flush=True)
-    work: dict[str, list[tuple[str, Callable[[], Iterable[Check]]]]] = {part: [] for part in PARTS}
-    for size in kernels.SMALL if args.small else (*kernels.REAL, *kernels.ODD):
-        work["kernels"].append((str(size), partial(check_kernels, device, size)))
-    if not args.small:
-        work["kernels"].append(("128k tokens", partial(kernels.check_long, device)))
-        for size in kernels.REAL:
-            work["graphs"].append((str(size), partial(kernels.check_graph, size, device)))
-            work["speed"].append((str(size), partial(report.speed, size, device)))
-        profiles = MORE_PROFILES if args.all else PROFILES
-        work["throughput"].append(("throughput", partial(report.throughput, profiles)))
-    for shape in ("llama", "opt") if args.all else ("llama",):
-        # OPT has no rotary embeddings, which a second pass needs.
-        names = [
-            name for name, (one, _) in COMPARED.items() if shape == "llama" or one != SECOND_PASS
-        ]
-        compared = names if args.all else names[:2]
-        work["engines"].append((shape, partial(check_engines, args.small, shape, compared)))
-    for part in args.parts:
-        for what, action in work[part]:
-            report.run(f"{part}: {what}", action)
-        # Engines in processes of their own ask for most of the device.
-        report.run(f"{part}: freed", release)
-    print("\n".join(["", *map(line, report.checks)]))
-    held = sum(map(holds, report.checks))
-    print(f"{held} of {len(report.checks)} checks hold on {report.machine}")
-    sys.exit(0 if held == len(report.checks) else 1)
+    every = parts(args.small, args.all)
+    if args.part:
+        sys.exit(0 if run_part(args.part, every, args.out, args.small) else DOES_NOT_HOLD)
+    chosen = [part for kind in args.parts for part in every if part.kind == kind]
+    if tuple(args.parts) == KINDS:
+        chosen = every
+    arguments = [flag for flag, on in (("--small", args.small), ("--all", args.all)) if on]
+    failed = run_all(chosen, [*arguments, "--out", str(args.out)], args.out, args.minutes)
+    print("\n".join(["", *(f"FAIL {name}" for name in failed)]))
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} parts hold; each check: {args.out}")
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,12 @@ ODD = (
 """Other heads, groups and pages."""
 LONG = Size(1, 1 << 17, 32, 8, 128, 16, torch.bfloat16)
 """A prompt whose survivors are chosen of 128k tokens."""
+SPEED = tuple(
+    Size(requests, tokens, 32, num_kv_heads, 128, 16, torch.bfloat16)
+    for num_kv_heads in (8, 32)
+    for requests, tokens in ((64, 2048), (8, 2048), (256, 512), (1, 8192), (8, 8192))
+)
+"""What is timed: batches and slots as :mod:`benchmarks.gpu.roofline` predicts them."""
 SMALL = (Size(3, 100, 6, 2, 64, 16, torch.float32), Size(2, 64, 4, 4, 64, 16, torch.float16))
 
 

@@ -12,7 +12,17 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu import kernels
-from benchmarks.gpu.__main__ import Check, Report, apart, check_kernels, holds
+from benchmarks.gpu.__main__ import (
+    Check,
+    Part,
+    Report,
+    apart,
+    check_kernels,
+    holds,
+    parts,
+    run_all,
+    run_part,
+)
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 
 CPU = torch.device("cpu")
@@ -46,6 +56,44 @@ def test_a_check_that_raises_fails_alone(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["what"] for row in rows] == ["a", "first: OutOfResources", "b"]
     assert [row["holds"] for row in rows] == ["1", "0", "0"]
+
+
+def nothing(*_: object) -> Iterator[Check]:
+    """Of a part that its own process looks up by name."""
+    yield from ()
+
+
+def test_each_part_in_a_process(tmp_path: Path) -> None:
+    """One that hangs and one that dies fail alone; what came after the time was not run."""
+    out = ["--small", "--out", str(tmp_path)]
+    whole = parts(small=True, every=False)[1]
+    hangs, unknown = Part(whole.name, 1, nothing), Part("kernels: none such", 60, nothing)
+    failed = run_all([hangs, unknown, whole], out, tmp_path, minutes=5)
+    died = f"{unknown.name}: ended with status 1"
+    assert failed == [f"{hangs.name}: ended after 1 seconds", died]
+    assert run_all([whole], out, tmp_path, minutes=0) == [
+        f"{whole.name}: not run, the time is over"
+    ]
+    with (tmp_path / "gpu-checks.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["holds"] for row in rows] == ["0", "0"] + ["1"] * 18
+    assert [row["what"] for row in rows[:2]] == failed
+
+
+def test_the_most_telling_first() -> None:
+    """Eight minutes reach engines, graphs and speed; every part has a name of its own."""
+    for every in (False, True):
+        names = [part.name for part in parts(small=False, every=every)]
+        assert len(names) == len(set(names))
+        kinds = [part.kind for part in parts(small=False, every=every)]
+        first = list(dict.fromkeys(kinds))
+        assert first == ["kernels", "engines", "graphs", "speed", "throughput"]
+
+
+def test_a_part_here(tmp_path: Path) -> None:
+    """What fails says so by its status."""
+    part = Part("kernels: a", 1, lambda *_: [("a", 1.0, 0.0)])
+    assert not run_part("kernels: a", [part], tmp_path, small=True)
 
 
 def test_apart() -> None:

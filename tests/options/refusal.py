@@ -21,6 +21,18 @@ FLOAT8_REFUSED = (
     "a KV cache quantised to anything but fp8 with one scale for each layer's K and V",
     "an fp8 KV cache that some layers leave out",
     "an fp8 KV cache, and merge",
+    "an fp8 KV cache, and positions='rolling'",
     "an fp8 KV cache on a GPU older than Ada",
 )
 """What does not go with a policy, of quantised caches."""
+
+ROLLING_REFUSED = tuple(
+    f"positions='rolling', and {what}"
+    for what in (
+        "speculative decoding",
+        "sliding windows",
+        "layers that do without rotary embeddings",
+        "several positions of a token (M-RoPE)",
+    )
+)
+"""What does not go with positions that roll."""

@@ -13,9 +13,9 @@ from tests.tiny_models import engine_config, folder
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.hooks import check_config
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.refusals import FLOAT8
+from vllm_h2o.options.traits import FLOAT8
 
-OTHERWISE, SKIPPING, MERGED, OLD = FLOAT8_REFUSED
+OTHERWISE, SKIPPING, MERGED, ROLLING, OLD = FLOAT8_REFUSED
 MODEL = "LlamaForCausalLM"
 
 
@@ -37,6 +37,12 @@ MODEL = "LlamaForCausalLM"
             "leave --kv-cache-dtype-skip-layers out",
         ),
         (MERGED, {"kv_cache_dtype": "fp8_e5m2"}, {"merge": 0.9}, "leave merge out, or use"),
+        (
+            ROLLING,
+            {"kv_cache_dtype": "fp8", "block_size": 16, "max_num_batched_tokens": 128},
+            {"positions": "rolling", "prefill": "chunked", "budget": 64},
+            "use --kv-policy-config.positions original",
+        ),
     ],
 )
 def test_refused(

@@ -33,6 +33,11 @@ CONFLICTING = (
     {"merge": 0.9, "granularity": "block"},
     {"merge": 0.9, "evict_every": 4},
     {"eviction": "pressure", "prefill": "chunked"},
+    {"position_limit": 200},
+    {"positions": "rolling"},
+    {"positions": "rolling", "prefill": "chunked", "score": "second_pass"},
+    {"positions": "rolling", "prefill": "chunked", "granularity": "block"},
+    {"positions": "rolling", "prefill": "chunked", "merge": 0.9},
     {"pressure_watermark": 0.1},
 )
 """Of each conflict, in the order of the table, a configuration that has it and no earlier one."""

@@ -7,7 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_h2o.errors import UnsupportedError
-from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.traits import (
+    CPU_PAGE,
+    FLOAT8,
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    alibi,
+    cuts_windows,
+    drafts_too_many,
+    float8,
+    foreign_platform,
+    has_sinks,
+    kinds,
+    odd_pages,
+    old_gpu,
+    policy_of,
+    skips_rotation,
+    slides,
+    slides_everywhere,
+)
 
 
 @dataclass(frozen=True)
@@ -47,96 +65,6 @@ def refuse(refusals: Iterable[Refusal], vllm_config: Any, asked: str, subject: s
             raise UnsupportedError(asked, found, refusal.why, refusal.remedy)
 
 
-def _alibi(vllm_config: Any) -> bool:
-    hf = vllm_config.model_config.hf_text_config.to_dict()
-    attn = hf.get("attn_config") or {}
-    return bool(
-        hf.get("alibi")
-        or (isinstance(attn, dict) and attn.get("alibi"))
-        or hf.get("model_type") == "bloom"
-        or hf.get("position_embedding_type") == "alibi"
-    )
-
-
-def _kinds(vllm_config: Any) -> set[str]:
-    return set(vllm_config.model_config.hf_text_config.to_dict().get("layer_types") or ())
-
-
-def _slides(vllm_config: Any) -> bool:
-    """Whether layers with a sliding window stand next to others."""
-    window = vllm_config.model_config.get_sliding_window()
-    return window is not None and _SLIDING_ATTENTION in _kinds(vllm_config)
-
-
-def _slides_everywhere(vllm_config: Any) -> bool:
-    window = vllm_config.model_config.get_sliding_window()
-    return window is not None and _kinds(vllm_config) <= {_SLIDING_ATTENTION}
-
-
-def _has_sinks(vllm_config: Any) -> bool:
-    return vllm_config.model_config.hf_text_config.to_dict().get("model_type") == "gpt_oss"
-
-
-def _odd_pages(vllm_config: Any) -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu() and bool(vllm_config.cache_config.block_size % CPU_PAGE)
-
-
-def _config(vllm_config: Any) -> KVPolicyConfig:
-    config = KVPolicyConfig.of(vllm_config)
-    return config or KVPolicyConfig()
-
-
-def _cuts_windows(vllm_config: Any) -> bool:
-    config, limits = _config(vllm_config), vllm_config.scheduler_config
-    shares = vllm_config.cache_config.enable_prefix_caching and config.score_power
-    if not shares and not config.ranking.window:
-        return False
-    # In the worst case every other sequence takes a token of the step, and its drafts.
-    max_tokens = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
-    room = max_tokens - (limits.max_num_seqs - 1) * (1 + vllm_config.num_speculative_tokens)
-    if config.ranking.second_pass:  # its chunks wait until they have that much
-        room = max(room, max_tokens // 2)
-    longest = limits.long_prefill_token_threshold or room
-    return min(room, longest) < config.observation_window
-
-
-def _drafts_too_many(vllm_config: Any) -> bool:
-    config, spec = _config(vllm_config), vllm_config.speculative_config
-    if spec is None or not config.policy.evicts:
-        return False
-    return bool(config.evict_every < spec.num_speculative_tokens + 2)
-
-
-def _skips_rotation(vllm_config: Any) -> bool:
-    """Whether some layers may leave their rotary embedding out, as SmolLM3's do."""
-    hf = vllm_config.model_config.hf_text_config.to_dict()
-    return any(hf.get(name) for name in hf if "no_rope" in name or "nope" in name)
-
-
-def _float8(vllm_config: Any) -> bool:
-    return vllm_config.cache_config.cache_dtype in FLOAT8
-
-
-def _old_gpu(_: Any) -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cuda() and not current_platform.has_device_capability(89)
-
-
-def _foreign_platform(_: Any) -> bool:
-    from vllm.platforms import current_platform
-
-    return not (current_platform.is_cpu() or current_platform.is_cuda())
-
-
-FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
-"""Kinds of layers, as configs of models and vLLM call them."""
-CPU_PAGE = 32
-"""Of so many slots, and multiples of it, are pages that vLLM's own attention on a CPU takes."""
-
-FLOAT8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", *FLOAT8)
 """What ``--kv-cache-dtype`` may be."""
 
@@ -209,7 +137,7 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "ALiBi",
-        _alibi,
+        alibi,
         "the bias depends on distances that the kernels do not compute",
         ANOTHER_MODEL,
     ),
@@ -219,16 +147,16 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         WHY_IN_LAYERS,
         ANOTHER_MODEL,
     ),
-    Refusal("attention sinks", _has_sinks, WHY_IN_LAYERS, ANOTHER_MODEL),
+    Refusal("attention sinks", has_sinks, WHY_IN_LAYERS, ANOTHER_MODEL),
     Refusal(
         "a sliding window in every layer",
-        _slides_everywhere,
+        slides_everywhere,
         "the policy evicts from full attention, and there is none",
         ANOTHER_MODEL,
     ),
     Refusal(
         "layers of other kinds than full attention and sliding windows",
-        lambda c: bool(_kinds(c) - {FULL_ATTENTION, _SLIDING_ATTENTION}),
+        lambda c: bool(kinds(c) - {FULL_ATTENTION, SLIDING_ATTENTION}),
         "vLLM gives chunked-local attention the backend of full attention, and others keep states",
         ANOTHER_MODEL,
     ),
@@ -256,39 +184,39 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "prefix caching, and sliding windows",
-        lambda c: c.cache_config.enable_prefix_caching and _slides(c),
+        lambda c: c.cache_config.enable_prefix_caching and slides(c),
         "what is found is cut back to where the request's own scores begin, and the window before "
         "that place may be gone",
         "leave --enable-prefix-caching out",
     ),
     Refusal(
         "sliding windows whose tokens are all kept",
-        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager and _slides(c),
+        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager and slides(c),
         "the policy's pages and vLLM's own would be one group",
         "leave --disable-hybrid-kv-cache-manager out",
     ),
     Refusal(
         f"sliding windows in pages that are no multiple of {CPU_PAGE} slots",
-        lambda c: _slides(c) and _odd_pages(c),
+        lambda c: slides(c) and odd_pages(c),
         "vLLM's own attention computes these layers, and on a CPU takes no others",
         f"give --block-size {CPU_PAGE}, 64 or 128",
     ),
     Refusal(
         "prefix caching, and eviction='pressure'",
-        lambda c: c.cache_config.enable_prefix_caching and _config(c).eviction == "pressure",
+        lambda c: c.cache_config.enable_prefix_caching and policy_of(c).eviction == "pressure",
         "tokens after a prompt would score, and later be packed, in pages that others read",
         "use --kv-policy-config.eviction always, or leave --enable-prefix-caching out",
     ),
     Refusal(
         "prefix caching, and a prefill of which cached queries would score or evict",
-        lambda c: c.cache_config.enable_prefix_caching and not _config(c).supports_prefix_caching,
+        lambda c: c.cache_config.enable_prefix_caching and not policy_of(c).supports_prefix_caching,
         "a prefix that is found in the cache is not computed again: its scores would be missing",
         "use --kv-policy h2o with --kv-policy-config.prefill window (of at least 2 queries) and no "
         "mean score, a policy without scores, or leave --enable-prefix-caching out",
     ),
     Refusal(
         "chunks of prompts that may be smaller than the observation window",
-        _cuts_windows,
+        cuts_windows,
         "with prefix caching and with score=combined, the queries that score are computed together",
         "give a larger --max-num-batched-tokens, fewer --max-num-seqs, a larger or no "
         "--long-prefill-token-threshold, or a smaller observation_window",
@@ -301,26 +229,26 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "speculative decoding, and sliding windows",
-        lambda c: c.speculative_config is not None and _slides(c),
+        lambda c: c.speculative_config is not None and slides(c),
         "it has not been tried",
         "leave --speculative-config out",
     ),
     Refusal(
         "speculative decoding, and evict_every below num_speculative_tokens + 2",
-        _drafts_too_many,
+        drafts_too_many,
         "which tokens go depends on attention of tokens that are certain: drafts fill slots while "
         "nothing is evicted, and the token with which some are is computed without drafts",
         "give a larger --kv-policy-config.evict_every, or fewer num_speculative_tokens",
     ),
     Refusal(
         "speculative decoding, and eviction='pressure'",
-        lambda c: c.speculative_config is not None and _config(c).eviction == "pressure",
+        lambda c: c.speculative_config is not None and policy_of(c).eviction == "pressure",
         "the two are not built together",
         "use --kv-policy-config.eviction always, or leave --speculative-config out",
     ),
     Refusal(
         "speculative decoding, and a lifetime of what an observation window gives",
-        lambda c: c.speculative_config is not None and _config(c).keeps_scores,
+        lambda c: c.speculative_config is not None and policy_of(c).keeps_scores,
         "drafts score a step later than they are computed, and it may be over by then",
         "use --kv-policy-config.window_lifetime 0, or leave --speculative-config out",
     ),
@@ -332,25 +260,25 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "positions='rolling', and speculative decoding",
-        lambda c: _config(c).rolls and c.speculative_config is not None,
+        lambda c: policy_of(c).rolls and c.speculative_config is not None,
         "drafts score a step later than they are computed, and may have been renumbered by then",
         "leave --speculative-config out",
     ),
     Refusal(
         "positions='rolling', and sliding windows",
-        lambda c: _config(c).rolls and _slides(c),
+        lambda c: policy_of(c).rolls and slides(c),
         "the layers that slide keep vLLM's own pages, whose tokens are not renumbered",
         ANOTHER_MODEL_ROLLS,
     ),
     Refusal(
         "positions='rolling', and layers that do without rotary embeddings",
-        lambda c: _config(c).rolls and _skips_rotation(c),
+        lambda c: policy_of(c).rolls and skips_rotation(c),
         "their keys do not depend on positions, and must not be rotated",
         ANOTHER_MODEL_ROLLS,
     ),
     Refusal(
         "positions='rolling', and several positions of a token (M-RoPE)",
-        lambda c: _config(c).rolls and c.model_config.uses_mrope,
+        lambda c: policy_of(c).rolls and c.model_config.uses_mrope,
         "it has not been tried",
         ANOTHER_MODEL_ROLLS,
     ),
@@ -362,25 +290,25 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "an fp8 KV cache, and merge",
-        lambda c: _float8(c) and _config(c).merges,
+        lambda c: float8(c) and policy_of(c).merges,
         "a token that takes others in would be rounded to 8 bits again with each of them",
         "leave merge out, or use --kv-cache-dtype auto",
     ),
     Refusal(
         "an fp8 KV cache, and positions='rolling'",
-        lambda c: _float8(c) and _config(c).rolls,
+        lambda c: float8(c) and policy_of(c).rolls,
         "a token's K would be rounded to 8 bits again whenever it is renumbered",
         "use --kv-policy-config.positions original, or --kv-cache-dtype auto",
     ),
     Refusal(
         "an fp8 KV cache that some layers leave out",
-        lambda c: _float8(c) and bool(c.cache_config.kv_cache_dtype_skip_layers),
+        lambda c: float8(c) and bool(c.cache_config.kv_cache_dtype_skip_layers),
         "the policy's layers have pages of one size",
         "leave --kv-cache-dtype-skip-layers out",
     ),
     Refusal(
         "an fp8 KV cache on a GPU older than Ada",
-        lambda c: _float8(c) and _old_gpu(c),
+        lambda c: float8(c) and old_gpu(c),
         "Triton has no float8 below compute capability 8.9",
         "use --kv-cache-dtype auto",
     ),
@@ -407,7 +335,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "a platform other than CPU and CUDA",
-        _foreign_platform,
+        foreign_platform,
         "there are no kernels for it",
         "use a CUDA or a CPU build of vLLM",
     ),

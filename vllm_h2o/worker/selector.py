@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.refusals import FLOAT8
+from vllm_h2o.options.traits import FLOAT8
 
 logger = init_logger("vllm.kv_policy")
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_h2o.kernels.triton.sizes import TILE, padded_group, prompt_tiles, tile_of
+from vllm_h2o.kernels.triton.sizes import (
+    MAX_KV_SPLITS,
+    PROGRAMS,
+    TILE,
+    num_splits,
+    padded_group,
+    programs_per_processor,
+    prompt_tiles,
+    tile_of,
+)
 
 
 @pytest.mark.parametrize(("group", "rows"), [(1, 1), (2, 16), (16, 16), (17, 32)])
@@ -26,3 +35,30 @@ def test_tiles(padded_head: int, element_size: int) -> None:
         strict=True,
     ):
         assert old["TILE_Q"] <= new["TILE_Q"] and old["TILE_K"] <= new["TILE_K"]
+
+
+@pytest.mark.parametrize(
+    ("strips", "splits"),
+    [(1, 32), (8, 32), (32, 16), (64, 8), (256, 2), (264, 2), (300, 1), (528, 1), (2048, 1)],
+)
+def test_splits_fill_whole_waves(strips: int, splits: int) -> None:
+    """528 programs at once, as on an H100: no last wave that leaves most of the device idle."""
+    assert num_splits(528, strips, 8192) == splits
+
+
+def test_splits_of_few_slots() -> None:
+    """None without a tile of its own; and never more in all than there is room for."""
+    assert num_splits(528, 1, 100) == 2
+    for programs in (4, 57, 176, 528):
+        for strips in range(1, 700):
+            splits = num_splits(programs, strips, 1 << 17)
+            assert 1 <= splits <= MAX_KV_SPLITS
+            assert strips * splits < programs + strips
+
+
+@pytest.mark.parametrize(
+    ("shared", "programs"), [(228 << 10, PROGRAMS), (164 << 10, 3), (100 << 10, 2), (16 << 10, 1)]
+)
+def test_programs_of_a_multiprocessor(shared: int, programs: int) -> None:
+    """As the tiles on their way leave room for."""
+    assert programs_per_processor(128, 2, shared) == programs

@@ -178,7 +178,8 @@ def attend_split(
     row_sum = tl.zeros([G_PAD], tl.float32)
     # A single query keeps a sum for each slot of a tile; they are added up at the end.
     out = tl.zeros([TILE if G_PAD == 1 else G_PAD, D_PAD], tl.float32)
-    for start in range(begin, tl.minimum(begin + size, length), TILE):
+    # Said here: Triton loads ahead by itself only where matrix units multiply.
+    for start in tl.range(begin, tl.minimum(begin + size, length), TILE, num_stages=3):
         slot = start + tl.arange(0, TILE)
         resident, offset = slot < length, slot % N
         row = page_row(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,16 +19,20 @@ from vllm_h2o.kernels.batch import (
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.triton import decode, merge, pack, prefill, scoring_pass, share
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
+from vllm_h2o.kernels.triton.rehearsal import rehearse
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
     PAGE_LANES,
+    PROGRAMS,
     SELECT_TILE,
     STORE_TILE,
-    TILE,
+    decode_tile,
+    few_registers,
+    num_splits,
     padded_group,
     precision,
+    programs_per_processor,
     prompt_tiles,
-    tile_of,
 )
 
 MAX_SENT = 3
@@ -68,14 +71,14 @@ class TritonKernels:
         self.padded_head = triton.next_power_of_2(head_size)
         self.prompt_attention = prompt_attention or self._attend
         self._chunks: list[DeviceChunks] = []
-        # Enough programs to fill the device four times, however few the requests.
-        self._num_programs, self._capability = 4, 90
+        self._processors, self._shared_memory, self._capability = 1, 228 << 10, 90
         if device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
-            self._capability = 10 * major + minor
-            self._num_programs *= torch.cuda.get_device_properties(device).multi_processor_count
+            found = torch.cuda.get_device_properties(device)
+            self._processors = found.multi_processor_count
+            self._shared_memory = found.shared_memory_per_multiprocessor
+            self._capability = 10 * found.major + found.minor
         # (requests x KV heads x splits) is below this for every batch: see _num_kv_splits.
-        max_splits = self._num_programs + max_requests * num_kv_heads
+        max_splits = PROGRAMS * self._processors + max_requests * num_kv_heads
         self._partial_out = torch.empty(max_splits * self.group, head_size, device=device)
         self._partial_max_sum = torch.empty(max_splits * self.group, 2, device=device)
         self._nearest = torch.empty(max_splits, 2, device=device)
@@ -96,18 +99,16 @@ class TritonKernels:
         num_requests, max_pages = batch.block_table.shape
         if num_requests > self.max_requests:
             raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
-        num_logits = cache.num_blocks * self.num_heads * cache.block_size
-        if self._logits.numel() != num_logits:
-            self._logits = torch.empty(num_logits, device=self.device)
-            self._compile(cache, query.dtype, initial is not None, scoring)
+        self._prepare(cache, query.dtype, initial is not None, scoring)
         shape = self._shape(cache)
         can_split = {"CAN_SPLIT": cache.first_rows is not None}
         first_rows = victims if cache.first_rows is None else cache.first_rows
         request_args = (batch.block_table, batch.fields, victims, first_rows)
         strides = (batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads)
         page_stride, word_stride = cache.key.stride(0), cache.score.stride(0)
-        num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size)
-        tile, exact = tile_of(self.padded_head, query.element_size()), precision(query.dtype)
+        size, exact = query.element_size(), precision(query.dtype)
+        num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size, size)
+        tile = decode_tile(self.padded_head, size, self.group)
         grid = (num_requests, num_kv_heads, num_kv_splits)
         masses, merges = self._masses(cache)
         if scoring.merge:
@@ -129,7 +130,8 @@ class TritonKernels:
             self._logits, self._partial_out, self._partial_max_sum,
             tensors.scale * cache.scales[0], cache.scales[1], query.stride(0), page_stride,
             word_stride, *strides, num_kv_splits, **shape, **group, **can_split, **merges,
-            HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0, PRECISION=exact,
+            **few_registers(self.padded_head, size), HAS_FREE_SLOTS=scoring.by_page,
+            KEEPS_LOGITS=scoring.power > 0, PRECISION=exact,
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
         decode.merge_and_score[grid[:2]](
@@ -325,54 +327,22 @@ class TritonKernels:
         self._chunks = [new, *self._chunks[: MAX_SENT - 1]]
         return new
 
-    def _num_kv_splits(self, num_requests: int, num_slots: int) -> int:
+    def _num_kv_splits(self, num_requests: int, num_slots: int, element_size: int) -> int:
         """Known from shapes alone, since a captured graph keeps it."""
-        wanted = triton.cdiv(self._num_programs, num_requests * self.num_kv_heads)
-        return max(1, min(wanted, MAX_KV_SPLITS, triton.cdiv(num_slots, TILE)))
+        at_once = programs_per_processor(self.padded_head, element_size, self._shared_memory)
+        strips = num_requests * self.num_kv_heads
+        return num_splits(at_once * self._processors, strips, num_slots)
 
-    def _compile(
+    def _prepare(
         self, cache: LayerCache, dtype: torch.dtype, has_initial_score: bool, scoring: Scoring
     ) -> None:
-        """Run the prompt's kernels once on two pages of their own, before a request waits."""
-        if self.device.type != "cuda":
+        """Room for the logits of a new pool; and the prompt's kernels, before a request waits."""
+        num_logits = cache.num_blocks * self.num_heads * cache.block_size
+        if self._logits.numel() == num_logits:
             return
-        merges, keeps_scores = cache.mass is not None, cache.score_without_window is not None
-        content = cache.key.stride(0) // cache.block_size  # elements of a slot
-        layout = (2, self.num_kv_heads, cache.block_size, content)
-        kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=self.device)
-        splits = cache.first_rows is not None
-        kinds = (splits, merges, keeps_scores)
-        own = LayerCache.of(kv_cache, self.head_size, *kinds, scales=cache.scales)
-        shape = (2, self.num_kv_heads, self.head_size)
-        key = torch.zeros(shape, dtype=dtype, device=self.device)
-        query = key.repeat(1, self.group, 1)
-        chunks = [
-            PromptChunk(
-                tokens=slice(0, 2),
-                block_table=torch.arange(2, dtype=torch.int32, device=self.device),
-                resident_start=0,
-                logical_start=0,
-                num_survivors=1,
-                recent_start=1,
-            )
-        ]
-        initial = key[:, :, 0].float() if has_initial_score else None
-        tensors = StepTensors(query, key, key, torch.empty_like(query), initial, 1.0)
-        self.prefill(own, chunks, tensors, scoring)
-        for which in scoring.passes:
-            self.score_pass(own, chunks, query, 1.0, which)
-        for reach in {scoring.reach, 0}:  # 0: several tokens that are evicted at a time
-            self.pack_survivors([own], chunks, replace(scoring, reach=reach))
-        if splits:
-            size = cache.block_size
-            whole = replace(
-                chunks[0],
-                resident_start=size,
-                logical_start=size,
-                num_survivors=size - 1,
-                splits=True,
-            )
-            self.pack_survivors([own], [whole], scoring)
+        self._logits = torch.empty(num_logits, device=self.device)
+        if self.device.type == "cuda":
+            rehearse(self, cache, self.group, dtype, has_initial_score, scoring)
 
     def _check(self, cache: LayerCache, tensors: StepTensors) -> None:
         for tensor in (tensors.query, tensors.key, tensors.value):

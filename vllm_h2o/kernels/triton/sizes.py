@@ -7,14 +7,21 @@ import triton
 
 TILE = 64
 """Slots that a decode program holds at once, at most."""
+SINGLE_TILE = 32
+"""The same, where a KV head has one query head."""
 STORE_TILE = 32
 """Tokens that a program stores or moves at once."""
+PROGRAMS = 4
+"""Programs of a decode step that a multiprocessor has registers for."""
 SELECT_TILE = 1024
 """Slots that a program ranks at once, where survivors are selected."""
 PAGE_LANES = 512
 """Slots that a program scores at once, after a decode, in whole pages."""
 MAX_KV_SPLITS = 32
 """Programs that one (request, KV head) is divided among, at most."""
+MAX_REGISTERS = 128
+"""Of a thread, where nothing spills: then four programs of a decode step share a multiprocessor,
+and two of a prompt's scores."""
 NUM_STAGES = {2: 3, 4: 1}
 """Loads in flight of a prompt's kernels, by bytes of an element."""
 
@@ -27,6 +34,48 @@ def padded_group(group: int) -> int:
 def tile_of(padded_head: int, element_size: int) -> int:
     """Slots and queries of a tile, so that the widest heads fit the shared memory of any device."""
     return max(16, min(TILE, TILE * 256 // (padded_head * element_size)))
+
+
+def decode_tile(padded_head: int, element_size: int, group: int) -> int:
+    """Slots of a tile of a decode step: a single query head leaves registers to loads ahead."""
+    tile = tile_of(padded_head, element_size)
+    return min(tile, SINGLE_TILE) if group == 1 else tile
+
+
+def few_registers(padded_head: int, element_size: int) -> dict[str, int]:
+    """Options of a launch whose program gets by with :data:`MAX_REGISTERS`."""
+    return {"maxnreg": MAX_REGISTERS} if padded_head * element_size <= 256 else {}
+
+
+def programs_per_processor(padded_head: int, element_size: int, shared: int) -> int:
+    """Of a decode step, at once: the tiles on their way, and what else a program has there.
+
+    Args:
+        padded_head: D_PAD.
+        element_size: bytes.
+        shared: bytes of shared memory of a multiprocessor.
+
+    """
+    needed = 2 * TILE * min(padded_head * element_size, 256) + (10 << 10)
+    return max(1, min(PROGRAMS, shared // needed))
+
+
+def num_splits(num_programs: int, strips: int, num_slots: int) -> int:
+    """Programs that the slots of one (request, KV head) are divided among.
+
+    As many as fill the device once; more only if the wave that follows pays for itself.
+
+    Args:
+        num_programs: that run at once.
+        strips: (requests x KV heads).
+        num_slots: of the longest, at the most.
+
+    """
+    once = max(1, num_programs // strips)
+    more = triton.cdiv(num_programs, strips)
+    waves = triton.cdiv(strips * more, num_programs) / triton.cdiv(strips * once, num_programs)
+    wanted = more if waves < more / once else once
+    return int(max(1, min(wanted, MAX_KV_SPLITS, triton.cdiv(num_slots, TILE))))
 
 
 def prompt_tiles(
@@ -50,7 +99,10 @@ def prompt_tiles(
         small = {"TILE_Q": tile, "TILE_K": tile, "num_warps": 8, "num_stages": stages}
         return small, small
     plain = {"TILE_Q": tile, "TILE_K": tile, "num_warps": 4, "num_stages": stages}
-    return plain, plain | ({"TILE_K": 2 * tile, "num_warps": 8} if element_size == 2 else {})
+    if element_size == 4:
+        return plain, plain
+    by_key = plain | {"TILE_K": 2 * tile, "num_warps": 8}
+    return plain, by_key | few_registers(padded_head, element_size)
 
 
 def precision(dtype: torch.dtype) -> str:

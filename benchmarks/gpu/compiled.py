@@ -1,0 +1,288 @@
+"""What the compiler makes of the kernels, for a device that need not be there.
+
+Usage::
+
+    python -m benchmarks.gpu.compiled CAPABILITY
+
+prints a line of JSON a kernel. Not in a process that interprets kernels: neither finds the other's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler
+from triton.compiler import ASTSource
+
+from vllm_h2o.kernels.triton import decode, merge, pack, prefill, scoring_pass, share
+from vllm_h2o.kernels.triton.sizes import (
+    MAX_KV_SPLITS,
+    PAGE_LANES,
+    SELECT_TILE,
+    STORE_TILE,
+    decode_tile,
+    few_registers,
+    padded_group,
+    precision,
+    prompt_tiles,
+)
+
+HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+"""Of a launch; the rest of what it is given by name are constants."""
+NAMES = {HALF: "*fp16", BRAIN: "*bf16", SINGLE: "*fp32", E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
+TOKENS = {"key_ptr", "value_ptr", "query_ptr", "out_ptr"}
+CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
+FLOAT = {
+    "initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
+    "lse_ptr", "kept_score", "mass_pages", "nearest_ptr",
+}  # fmt: skip
+INT = {
+    "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
+    "kept_position",
+}  # fmt: skip
+FACTORS = {"scale", "out_scale", "key_factor", "value_factor", "weight", "merge"}
+ALIGNED = {
+    "query_stride", "key_stride", "value_stride", "out_stride", "page_stride", "word_stride",
+}  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """Of a layer.
+
+    Args:
+        dtype: of queries, and of K and V as they come.
+        head: elements of K of one head.
+        block: slots of a page.
+        group: query heads of a KV head.
+        float8: of K and V as they are stored; None: as they come.
+
+    """
+
+    dtype: torch.dtype
+    head: int
+    block: int
+    group: int
+    float8: torch.dtype | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Constants of every kernel that touches K and V."""
+        return {"N": self.block, "D": self.head, "D_PAD": triton.next_power_of_2(self.head)}
+
+    @property
+    def paged(self) -> bool:
+        """Which of two sets of options it is compiled with."""
+        return self.head == 64
+
+    @property
+    def merges(self) -> bool:
+        """Whether victims go to the nearest key."""
+        return not self.paged and self.float8 is None
+
+
+SHAPES = {
+    75: [Shape(HALF, 64, 16, 3), Shape(SINGLE, 256, 32, 8)],
+    80: [Shape(HALF, 128, 128, 1), Shape(SINGLE, 96, 32, 8)],
+    89: [
+        Shape(HALF, 128, 16, 8), Shape(HALF, 256, 16, 1), Shape(HALF, 64, 16, 1, E5M2),
+        Shape(BRAIN, 128, 16, 8, E4M3),
+    ],
+    90: [
+        Shape(BRAIN, 80, 16, 1), Shape(BRAIN, 128, 16, 7), Shape(BRAIN, 256, 16, 8),
+        Shape(SINGLE, 256, 32, 8), Shape(BRAIN, 256, 16, 8, E4M3), Shape(BRAIN, 64, 128, 1, E5M2),
+    ],
+}  # fmt: skip
+"""By compute capability, each its own, the widest among them: all on all takes minutes."""
+SERVED = [Shape(HALF, 128, 16, 1), Shape(BRAIN, 128, 16, 4)]
+"""Of the models that :mod:`benchmarks.gpu.roofline` speaks of."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """One kernel.
+
+    Args:
+        kernel: its name.
+        dtype: of K and V as they come.
+        stored: of K and V in the pages.
+        head_size: D.
+        group: query heads of a KV head.
+        registers: of a thread.
+        spilled: bytes of a thread's registers that lie in memory.
+        shared: bytes of a program.
+        warps: of a program.
+        loads_ahead: copies to shared memory that nobody waits for yet.
+        products: instructions of the matrix units.
+
+    """
+
+    kernel: str
+    dtype: str
+    stored: str
+    head_size: int
+    group: int
+    registers: int
+    spilled: int
+    shared: int
+    warps: int
+    loads_ahead: int
+    products: int
+
+
+Launch = tuple[Any, str, dict[str, Any]]
+"""A kernel, the type of its fields, and its constants."""
+
+
+def launches(shape: Shape, capability: int) -> Iterator[Launch]:
+    """Every kernel, as it is launched for a shape; its options alternate between shapes."""
+    sizes, paged, block = shape.sizes, shape.paged, shape.block
+    by_query, by_key = prompt_tiles(sizes["D_PAD"], shape.dtype.itemsize, capability)
+    dots = {**sizes, "G": shape.group, "PRECISION": precision(shape.dtype)}
+    split, reach = {"CAN_SPLIT": not paged}, {"REACH": 8 if paged else 0}
+    if shape.float8 is None:
+        tile = decode_tile(sizes["D_PAD"], shape.dtype.itemsize, shape.group)
+        yield merge.nearest_key, "*i64", {**sizes, **split, "TILE": tile}
+    yield from decode_launches(shape, shape.merges)
+    yield prefill.store_chunk, "*i32", {
+        **sizes, "TILE": STORE_TILE, "HAS_INITIAL_SCORE": paged, "MERGES": shape.merges,
+    }  # fmt: skip
+    yield prefill.attend, "*i32", dots | by_query
+    yield column_scores(shape, capability)
+    yield scoring_pass.log_sum_exp, "*i32", {**dots, **by_query, "ROTATED": not paged}
+    yield scoring_pass.weighted_scores, "*i32", {
+        **dots, **by_key, **reach, "POWER": 2, "ROTATED": not paged, "BY_MAXIMUM": shape.group > 1,
+    }  # fmt: skip
+    ranked = {"N": block, "TILE": SELECT_TILE, "BY_AGE": not paged, **reach, "num_warps": 8}
+    yield pack.select_survivors, "*i32", {**ranked, **split, "BY_PAGE": paged}
+    yield pack.pack_survivors, "*i32", {**sizes, "TILE": STORE_TILE, "ALIGNED": 16}
+    yield share.share_rows, "*i32", {**ranked, "H_PAD": 16}
+    for stores in (False, True):
+        yield share.move_shared, "*i32", {**sizes, "TILE": STORE_TILE, "STORES": stores}
+
+
+def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
+    """Those of a decode step."""
+    sizes, paged, size = shape.sizes, shape.paged, shape.dtype.itemsize
+    tile = decode_tile(sizes["D_PAD"], size, shape.group)
+    grouped = {"G": shape.group, "G_PAD": padded_group(shape.group), "TILE": tile}
+    split = {"CAN_SPLIT": not paged}
+    yield decode.store_token, "*i64", {
+        **sizes, **split, "TILE": tile, "MAX_KV_SPLITS": MAX_KV_SPLITS,
+        "HAS_INITIAL_SCORE": paged, "MERGES": merges,
+    }  # fmt: skip
+    yield decode.attend_split, "*i64", {
+        **sizes, **grouped, **split, **few_registers(sizes["D_PAD"], size), "MERGES": merges,
+        "PRECISION": precision(shape.dtype), "HAS_FREE_SLOTS": paged, "KEEPS_LOGITS": not paged,
+    }  # fmt: skip
+    yield decode.merge_and_score, "*i64", {
+        **sizes, **grouped, **split, "N_PAD": shape.block, "PAGES": PAGE_LANES // shape.block,
+        "MAX_KV_SPLITS": MAX_KV_SPLITS, "POWER": 2 if paged else 1, "BY_PAGE": paged,
+        "BY_AGE": not paged, "BY_MAXIMUM": paged,
+    }  # fmt: skip
+
+
+def column_scores(shape: Shape, capability: int) -> Launch:
+    """That of a prompt's scores."""
+    sizes, paged = shape.sizes, shape.paged
+    _, by_key = prompt_tiles(sizes["D_PAD"], shape.dtype.itemsize, capability)
+    return prefill.column_scores, "*i32", {
+        **sizes, "G": shape.group, "PRECISION": precision(shape.dtype), **by_key, "POWER": 1,
+        "SKIPS": paged, "BY_MAXIMUM": paged,
+    }  # fmt: skip
+
+
+def served_launches(shape: Shape, capability: int) -> Iterator[Launch]:
+    """Those of ``h2o`` that a server runs most."""
+    yield from decode_launches(shape, merges=False)
+    yield column_scores(shape, capability)
+
+
+def build(launch: Launch, shape: Shape, capability: int) -> Made:
+    """Compile one."""
+    kernel, fields, constants = launch
+    options = {"num_warps": 4, "num_stages": 3}
+    options |= {name: constants[name] for name in OPTIONS if name in constants}
+    constants = {name: value for name, value in constants.items() if name not in OPTIONS}
+    signature = {name: _kind(name, shape, fields, constants) for name in kernel.arg_names}
+    # Fields lie request by request: their stride is the constant 1 in every real launch.
+    strides = {"field_stride": 1} if "field_stride" in kernel.arg_names else {}
+    # What a launch finds of its arguments: without it nothing is loaded ahead.
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name][0] == "*" or name in ALIGNED
+    }
+    source = ASTSource(kernel, signature, constants | strides, aligned)
+    target = GPUTarget("cuda", capability, 32)
+    made = triton.compile(source, target=target, options=options)
+    registers, spilled = _resources(made.asm["cubin"])
+    text = made.asm["ptx"]
+    return Made(
+        kernel.__name__,
+        NAMES[shape.dtype],
+        NAMES[shape.float8 or shape.dtype],
+        shape.head,
+        shape.group,
+        registers,
+        spilled,
+        made.metadata.shared,
+        options["num_warps"],
+        len(re.findall(r"^\s*cp\.async\.c[ag]", text, re.MULTILINE)),
+        len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", text)),
+    )
+
+
+def _kind(name: str, shape: Shape, fields: str, constants: dict[str, Any]) -> str:
+    """Of an argument."""
+    kinds = (
+        (name in constants or name == "field_stride", "constexpr"),
+        (name in TOKENS, NAMES[shape.dtype]),
+        (name in CACHE, NAMES[shape.float8 or shape.dtype]),
+        (name in FLOAT, "*fp32"),
+        (name in INT, "*i32"),
+        (name.endswith("_bases"), "*i64"),
+        (name == "fields_ptr", fields),
+        (name in FACTORS, "fp32"),
+    )
+    return next((kind for is_it, kind in kinds if is_it), "i32")
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of them that do not fit."""
+    tool = Path(compiler.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) .*?LOCAL:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def main() -> None:
+    """Compile all for a capability."""
+    capability = int(sys.argv[1])
+    for shape in SHAPES.get(capability, ()):
+        for launch in launches(shape, capability):
+            print(json.dumps(asdict(build(launch, shape, capability))), flush=True)
+    for shape in SERVED if capability >= 80 else ():
+        for launch in served_launches(shape, capability):
+            print(json.dumps({**asdict(build(launch, shape, capability)), "served": True}))
+
+
+if __name__ == "__main__":
+    main()

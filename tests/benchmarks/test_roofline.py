@@ -1,0 +1,77 @@
+"""Predictions for devices: no faster than memory, and what is worked by hand."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import roofline
+from benchmarks.gpu.roofline import BATCHES, DEVICES, LLAMA, OPT, SHAPES, SLOTS, Kernel
+
+H100 = DEVICES["H100"]
+PREDICTED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-predicted.csv"
+
+
+def test_programs_at_once() -> None:
+    """By registers, by shared memory, by warps, whichever is least."""
+    assert H100.programs(Kernel(128, 33408)) == 4 * 132
+    assert H100.programs(Kernel(168, 1024)) == 3 * 132
+    assert H100.programs(Kernel(32, 100 << 10)) == 2 * 132
+    assert H100.programs(Kernel(16, 0)) == 16 * 132
+
+
+def test_a_launch_worked_by_hand() -> None:
+    """One and a half waves take two; a long program takes its own time."""
+    kernel = Kernel(128, 0)
+    rate = roofline.COPY * 3.35e12
+    whole = H100.seconds(kernel, 528, rate * 1e-3, 0)
+    assert whole == pytest.approx(roofline.LAUNCH + 1e-3 + roofline.LOAD)
+    half_empty = H100.seconds(kernel, 792, rate * 1e-3, 0)
+    assert half_empty == pytest.approx(roofline.LAUNCH + 1e-3 * 2 / 1.5 + roofline.LOAD)
+    assert H100.seconds(kernel, 529, 0, 1e-3) == pytest.approx(roofline.LAUNCH + 2e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_never_faster_than_memory(device: roofline.Device) -> None:
+    """More slots reach more of it; scores cost something."""
+    for shape in SHAPES:
+        for batch in BATCHES:
+            found = [roofline.decode(device, shape, batch, slots) for slots in SLOTS]
+            assert all(0 < one.share < 1 for one in found)
+            assert found == sorted(found, key=lambda one: one.total)
+            for slots, one in zip(SLOTS, found, strict=True):
+                assert roofline.decode(device, shape, batch, slots, scores=False).total < one.total
+
+
+def test_prompts() -> None:
+    """Scores are half of attention's products, and take no less."""
+    for shape in (OPT, LLAMA):
+        found = roofline.prompt(H100, shape, 32768)
+        assert found.scores >= 0.5 * found.attention
+
+
+def test_devices_by_the_names_of_drivers() -> None:
+    """And none for what has no data sheet here."""
+    names = {
+        "NVIDIA H100 80GB HBM3": "H100",
+        "NVIDIA H200": "H200",
+        "NVIDIA A100-SXM4-80GB": "A100-80GB",
+        "NVIDIA L4": "L4",
+    }
+    for name, key in names.items():
+        assert roofline.device_of(name) == DEVICES[key]
+    for name in ("NVIDIA L40S", "Tesla T4"):
+        assert roofline.device_of(name) is None
+
+
+def test_what_is_written_down() -> None:
+    """The CSV is what the model says."""
+    with PREDICTED.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    found = [row for device in DEVICES.values() for row in roofline.rows(device)]
+    assert len(written) == len(found)
+    for was, now in zip(written, found, strict=True):
+        assert [was["device"], was["figure"]] == [now["device"], now["figure"]]
+        assert float(was["predicted"]) == pytest.approx(now["predicted"], rel=1e-3)

@@ -1,0 +1,62 @@
+"""A prompt's kernels, run on two pages of their own before a request waits for a compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.interface import Kernels
+
+
+def rehearse(
+    kernels: Kernels,
+    cache: LayerCache,
+    group: int,
+    dtype: torch.dtype,
+    has_initial_score: bool,
+    scoring: Scoring,
+) -> None:
+    """Run all that prompts will need.
+
+    Args:
+        kernels: whose.
+        cache: a layer's; its shape and its kinds are taken, its pages left alone.
+        group: query heads of a KV head.
+        dtype: of queries, and of K and V before they are stored.
+        has_initial_score: whether tokens come with a score.
+        scoring: the policy's.
+
+    """
+    device, num_kv_heads, head_size = cache.key.device, cache.num_kv_heads, cache.key.shape[-1]
+    content = cache.key.stride(0) // cache.block_size  # elements of a slot
+    layout = (2, num_kv_heads, cache.block_size, content)
+    kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=device)
+    splits = cache.first_rows is not None
+    kinds = (splits, cache.mass is not None, cache.score_without_window is not None)
+    own = LayerCache.of(kv_cache, head_size, *kinds, scales=cache.scales)
+    key = torch.zeros(2, num_kv_heads, head_size, dtype=dtype, device=device)
+    query = key.repeat(1, group, 1)
+    chunk = PromptChunk(
+        tokens=slice(0, 2),
+        block_table=torch.arange(2, dtype=torch.int32, device=device),
+        resident_start=0,
+        logical_start=0,
+        num_survivors=1,
+        recent_start=1,
+    )
+    initial = key[:, :, 0].float() if has_initial_score else None
+    tensors = StepTensors(query, key, key, torch.empty_like(query), initial, 1.0)
+    kernels.prefill(own, [chunk], tensors, scoring)
+    for which in scoring.passes:
+        kernels.score_pass(own, [chunk], query, 1.0, which)
+    for reach in {scoring.reach, 0}:  # 0: several tokens that are evicted at a time
+        kernels.pack_survivors([own], [chunk], replace(scoring, reach=reach))
+    if splits:
+        size = cache.block_size
+        whole = replace(
+            chunk, resident_start=size, logical_start=size, num_survivors=size - 1, splits=True
+        )
+        kernels.pack_survivors([own], [whole], scoring)
