@@ -13,6 +13,7 @@ from typing import Any
 from vllm_h2o.errors import ConfigError, KVPolicyError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import number
+from vllm_h2o.options.traits import FLOAT8
 from vllm_h2o.policy import POLICIES
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -97,7 +98,7 @@ def _add_plan(commands: Any) -> None:
     )
     parser.add_argument(
         "--kv-dtype",
-        choices=("auto", *_DTYPES, "fp8"),
+        choices=("auto", *_DTYPES, *FLOAT8),
         default="auto",
         help="of the cache; auto: as the model runs",
     )

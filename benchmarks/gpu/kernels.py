@@ -326,7 +326,8 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
         return seconds(lambda: kernels.decode(cache, batch, victims, step, scoring))
 
     scored, plain = decode(1, 1), decode(0, 0)
-    moved = size.requests * size.tokens * size.num_kv_heads * 2 * size.head_size
+    slots = size.requests * size.tokens * size.num_kv_heads
+    moved = slots * (2 * size.head_size * size.dtype.itemsize + 8)  # K, V, score and position
     chunk = [_chunk(size, 0, slice(0, size.tokens), 0, device)]
     long = step_tensors(size, size.tokens, device)
 
@@ -341,8 +342,8 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
     packed = seconds(lambda: kernels.pack_survivors([cache], chunk, Scoring()), captured=False)
     return {
         "copy_GB_per_s": copy / 1e9,
-        "decode_GB_per_s": moved * size.dtype.itemsize / scored / 1e9,
-        "decode_of_copy": moved * size.dtype.itemsize / scored / copy,
+        "decode_GB_per_s": moved / scored / 1e9,
+        "decode_of_copy": moved / scored / copy,
         "decode_ms": scored * 1e3,
         "decode_scoring_adds": scored / plain - 1,
         "prompt_ms": full * 1e3,

@@ -62,7 +62,7 @@ def test_devices_by_the_names_of_drivers() -> None:
     }
     for name, key in names.items():
         assert roofline.device_of(name) == DEVICES[key]
-    for name in ("NVIDIA L40S", "Tesla T4"):
+    for name in ("NVIDIA L40S", "Tesla T4", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB"):
         assert roofline.device_of(name) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,25 @@ def test_refused(
         engine_config(model, **settings, kv_policy="h2o", kv_policy_config=options)
     assert caught.value.found == f"the engine has {what}"
     assert caught.value.remedy.startswith(remedy)
+
+
+def test_of_a_checkpoint(tmp_path: Path) -> None:
+    """Its own word counts where nobody asks for another type, though vLLM takes it later."""
+    model = Path(folder(tmp_path, MODEL))
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    asked: dict[str, Any] = {"kv_policy": "h2o", "kv_policy_config": {"merge": 0.9}}
+    with pytest.raises(UnsupportedError) as caught:
+        engine_config(str(model), **asked)
+    assert caught.value.found == f"the engine has {MERGED}"
+    engine_config(str(model), **asked, kv_cache_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("cache_dtype", FLOAT8)

@@ -25,14 +25,17 @@ OPTIONS = (
     (("score", "second_pass"), ("prefill", "chunked")),
     (("score", "combined"), ("observation_window", 3)),
     (("evict_every", 6),),
+    (("evict_every", 3), ("prefill", "chunked"), ("protect_prompt_tokens", 6)),
+)
+
+ROLLING = (
     (("positions", "rolling"), ("position_limit", 24), ("prefill", "chunked")),
     (
         *(("positions", "rolling"), ("position_limit", 27), ("prefill", "chunked")),
         *(("evict_every", 3), ("num_sink_tokens", 2)),
     ),
-    (("evict_every", 3), ("prefill", "chunked"), ("protect_prompt_tokens", 6)),
 )
-
+"""These take a small budget, and small steps."""
 
 _PREFIXES = ("prefix_caching", True)
 

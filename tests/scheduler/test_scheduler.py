@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
-from tests.scheduler.schedules import _PREFIXES, OPTIONS, Schedule, many, overlaps, schedules
+from tests.scheduler.schedules import (
+    _PREFIXES,
+    OPTIONS,
+    ROLLING,
+    Schedule,
+    many,
+    overlaps,
+    schedules,
+)
 
 BUDGET = 12
 SHARING = (
@@ -32,7 +40,7 @@ totals: Counter[str] = Counter()
 @given(
     schedule=schedules(),
     budget=st.sampled_from([BUDGET, 32, 64]),
-    options=st.sampled_from(OPTIONS + SHARING),
+    options=st.sampled_from(OPTIONS + SHARING + ROLLING),
     fraction=st.sampled_from([None, None, *FRACTIONS]),
     max_batched=st.sampled_from([8, 20, 64]),
     num_pages=st.integers(16, 26),

@@ -90,8 +90,11 @@ def skips_rotation(vllm_config: Any) -> bool:
 
 
 def float8(vllm_config: Any) -> bool:
-    """Whether K and V are stored in 8 bits."""
-    return vllm_config.cache_config.cache_dtype in FLOAT8
+    """Whether K and V are stored in 8 bits: as asked, or as the checkpoint has it."""
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    # vLLM takes a checkpoint's word only when its layers are made.
+    scheme = vars(vllm_config.quant_config or object).get("kv_cache_scheme")
+    return cache_dtype in FLOAT8 or (cache_dtype == "auto" and scheme is not None)
 
 
 def old_gpu(_: Any) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.refusals import ANOTHER_MODEL, MODEL_REFUSALS, ONE_GROUP, refuse
+from vllm_h2o.options.traits import FLOAT8
 from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.footprint import CacheShape
 
-ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, **dict.fromkeys(FLOAT8, 1)}
 """Bytes of an element, by the name of its type."""
 
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ChatModel", "ForConditionalGeneration")

@@ -62,3 +62,4 @@ def test_splits_of_few_slots() -> None:
 def test_programs_of_a_multiprocessor(shared: int, programs: int) -> None:
     """As the tiles on their way leave room for."""
     assert programs_per_processor(128, 2, shared) == programs
+    assert programs_per_processor(256, 2, shared) == min(programs, PROGRAMS // 2)

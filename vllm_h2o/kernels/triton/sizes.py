@@ -57,7 +57,8 @@ def programs_per_processor(padded_head: int, element_size: int, shared: int) -> 
 
     """
     needed = 2 * TILE * min(padded_head * element_size, 256) + (10 << 10)
-    return max(1, min(PROGRAMS, shared // needed))
+    most = PROGRAMS if few_registers(padded_head, element_size) else PROGRAMS // 2
+    return max(1, min(most, shared // needed))
 
 
 def num_splits(num_programs: int, strips: int, num_slots: int) -> int:

@@ -59,7 +59,8 @@ def as_stored(x, factor, pages):
         # Added to a subnormal number, it leaves those bits that such a number has.
         aligner: tl.constexpr = 1.5 * 2**14 if is_e4m3 else 1.5 * 2**7
         dropped: tl.constexpr = 20 if is_e4m3 else 21  # bits of a float's 23
-        x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -largest), largest)
+        x = tl.maximum(x.to(tl.float32) * factor, -largest, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, largest, propagate_nan=tl.PropagateNan.ALL)
         bits = x.to(tl.int32, bitcast=True)
         bits = bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)
         rounded = ((bits >> dropped) << dropped).to(tl.float32, bitcast=True)
