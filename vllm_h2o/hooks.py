@@ -24,6 +24,8 @@ from vllm_h2o.paths import SCHEDULER, WORKER
 CPU_BLOCK_SIZE = 128
 """vLLM's own default on a CPU. 0.32 has it in its config; 0.33 only puts it there when the model is
 loaded, which is after a budget has been resolved in pages."""
+MOST_TOKENS = 2**31
+"""Of all sequences' longest texts together, one too many."""
 CAPTURE_STEP = 16
 """Sequences from one captured size to the next, as in vLLM's own."""
 
@@ -177,7 +179,15 @@ def check_config(vllm_config: Any, config: KVPolicyConfig | None, asked: int | N
     max_model_len = vllm_config.model_config.max_model_len
     budget = config.resolve(max_model_len, vllm_config.cache_config.block_size)
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
-    check_positions(config, f"budget={config.budget!r}", budget, chunk)
+    check_positions(config, f"budget={config.budget!r}", budget, chunk, max_model_len)
+    num_seqs = vllm_config.scheduler_config.max_num_seqs
+    if config.rolls and num_seqs * max_model_len >= MOST_TOKENS:
+        raise ConfigError(
+            f"max_model_len={max_model_len} with positions='rolling'",
+            f"that is {num_seqs * max_model_len} tokens in rows of {num_seqs} sequences",
+            f"vLLM counts the tokens in them in 32 bits, at most {MOST_TOKENS - 1}",
+            f"give --max-num-seqs {max((MOST_TOKENS - 1) // max_model_len, 1)}, or fewer tokens",
+        )
     return vllm_config
 
 

@@ -89,12 +89,23 @@ def test_room_for_a_step(
 def test_a_budget_of_a_request(llama: str) -> None:
     """Refused where it enters, as every budget is that cannot be used."""
     config = made(llama, {}, max_model_len=10_000)
-    params = type("P", (), {"extra_args": {"kv_budget": 140}, "max_tokens": 9})()
+    params = type("P", (), {"extra_args": {"kv_budget": 140}, "max_tokens": 900})()
     request = type("R", (), {"sampling_params": params, "prompt_token_ids": [1, 2]})()
     with pytest.raises(RefusedRequestError, match="kv_budget=140 with positions='rolling'"):
         check_request(request, config)
     params.extra_args = {"kv_budget": 128}
     assert check_request(request, config) is request
+    # A short one never needs so many positions.
+    params.extra_args, params.max_tokens = {"kv_budget": "full"}, 200
+    assert check_request(request, config) is request
+
+
+def test_rows_that_vllm_can_count(llama: str) -> None:
+    """Of all sequences together: its kernels have 32 bits for them."""
+    assert made(llama, {}, max_model_len=1 << 25, max_num_seqs=63)
+    with pytest.raises(ConfigError) as caught:
+        made(llama, {}, max_model_len=1 << 25, max_num_seqs=64)
+    assert caught.value.remedy == "give --max-num-seqs 63, or fewer tokens"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,18 @@ def test_nothing_to_do() -> None:
     assert Rolled.of([plan(5, 2, 0)], None, limit=20) is None
 
 
+def test_padding_has_positions_that_the_model_knows() -> None:
+    """Where an earlier step left indices, whether or not this one rolls."""
+    positions = torch.tensor([*INDICES[:6], 500_000, 500_001])
+    rolled = Rolled.of(PLANS, positions, limit=20)
+    assert rolled is not None
+    rolled.run()
+    assert positions.tolist() == INDICES
+    positions = torch.tensor([5, 6, 500_000])
+    assert Rolled.of([plan(5, 2, 0)], positions, limit=20) is None
+    assert positions.tolist() == [5, 6, 0]
+
+
 @pytest.mark.parametrize(
     ("positions", "limit", "message"),
     [

@@ -166,7 +166,7 @@ def check_pages(config: Any, budget: Budget, block_size: int, max_model_len: int
         )
 
 
-def check_positions(config: Any, asked: str, budget: Budget, chunk: int) -> None:
+def check_positions(config: Any, asked: str, budget: Budget, chunk: int, longest: int) -> None:
     """Refuse a budget that leaves no positions for a step's tokens, where positions roll.
 
     Args:
@@ -174,6 +174,7 @@ def check_positions(config: Any, asked: str, budget: Budget, chunk: int) -> None
         asked: the budget, in the user's words.
         budget: what it comes to.
         chunk: most tokens of one step.
+        longest: most tokens of a request.
 
     Raises:
         ConfigError: when what is resident and such a step need more positions than there are.
@@ -181,7 +182,7 @@ def check_positions(config: Any, asked: str, budget: Budget, chunk: int) -> None
     """
     if not config.rolls:
         return
-    needed = max(budget.kept + chunk, budget.capacity + 1)
+    needed = min(max(budget.kept + chunk, budget.capacity + 1), longest)
     if needed > config.position_limit:
         raise ConfigError(
             f"{asked} with positions='rolling'",

@@ -114,7 +114,8 @@ def _checked(request: Any, vllm_config: Any) -> Any:
     budget = budget_of(config, *lengths, asked)
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
     if budget is not None:
-        check_positions(config, f"{KEY}={asked!r}", budget, chunk)
+        longest = prompt_len + params.max_tokens
+        check_positions(config, f"{KEY}={asked!r}", budget, chunk, longest)
     if config.prefill == "chunked" and budget is not None and pages:
         # Elsewhere the pool is known to hold a longest sequence whole.
         longest = min(budget.most_slots(chunk), prompt_len + params.max_tokens)

@@ -86,7 +86,10 @@ def drafts_too_many(vllm_config: Any) -> bool:
 def skips_rotation(vllm_config: Any) -> bool:
     """Whether some layers may leave their rotary embedding out, as SmolLM3's do."""
     hf = vllm_config.model_config.hf_text_config.to_dict()
-    return any(hf.get(name) for name in hf if "no_rope" in name or "nope" in name)
+    words = ("no_rope", "nope", "use_rope_layers")
+    return any(hf.get(name) for name in hf if any(word in name for word in words)) or hf.get(
+        "model_type"
+    ) in ("cohere2", "exaone4", "exaone_moe")
 
 
 def float8(vllm_config: Any) -> bool:

@@ -21,6 +21,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
 from vllm_h2o.errors import ConfigError, IntegrityError, UnsupportedError
+from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import asked_budget, budget_of
 from vllm_h2o.pages import num_pages
@@ -274,7 +275,12 @@ class HeavyHitterScheduler(AsyncScheduler):
         )
         try:
             asked = asked_budget(params.extra_args) if params else None
-            return budget_of(self.policy_config, *lengths, asked)
+            budget = budget_of(self.policy_config, *lengths, asked)
+            if budget is not None:
+                chunk = self.scheduler_config.max_num_batched_tokens
+                longest = request.num_prompt_tokens + request.max_tokens
+                check_positions(self.policy_config, "a budget", budget, chunk, longest)
+            return budget
         except ConfigError as error:
             # Checked where requests enter; the prompt of a session grows afterwards.
             logger.warning_once("%s It gets the engine's budget.", error)

@@ -267,6 +267,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
                 blocks = row[: num_pages(plan.resident_start, self.spec.block_size)]
                 renumbering = Renumbering(plan, blocks, list(self.layer_index), self.layers)
                 renumbering.run(self.scoring.by_age)
+        if any(isinstance(packing, Rolled) for packing in step.packings):
+            raise IntegrityError("positions of a step roll twice")
         rolled = Rolled.of(plans, common.positions, limit)
         if rolled is not None:
             step.packings.append(rolled)

@@ -76,7 +76,8 @@ class Rolled:
 
         Args:
             plans: of the batch, in its order.
-            positions: [num_tokens], int64, written: the model runner's own, at first indices.
+            positions: [num_tokens], int64, written: the model runner's own, at first indices; after
+                those of the batch, of padding.
             limit: one past the last position that a query may have.
 
         Returns:
@@ -92,6 +93,9 @@ class Rolled:
                 raise IntegrityError(
                     f"a query would have position {plan.position_end - 1}, and there are {limit}"
                 )
+        if positions is not None:
+            # Rows of padding keep what a step before had there: an index, past the model's table.
+            positions[sum(plan.num_new for plan in plans) :].zero_()
         if not any(plan.offset for plan in plans):
             return None
         if positions is None:

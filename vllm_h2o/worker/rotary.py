@@ -165,6 +165,13 @@ def bind_rotations(model: torch.nn.Module, num_positions: int) -> None:
         if len(found) == 1 and id(found[0]) not in rotations:
             rotations[id(found[0])] = RotateBack.of(found[0], num_positions)
         impl.rotate_back = rotations[id(found[0])] if len(found) == 1 else None
+        if len(found) == 1 and len(found[0].cos_sin_cache) < num_positions:
+            raise UnsupportedError(
+                f"position_limit={num_positions}",
+                f"the rotary embedding of {name} has {len(found[0].cos_sin_cache)} positions",
+                "later ones have no rotation",
+                "give a smaller --kv-policy-config.position_limit",
+            )
         if impl.rotate_back is None:
             kinds = ", ".join(type(child).__name__ for child in found)
             known = ", ".join(kind.__name__ for kind in ROTATED)

@@ -5,15 +5,15 @@ But piecewise graphs, which take a prompt's step: without torch.compile such a s
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.gpu_runner.job import GRAPHS, SETTINGS, Job, on_v1
 from tests.e2e.gpu_runner.process import OtherProcess
-from tests.e2e.harness import TEXT, tiny_llama
+from tests.e2e.harness import CHARACTERS, tiny_llama
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 SETTINGS_OF_GRAPHS: dict[str, Any] = {**SETTINGS, **GRAPHS}
 
 
@@ -52,3 +52,15 @@ def test_what_a_graph_does_not_see(v2: OtherProcess, tmp_path: Path) -> None:
     ours = v2.run(replace(asked, forgetful=True))
     assert ours.replays > 0
     assert ours.tokens != on_v1(asked).tokens
+
+
+def test_positions_that_roll(v2: OtherProcess, tmp_path: Path) -> None:
+    """Past what the model was trained for; rows of padding have positions that it knows, too."""
+    options = {"budget": 16, "positions": "rolling", "prefill": "chunked"}
+    asked = replace(job(tmp_path), options=options, max_tokens=6, arrivals=[], record=False)
+    asked.prompts[0] = CHARACTERS[:75]
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 56}))
+    ours = v2.run(asked)
+    assert ours.replays > 0
+    assert ours.tokens == on_v1(asked).tokens
