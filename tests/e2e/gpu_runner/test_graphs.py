@@ -55,7 +55,7 @@ def test_what_a_graph_does_not_see(v2: OtherProcess, tmp_path: Path) -> None:
 
 
 def test_positions_that_roll(v2: OtherProcess, tmp_path: Path) -> None:
-    """Past what the model was trained for; rows of padding have positions that it knows, too."""
+    """Past what the model was trained for, from memory that captured launches read."""
     options = {"budget": 16, "positions": "rolling", "prefill": "chunked"}
     asked = replace(job(tmp_path), options=options, max_tokens=6, arrivals=[], record=False)
     asked.prompts[0] = CHARACTERS[:75]
