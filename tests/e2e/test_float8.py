@@ -196,7 +196,7 @@ def test_smollm2_is_as_sure_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds(monkeypatch, "fp8")
     nll = []
     for policy, options in ((None, None), ("h2o", {"budget": "full"})):
-        with forced_engine(model, policy, options, 128, cache_dtype="fp8") as llm:
+        with forced_engine(model, policy, options, 128, kv_cache_dtype="fp8") as llm:
             judged = force(llm, texts, [None] * len(texts), progress=False)
         each = [x for text in judged for x in text.nll]
         nll.append(sum(each) / len(each))
