@@ -17,7 +17,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from benchmarks.quality.llama import Llama
 from benchmarks.throughput.models import write_random
 from tests.e2e.harness import (
-    TEXT,
+    CHARACTERS,
     Probe,
     assert_same_tokens,
     engine,
@@ -31,7 +31,6 @@ from tests.e2e.zoo import GPT, small
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.strip import Strip
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 LENGTHS = (5, 33, 90, 300)
 """Prompts shorter and longer than the model was trained on."""
 LIMIT = 96

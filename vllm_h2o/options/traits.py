@@ -87,9 +87,8 @@ def skips_rotation(vllm_config: Any) -> bool:
     """Whether some layers may leave their rotary embedding out, as SmolLM3's do."""
     hf = vllm_config.model_config.hf_text_config.to_dict()
     words = ("no_rope", "nope", "use_rope_layers")
-    return any(hf.get(name) for name in hf if any(word in name for word in words)) or hf.get(
-        "model_type"
-    ) in ("cohere2", "exaone4", "exaone_moe")
+    says_so = any(hf[name] for name in hf if any(word in name for word in words))
+    return says_so or hf.get("model_type") in ("cohere2", "exaone4", "exaone_moe")
 
 
 def float8(vllm_config: Any) -> bool:

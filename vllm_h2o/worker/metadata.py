@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -148,7 +148,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         num_rows, table = common_attn_metadata.num_reqs, common_attn_metadata.block_table_tensor
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
         if step and self.position_limit is not None:
-            self._roll(step, common_attn_metadata, self.position_limit)
+            self._roll(step, plans, common_attn_metadata, self.position_limit)
         # One token that ends a prompt, or with which a request falls back, runs the decode kernel;
         # its request is still packed.
         planned = [
@@ -182,8 +182,9 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             self.layer_index,
             zero_output=not plans and common_attn_metadata.num_actual_tokens > covered,
         )
-        drafted = any(plan.num_unscored or plan.has_drafts for plan in plans)
-        if step and self.scoring.power and (drafted or step.draft_queries):
+        if (step and self.scoring.power) and (
+            step.draft_queries or any(plan.num_unscored or plan.has_drafts for plan in plans)
+        ):
             order = step.order(common_attn_metadata)
             for row, (request_id, plan) in enumerate(zip(order, plans, strict=True)):
                 self._draft(metadata, step.draft_queries, request_id, plan, table[row], starts[row])
@@ -259,10 +260,15 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         on_device = host.to(self.device, non_blocking=True)
         return Restoring(torch.cat(own), on_device, self.layer_names, self.layers)
 
-    def _roll(self, step: Step, common: CommonAttentionMetadata, limit: int) -> None:
+    def _roll(
+        self,
+        step: Step,
+        plans: Sequence[RequestPlan],
+        common: CommonAttentionMetadata,
+        limit: int,
+    ) -> None:
         """Before the forward pass: positions counted anew, and those of the step's tokens."""
-        plans, table = step.rows(common), common.block_table_tensor
-        for plan, row in zip(plans, table, strict=False):
+        for plan, row in zip(plans, common.block_table_tensor, strict=False):
             if plan.renumbers_from:
                 blocks = row[: num_pages(plan.resident_start, self.spec.block_size)]
                 renumbering = Renumbering(plan, blocks, list(self.layer_index), self.layers)

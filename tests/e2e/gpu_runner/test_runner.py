@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.gpu_runner.job import SETTINGS, Job, Outcome, on_v1
 from tests.e2e.gpu_runner.process import OtherProcess
 from tests.e2e.harness import (
-    TEXT,
+    CHARACTERS,
     engine,
     generate,
     tiny_gemma3,
@@ -21,7 +21,6 @@ from tests.e2e.harness import (
     token_ids,
 )
 
-CHARACTERS = [ord(c) % 256 for c in TEXT]
 PROMPTS = [CHARACTERS[n : n + n] for n in (40, 5, 17, 33)]
 """Longer than a chunk, shorter than a page, of two pages, of one token more."""
 DRAFTS: dict[str, Any] = {
