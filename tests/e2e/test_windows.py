@@ -29,11 +29,15 @@ from tests.e2e.harness import (
 from tests.e2e.oracle import Oracle
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.request import RefusedRequestError
+from vllm_h2o.planner.model import window_pages
 from vllm_h2o.trace.record import run
 from vllm_h2o.worker import rotary
 from vllm_h2o.worker.attention import HeavyHitterImpl
 
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 90, 150, 200)]
+NUM_WINDOW_PAGES = 4
+"""Of a request in one group of windows, with a step of 64 tokens on its way."""
 SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
 
 
@@ -123,6 +127,19 @@ def test_a_small_pool(
         assert probe.num_preemptions > 0
     else:
         assert oracle.num_packs > 0
+
+
+def test_a_pool_that_never_holds_a_request(tmp_path: Path) -> None:
+    """Its windows count, too: it is refused, where it would wait for ever; one token less runs."""
+    prompt, full = CHARACTERS[:172], {"kv_budget": "full"}
+    model, options = tiny_gemma3(tmp_path), {"budget": 32, "prefill": "chunked"}
+    pool = {"num_gpu_blocks_override": 1 + 192 // 32 + 2 * NUM_WINDOW_PAGES}
+    with engine(model, "h2o", options, **SETTINGS, **pool) as llm:
+        config = llm.llm_engine.vllm_config
+        assert window_pages(config, 192) == window_pages(config, 193) == 2 * NUM_WINDOW_PAGES
+        with pytest.raises(RefusedRequestError, match="would wait for ever"):
+            generate(llm, [prompt], 21, extra_args=full)
+        assert len(token_ids(generate(llm, [prompt], 20, extra_args=full))[0]) == 20
 
 
 def test_abort(tmp_path: Path) -> None:

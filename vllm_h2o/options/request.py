@@ -6,7 +6,7 @@ where it is scheduled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -74,12 +74,15 @@ def budget_of(
         raise ConfigError(f"{KEY}={asked!r}", error.found, error.why, error.remedy) from error
 
 
-def check_request(request: Any, vllm_config: Any) -> Any:
+def check_request(
+    request: Any, vllm_config: Any, window_pages: Callable[[int], int] = lambda _: 0
+) -> Any:
     """Refuse a request whose own budget cannot be used.
 
     Args:
         request: vLLM's EngineCoreRequest, complete.
         vllm_config: of the engine that will get it.
+        window_pages: pages, in layers with a sliding window, of a sequence of so many tokens.
 
     Returns:
         ``request``.
@@ -89,12 +92,12 @@ def check_request(request: Any, vllm_config: Any) -> Any:
 
     """
     try:
-        return _checked(request, vllm_config)
+        return _checked(request, vllm_config, window_pages)
     except ConfigError as error:
         raise RefusedRequestError(*error.args) from error
 
 
-def _checked(request: Any, vllm_config: Any) -> Any:
+def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int]) -> Any:
     params = request.sampling_params
     asked = asked_budget(params.extra_args) if params is not None else None
     if asked is None:
@@ -113,13 +116,13 @@ def _checked(request: Any, vllm_config: Any) -> Any:
     lengths = (max_model_len, block_size, prompt_len, params.max_tokens)
     budget = budget_of(config, *lengths, asked)
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
+    longest = prompt_len + params.max_tokens
     if budget is not None:
-        longest = prompt_len + params.max_tokens
         check_positions(config, f"{KEY}={asked!r}", budget, chunk, longest)
     if config.prefill == "chunked" and budget is not None and pages:
         # Elsewhere the pool is known to hold a longest sequence whole.
-        longest = min(budget.most_slots(chunk), prompt_len + params.max_tokens)
-        needed = num_pages(longest, block_size)
+        needed = num_pages(min(budget.most_slots(chunk), longest), block_size)
+        needed += window_pages(longest)
         if needed > pages - 1:
             raise ConfigError(
                 f"{KEY}={asked!r}",

@@ -13,17 +13,20 @@ Drop when: vLLM calls plugins with each finished request.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm_h2o.options.request import check_request
 from vllm_h2o.patches._patch import Patch, Symbol
+from vllm_h2o.planner.model import window_pages
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """``original``, and a check of what it returns."""
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return check_request(original(self, *args, **kwargs), self.vllm_config)
+        config = self.vllm_config
+        return check_request(original(self, *args, **kwargs), config, partial(window_pages, config))
 
     return process_inputs
 

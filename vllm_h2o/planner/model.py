@@ -12,7 +12,7 @@ from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.refusals import ANOTHER_MODEL, MODEL_REFUSALS, ONE_GROUP, refuse
 from vllm_h2o.options.traits import FLOAT8
 from vllm_h2o.pages import num_pages
-from vllm_h2o.scheduler.footprint import CacheShape
+from vllm_h2o.scheduler.footprint import CacheShape, Pool
 
 ELEMENT_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, **dict.fromkeys(FLOAT8, 1)}
 """Bytes of an element, by the name of its type."""
@@ -96,12 +96,16 @@ class Model:
         kinds = (self.num_layers - self.num_sliding, self.num_sliding)
         return sum(num_pages(layers, self.num_group_layers) for layers in kinds)
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Tokens of the window, of each group of layers that slide."""
+        return (self.window,) * (self.num_groups - 1)
+
     def cache(self, kv_dtype: str) -> CacheShape:
         """What it keeps of each token, in elements of ``kv_dtype`` ("auto": as it runs)."""
         element_size = ELEMENT_SIZES[self.dtype if kv_dtype == "auto" else kv_dtype]
-        windows = (self.window,) * (self.num_groups - 1)
         return CacheShape(
-            self.num_group_layers, self.num_kv_heads, self.head_size, element_size, windows
+            self.num_group_layers, self.num_kv_heads, self.head_size, element_size, self.windows
         )
 
     def parameter_bytes(self) -> int:
@@ -191,6 +195,21 @@ def load(name: str, dtype: str = "auto") -> Model:
             "give a folder with a config.json, or the name of a model that transformers knows",
         ) from error
     return Model(config, _running_dtype(config) if dtype == "auto" else dtype)
+
+
+def window_pages(vllm_config: Any, num_tokens: int) -> int:
+    """Pages that a request holds at the most in layers with a sliding window.
+
+    Args:
+        vllm_config: of the engine.
+        num_tokens: of the request, in the end.
+
+    """
+    windows = Model(vllm_config.model_config.hf_config, "auto").windows
+    pool = Pool(0, vllm_config.cache_config.block_size)
+    chunk = vllm_config.scheduler_config.max_num_batched_tokens
+    on_their_way = vllm_config.max_concurrent_batches * chunk
+    return pool.pages_of_windows_in_prompts(windows, num_tokens, on_their_way)
 
 
 def _running_dtype(config: Any) -> str:
