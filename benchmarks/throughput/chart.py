@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.throughput.profiles import CPU, GPU, Profile
 from benchmarks.throughput.runs import ratio_of
 
-MEASURED, AIMED = "#2a6f97", "#c1121f"
+MEASURED = "#2a6f97"
 COLORS = ("#2a6f97", "#c1121f", "#e09f3e")
 
 
@@ -39,6 +39,8 @@ def draw(path: Path, target: Path) -> None:
 
     with path.open() as file:
         rows = list(csv.DictReader(file))
+    known = {p.id for p in (*CPU, *GPU)}
+    rows = [row for row in rows if row["profile"] in known]
     profiles = [p for p in (*CPU, *GPU) if ratios(rows, p)]
     figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.5 * len(profiles)))
     for i, profile in enumerate(profiles):
@@ -46,12 +48,11 @@ def draw(path: Path, target: Path) -> None:
         middle = statistics.median(points)
         axes.barh(i, middle, color=MEASURED, height=0.6)
         axes.plot(points, [i] * len(points), ".", color="black", markersize=4)
-        axes.plot([profile.target] * 2, [i - 0.38, i + 0.38], color=AIMED, linewidth=2)
         axes.annotate(f"{middle:.2f}", (max(points), i), (5, -4), textcoords="offset points")
     axes.set_yticks(range(len(profiles)), [f"{p.id}: {p.what}" for p in profiles])
     axes.invert_yaxis()
     axes.axvline(1, color="grey", linewidth=0.8, zorder=0)
-    axes.set_xlabel("h2o / stock vLLM (red: target; dots: pairs of runs)")
+    axes.set_xlabel("h2o / stock vLLM (dots: pairs of runs)")
     axes.set_title(rows[-1]["machine"], fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     _save(figure, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.throughput.models import MODELS
@@ -19,10 +19,11 @@ class Side:
 
     Args:
         name: as tables show it.
-        budget: of ``h2o``, as a share of ``max_model_len`` or in tokens; None for stock vLLM.
+        budget: as a share of ``max_model_len`` or in tokens; None for stock vLLM.
         pool_tokens: tokens that the pool holds, in pages of stock vLLM; None for what fits.
         max_num_seqs: sequences at once at most; None for vLLM's default.
-        eviction: of ``h2o``: whether memory has to be short.
+        policy: with a budget.
+        options: of the policy's, further ones.
 
     """
 
@@ -30,17 +31,16 @@ class Side:
     budget: float | int | None = None
     pool_tokens: int | None = None
     max_num_seqs: int | None = None
-    eviction: str = "always"
+    policy: str = "h2o"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def policy_options(self) -> dict[str, Any]:
         """Of an engine; none for stock vLLM."""
         if self.budget is None:
             return {}
-        return {
-            "--kv-policy": "h2o",
-            "--kv-policy-config.budget": self.budget,
-            "--kv-policy-config.eviction": self.eviction,
-        }
+        options = {"budget": self.budget, **self.options}
+        flags = {f"--kv-policy-config.{name}": value for name, value in options.items()}
+        return {"--kv-policy": self.policy, **flags}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ class Profile:
         num_prompts: requests, all sent at once.
         sides: the one that is measured, and the one that it is divided by; others after these.
         figure: ``tokens`` per second, or ``step`` (time per output token, its inverse ratio).
-        target: least ratio aimed at.
         block_size: tokens of a page.
 
     """
@@ -68,7 +67,6 @@ class Profile:
     output_len: int
     num_prompts: int
     sides: tuple[Side, ...]
-    target: float
     figure: str = "tokens"
     block_size: int = 32
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -127,33 +125,60 @@ def free(budget: float | int, num_seqs: int, length: int) -> tuple[Side, Side]:
 CPU = (
     Profile(
         "P1", "tight pool: 4 sequences of full length", "smollm2", 512, 1024, 32,
-        tight(0.2, 4 * 1568), 2.0,
+        tight(0.2, 4 * 1568),
     ),
     Profile(
         "P2", "the same work, stock vLLM in a free pool", "smollm2", 512, 1024, 32,
-        (Side("h2o", 0.2, 4 * 1568), Side("stock vLLM", None, 32 * 1568, 18)), 1.0,
+        (Side("h2o", 0.2, 4 * 1568), Side("stock vLLM", None, 32 * 1568, 18)),
     ),
     Profile(
         "P3-4k", "batch of 8 at 4,096 tokens", "smollm2", 4096, 64, 8,
-        free(0.2, 8, 4160), 1.6, "step",
+        free(0.2, 8, 4160), "step",
     ),
     Profile(
         "P3-8k", "batch of 8 at 8,000 tokens", "smollm2", 8000, 64, 8,
-        free(0.2, 8, 8064), 2.2, "step",
+        free(0.2, 8, 8064), "step",
     ),
     Profile(
         "P4", "free pool, budget 100 %", "smollm2", 512, 512, 16,
-        free(1.0, 16, 1024), 0.97,
+        free(1.0, 16, 1024),
     ),
     Profile(
         "P4-tracked", "free pool, all but a page", "smollm2", 512, 512, 16,
-        free(992, 16, 1024), 0.97,
+        free(992, 16, 1024),
     ),
-    Profile("P5", "prompts alone", "smollm2", 2048, 1, 8, free(0.2, 1, 2049), 0.85),
-    Profile("P6-100", "one sequence, 100 %", "smollm2", 512, 512, 1, free(1.0, 1, 1024), 0.97),
-    Profile("P6-20", "one sequence, 20 %", "smollm2", 512, 512, 1, free(0.2, 1, 1024), 0.97),
+    Profile("P5", "prompts alone", "smollm2", 2048, 1, 8, free(0.2, 1, 2049)),
+    Profile("P6-100", "one sequence, 100 %", "smollm2", 512, 512, 1, free(1.0, 1, 1024)),
+    Profile("P6-20", "one sequence, 20 %", "smollm2", 512, 512, 1, free(0.2, 1, 1024)),
 )  # fmt: skip
 """With SmolLM2-135M in bfloat16."""
+
+
+def compared(
+    id_: str, what: str, figure: str, budget: float, work: tuple[int, int, int]
+) -> Profile:
+    """h2o2 against h2o in a free pool, then with merge, then stock vLLM: all in turn.
+
+    Args:
+        id_: of the profile.
+        what: one line.
+        figure: of the profile.
+        budget: of the policies.
+        work: tokens of each prompt, generated for each, and requests.
+
+    """
+    ours, stock = free(budget, work[2], work[0] + work[1])
+    merging = replace(ours, name="h2o2, merge=0.9", policy="h2o2", options={"merge": 0.9})
+    sides = (replace(ours, name="h2o2", policy="h2o2"), ours, merging, stock)
+    return Profile(id_, what, "smollm2-float32", *work, sides, figure)
+
+
+POLICIES = (
+    compared("H-decode", "decode, 16 sequences, budget 20 %", "step", 0.2, (512, 384, 16)),
+    compared("H-one", "decode, one sequence, budget 20 %", "step", 0.2, (512, 384, 1)),
+    compared("H-prompts", "prompts alone", "tokens", 0.2, (2048, 1, 4)),
+)
+"""With SmolLM2-135M in float32; every side of a round in turn."""
 
 
 def pressed(
@@ -168,12 +193,12 @@ def pressed(
     slot = MODELS[model].bytes_per_slot
     pool = num_seqs * whole * (slot + 8) // slot
     sides = (
-        Side("h2o, pressure", budget, pool, eviction="pressure"),
+        Side("h2o, pressure", budget, pool, options={"eviction": "pressure"}),
         Side("stock vLLM", None, pool),
         Side("h2o, always", budget, pool),
     )
     what = f"pool for {num_seqs} whole sequences"
-    return Profile(f"P7-{num_seqs}", what, model, *length, num_prompts, sides, 1.0)
+    return Profile(f"P7-{num_seqs}", what, model, *length, num_prompts, sides)
 
 
 def under_pressure(length: tuple[int, int], model: str) -> tuple[Profile, ...]:
@@ -192,37 +217,37 @@ GPU = (
     *(
         Profile(
             f"OPT-{size}-{i}+{o}", f"OPT-6.7B's shape, the pool of a {size} GB card", "opt-6.7b",
-            i, o, num, tight(0.2, pool), 3.1, block_size=16,
+            i, o, num, tight(0.2, pool), block_size=16,
         )
         for size, pool, num in ((16, _T4, 64), (80, _A100, 512))
         for i, o in ((512, 512), (512, 1024), (1024, 992))
     ),
     Profile(
         "8B-1/64", "8B shape, the pool of a 24 GB card", "llama-8b", 6000, 500, 96,
-        tight(102, _L4), 5.2, block_size=16,
+        tight(102, _L4), block_size=16,
     ),
     Profile(
         "8B-1/8", "8B shape, the pool of a 24 GB card", "llama-8b", 6000, 500, 96,
-        tight(816, _L4), 2.5, block_size=16,
+        tight(816, _L4), block_size=16,
     ),
     Profile(
         "tight-200", "200 requests in a tight pool", "llama-8b", 128, 1024, 200,
-        tight(0.2, 50_000), 1.8, block_size=16,
+        tight(0.2, 50_000), block_size=16,
     ),
     Profile(
         "batch-32", "batch of 32 at 8k, budget 2048", "llama-8b", 8000, 128, 32,
-        free(2048, 32, 8128), 1.6, "step", block_size=16,
+        free(2048, 32, 8128), "step", block_size=16,
     ),
     Profile(
         "free-100", "free pool, budget 100 %", "llama-8b", 1024, 512, 128,
-        free(1.0, 128, 1536), 0.97, block_size=16,
+        free(1.0, 128, 1536), block_size=16,
     ),
     Profile(
         "free-tracked", "free pool, all but a page", "llama-8b", 1024, 512, 128,
-        free(1520, 128, 1536), 0.97, block_size=16,
+        free(1520, 128, 1536), block_size=16,
     ),
 )  # fmt: skip
 """Shapes of real models with weights of chance: for speed alone, never for quality."""
 
-QUICK = (Profile("quick", "a few steps of everything", "smollm2", 64, 48, 6, tight(64, 320), 0.0),)
+QUICK = (Profile("quick", "a few steps of everything", "smollm2", 64, 48, 6, tight(64, 320)),)
 """For its functioning."""

@@ -15,7 +15,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from benchmarks.throughput import chart
 from benchmarks.throughput.models import MODELS, write_tokenizer
-from benchmarks.throughput.profiles import CPU, GPU, PRESSURE, QUICK, Profile, Side
+from benchmarks.throughput.profiles import CPU, GPU, POLICIES, PRESSURE, QUICK, Profile, Side
 from benchmarks.throughput.runs import ratio_of
 from benchmarks.throughput.watch import Watch
 from tests.house_rules import ROOT
@@ -33,7 +33,7 @@ FREE = {
     "free-100",
     "free-tracked",
 }
-PROFILE = Profile("P", "", "smollm2", 64, 32, 4, (Side("h2o", 0.2), Side("stock vLLM")), 1.0)
+PROFILE = Profile("P", "", "smollm2", 64, 32, 4, (Side("h2o", 0.2), Side("stock vLLM")))
 
 
 def test_quick(tmp_path: Path) -> None:
@@ -69,7 +69,9 @@ def test_the_same_memory() -> None:
     assert PROFILE.num_blocks(replace(side, pool_tokens=None), 256) is None
 
 
-@pytest.mark.parametrize("profile", [*CPU, *GPU, *PRESSURE], ids=lambda profile: profile.id)
+@pytest.mark.parametrize(
+    "profile", [*CPU, *GPU, *PRESSURE, *POLICIES], ids=lambda profile: profile.id
+)
 def test_a_sequence_fits(profile: Profile) -> None:
     """Each side's pool holds the longest sequence, or vLLM would not start."""
     for side in profile.sides:
