@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.reference import random_score
-from vllm_h2o.wire import PolicyStats, RequestPlan, ResidencyPlan
+from vllm_h2o.wire import Plans, PolicyStats, RequestPlan, ResidencyPlan
 
 
 def plan(**numbers: int | bool) -> RequestPlan:
@@ -65,13 +66,25 @@ def test_first_token_after_packing_fills_the_last_slot() -> None:
 
 
 def test_travels() -> None:
-    """Frozen, comparable, and the same after a trip to another process."""
+    """Comparable, and the same after a trip to another process."""
     sent = ResidencyPlan({"a": plan(num_new=3), "b": plan(seed=7)})
     assert pickle.loads(pickle.dumps(sent)) == sent
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        sent.requests["a"].num_new = 4  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        sent.requests = {}  # type: ignore[misc]
+
+
+def test_who_goes_on_is_told_by_name() -> None:
+    """Full, a request's position alone moves; filling, its slots, too. What was told stays."""
+    full, filling = plan(logical_start=80, resident_start=64), plan(resident_start=5)
+    steps = [{"full": full, "filling": filling}, {}, {"filling": plan(resident_start=9)}, {}]
+    told, whole = Plans(), {}
+    for changed in steps:
+        ongoing = tuple(whole.keys() - changed)
+        whole = dict(told.complete(ResidencyPlan(changed, ongoing)).requests)
+    assert whole["full"] == plan(logical_start=83, resident_start=64)
+    assert whole["filling"] == plan(logical_start=1, resident_start=10)
+    assert (full, filling) == (plan(logical_start=80, resident_start=64), plan(resident_start=5))
+    assert not told.complete(ResidencyPlan({}), gone=["full"]).requests
+    with pytest.raises(IntegrityError, match="request full goes on, and has no plan"):
+        told.complete(ResidencyPlan({}, ["full"]))
 
 
 def test_integers_only() -> None:

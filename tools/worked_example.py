@@ -27,7 +27,7 @@ from tests.tiny_models import engine_config, folder
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
-from vllm_h2o.wire import RequestPlan
+from vllm_h2o.wire import Plans, RequestPlan
 
 WEIGHTS = (4, 1, 1, 2, 8, 1, 1, 6, 1, 5, 2, 1, 4, 1, 3, 2)
 """Of the tokens at positions 0 to 15."""
@@ -121,10 +121,11 @@ class Engine:
         request = Request(request_id, same + own, params, None, block_hasher=self.hasher)
         self.scheduler.add_request(request)
         head: Head | None = None
+        told = Plans()
         for _ in range(1 + self.case.num_more):
             output = self.scheduler.schedule()
             self.scheduler.check_integrity()
-            plan = output.residency_plan.requests[request_id]
+            plan = told.complete(output.residency_plan).requests[request_id]
             head = head or self._head(plan)
             yield from self._run(request_id, plan, head)
             sampled = ModelRunnerOutput([request_id], {request_id: 0}, [[7]])

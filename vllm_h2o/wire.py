@@ -7,13 +7,18 @@ told what has come of it, in numbers: :class:`PolicyStats`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from copy import copy
 from dataclasses import asdict, dataclass, fields
 
+from vllm_h2o.errors import IntegrityError
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class RequestPlan:
     """One request in one step. Logical lengths count tokens, resident lengths count slots in use.
+
+    It changes for those alone who keep it from one step to the next, by :meth:`go_on`.
 
     Args:
         logical_start: tokens computed before this step; the index of the first new token.
@@ -172,12 +177,61 @@ class RequestPlan:
         """Slots in use after this step."""
         return self.num_survivors or self.attended_len
 
+    def go_on(self) -> None:
+        """Become the plan of the next step, of a request that goes on as it did: a token later."""
+        self.resident_start = self.attended_len
+        self.logical_start += 1
+
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
-    """One step: a plan for each scheduled request, by request id."""
+    """One step: a plan for each scheduled request.
+
+    Args:
+        requests: by request id, but for those that go on.
+        ongoing: requests whose plan is that of their last step, a token later.
+
+    """
 
     requests: Mapping[str, RequestPlan]
+    ongoing: Iterable[str] = ()
+
+
+class Plans:
+    """The last plan of each request, kept by whoever is told of those that change alone."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, RequestPlan] = {}
+        self._own: dict[str, RequestPlan] = {}
+
+    def complete(self, plan: ResidencyPlan, gone: Iterable[str] = ()) -> ResidencyPlan:
+        """The same step with every request's plan; those of ongoing ones change in the next step.
+
+        Args:
+            plan: of each step, in order.
+            gone: requests that have ended.
+
+        Raises:
+            IntegrityError: when a request goes on that has no plan.
+
+        """
+        for request_id in gone:
+            self._told.pop(request_id, None)
+            self._own.pop(request_id, None)
+        for request_id, new in plan.requests.items():
+            self._told[request_id] = new
+            self._own.pop(request_id, None)
+        whole = dict(plan.requests)
+        for request_id in plan.ongoing:
+            own = self._own.get(request_id)
+            if own is None:
+                if request_id not in self._told:
+                    raise IntegrityError(f"request {request_id} goes on, and has no plan")
+                # The one that was told may be the sender's.
+                own = self._own[request_id] = copy(self._told[request_id])
+            own.go_on()
+            whole[request_id] = own
+        return ResidencyPlan(whole)
 
 
 _SEEDS_PER_POSITION = 0xD6E8FEB86659FD93 * pow(0x9E3779B97F4A7C15, -1, 1 << 64) % (1 << 64)

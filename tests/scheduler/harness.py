@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections import Counter, deque
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from tests.scheduler.shadow import ShadowPool
 from tests.tiny_models import engine_config, folder
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
-from vllm_h2o.wire import RequestPlan
+from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -116,6 +117,7 @@ class Simulation:
         if config.cache_config.enable_prefix_caching:
             init_none_hash(sha256)
             self.hasher = get_request_block_hasher(block_size, sha256)
+        self.told = Plans()
         self.random = random.Random(seed)
         self.stop_rate = 0.0
         self.depth = depth
@@ -182,6 +184,11 @@ class Simulation:
         before = {r.request_id for r in scheduler.running}
         output = scheduler.schedule()
         scheduler.check_integrity()
+        self.count["ongoing"] += len(tuple(output.residency_plan.ongoing))
+        whole = self.told.complete(output.residency_plan, output.finished_req_ids)
+        # Those of ongoing requests change in the next step, and outputs are read after it.
+        copies = {request_id: copy(plan) for request_id, plan in whole.requests.items()}
+        output.residency_plan = ResidencyPlan(copies)
         self.count["preempt"] += len(before - {r.request_id for r in scheduler.running})
         self.count["resume"] += len(output.scheduled_cached_reqs.resumed_req_ids)
         plans = output.residency_plan.requests.values()

@@ -179,7 +179,7 @@ def test_a_step_is_published_while_it_runs(v2: bool) -> None:
     """The plan is there during the step, with the runner's own row order, and gone after."""
     plan = plans(a=1)
     step = Worker(v2).execute_model(scheduled(plan))
-    assert step.plan is plan
+    assert step.plan == plan
     assert step.rows(common([1], np.array([3]) if v2 else None)) == [plan.requests["a"]]
     nothing_is_published()
 

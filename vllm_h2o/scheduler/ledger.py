@@ -5,10 +5,14 @@ Integers only: no torch, no vLLM. One request in one step::
     previewed (pure; may be asked twice, and nothing may come of it)
         -> committed (pages were granted)
         -> taken with the step's plan | closed (preempted in the same step, finished, aborted)
+
+Most requests go on as they did: their plan is that of their last step, a token later. They are
+neither previewed nor committed, but just go on; and so it is told.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -86,21 +90,23 @@ class Ledger:
         self.under_pressure = under_pressure
         self.num_drafts = num_drafts
         self.position_limit = position_limit
+        # Else a victim is not always one token, or positions are renumbered.
+        self._may_go_on = not (evicts_blocks or num_drafts) and position_limit is None
         self.falling_back: set[str] = set()
         self.is_short = False
         self.stats = LedgerStats()
         self._states: dict[str, RequestState] = {}
         self._step: dict[str, RequestPlan] = {}
+        self._ongoing: dict[str, int] = {}  # and how many tokens each evicts
 
     @property
     def states(self) -> Mapping[str, RequestState]:
         """What every request with pages holds, by request id."""
         return self._states
 
-    @property
-    def step(self) -> Mapping[str, RequestPlan]:
-        """Plans of the step that is being scheduled, by request id."""
-        return self._step
+    def is_scheduled(self, request_id: str) -> bool:
+        """Whether a request is in the step that is being scheduled."""
+        return request_id in self._step or request_id in self._ongoing
 
     def num_pages(self, num_slots: int) -> int:
         """Pages that hold ``num_slots`` slots."""
@@ -256,8 +262,7 @@ class Ledger:
                 not as many positions.
 
         """
-        if request_id in self._step:
-            raise IntegrityError(f"request {request_id} is scheduled twice in one step")
+        self._check_once(request_id)
         # Not when it is previewed: a prompt is asked for whole before it is admitted.
         check_positions(request_id, plan.position_end, self.position_limit)
         start = plan.logical_start
@@ -270,7 +275,7 @@ class Ledger:
         if not ends_prompt or not plan.num_survivors:
             held_len = max(held.held_len, plan.attended_len, held_len)
         self._step[request_id] = plan
-        self._states[request_id] = replace(
+        state = replace(
             held,
             logical_len=plan.logical_end,
             resident_len=plan.resident_end,
@@ -282,6 +287,48 @@ class Ledger:
             num_unscored=plan.num_new if plan.has_drafts else 0,
             offset=plan.offset,
         )
+        state.ongoing_end = self._ongoing_end(plan, state)
+        self._states[request_id] = state
+
+    def _check_once(self, request_id: str) -> None:
+        if self.is_scheduled(request_id):
+            raise IntegrityError(f"request {request_id} is scheduled twice in one step")
+
+    def _ongoing_end(self, plan: RequestPlan, state: RequestState) -> int:
+        """Tokens until which a request's steps are as the one of this plan, each a token later."""
+        moves = plan.num_survivors or plan.restored_end or plan.grows or plan.num_new > 1
+        if plan.in_prompt or moves or not self._may_go_on or state.budget.evict_every > 1:
+            return 0
+        lifetime_end = state.prompt_end + self.window_lifetime
+        in_lifetime = self.window_lifetime > 0 and plan.logical_end < lifetime_end
+        end = lifetime_end - 1 if in_lifetime else sys.maxsize
+        # The step that takes the last slot selects a victim, unlike those before it.
+        left = sys.maxsize if plan.overwrites else plan.capacity - 1 - plan.resident_end
+        return min(end, plan.logical_end + left)
+
+    def goes_on(self, request_id: str, num_computed: int, num_tokens: int) -> bool:
+        """Whether computing tokens [num_computed, num_tokens) is as a request's last step was."""
+        held = self._states.get(request_id)
+        return (
+            held is not None
+            and num_computed == held.logical_len == num_tokens - 1
+            and num_tokens <= held.ongoing_end
+        )
+
+    def go_on(self, request_id: str) -> None:
+        """Enter another token of a request that goes on, and has the pages for it.
+
+        Raises:
+            IntegrityError: when the request is in this step already.
+
+        """
+        self._check_once(request_id)
+        held = self._states[request_id]
+        grown_len = held.grown_len
+        self._ongoing[request_id] = 1 - (grown_len - held.resident_len)
+        held.logical_len += 1
+        held.resident_len = grown_len
+        held.held_len = max(held.held_len, grown_len)
 
     def settle(self, request_id: str, num_computed: int) -> None:
         """Drop the drafts of a request's last step that were rejected; their slots are free.
@@ -300,6 +347,7 @@ class Ledger:
         """Forget a request whose pages go back: finished, aborted or preempted."""
         self._states.pop(request_id, None)
         self._step.pop(request_id, None)
+        self._ongoing.pop(request_id, None)
         self.falling_back.discard(request_id)
 
     def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> ResidencyPlan:
@@ -313,18 +361,21 @@ class Ledger:
 
         """
         planned = {request_id: plan.num_new for request_id, plan in self._step.items()}
+        planned |= dict.fromkeys(self._ongoing, 1)
         if planned != dict(num_scheduled_tokens):
             raise IntegrityError(
                 f"vLLM schedules {dict(num_scheduled_tokens)} tokens, the ledger {planned}"
             )
         step, self._step = self._step, {}
+        ongoing, self._ongoing = self._ongoing, {}
+        self.stats.evicted_tokens += sum(ongoing.values())
         for plan in step.values():
             self.stats.evicted_tokens += plan.num_evicted
             self.stats.packs += plan.num_survivors > 0
             if plan.falls_back:
                 self.stats.pressure_packs += 1
                 self.stats.pressure_evicted_tokens += plan.num_evicted
-        return ResidencyPlan(step)
+        return ResidencyPlan(step, tuple(ongoing))
 
     def _window_start(self, held: RequestState) -> int:
         """Position of the observation window's first query; the prompt's end without one."""

@@ -134,6 +134,8 @@ class HeavyHitterManager(FullAttentionManager):
 
         Those that are found computed and that nobody holds are taken from it, too.
         """
+        if self.ledger.goes_on(request_id, total_computed_tokens, num_tokens):
+            return self._pages_to_go_on(request_id)
         plan, info = self._preview(request_id, total_computed_tokens, num_tokens)
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         needed = self.ledger.num_row_blocks(plan)
@@ -152,6 +154,8 @@ class HeavyHitterManager(FullAttentionManager):
     ) -> list[KVCacheBlock]:
         """Take the pages and commit the plan."""
         held = self.ledger.states.get(request_id)
+        if held and self.ledger.goes_on(request_id, held.logical_len, num_tokens):
+            return self._go_on(request_id)
         cached = len(self.req_to_blocks[request_id]) * self.block_size
         plan, info = self._preview(request_id, held.logical_len if held else cached, num_tokens)
         num_slots = self.ledger.num_row_blocks(plan) * self.block_size
@@ -164,6 +168,22 @@ class HeavyHitterManager(FullAttentionManager):
             # Who is admitted takes the rest of its prompt later, and its next token.
             admitted = pages_to_admit(info, self.block_size) if info else 0
             self._reserved = max(self._reserved + admitted - len(new_blocks), 0)
+        return new_blocks
+
+    def _pages_to_go_on(self, request_id: str) -> int:
+        """Pages of another token of a request that goes on."""
+        held = self.ledger.states[request_id]
+        needed = held.first_block_idx + self.ledger.num_pages(held.grown_len)
+        return max(needed - len(self.req_to_blocks[request_id]), 0)
+
+    def _go_on(self, request_id: str) -> list[KVCacheBlock]:
+        """Take them."""
+        new_blocks: list[KVCacheBlock] = []
+        if num_new := self._pages_to_go_on(request_id):
+            num_slots = (len(self.req_to_blocks[request_id]) + num_new) * self.block_size
+            new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
+        self.ledger.go_on(request_id)
+        self._reserved = max(self._reserved - len(new_blocks), 0)
         return new_blocks
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
@@ -205,7 +225,7 @@ class HeavyHitterManager(FullAttentionManager):
 
         What it published for a step that it is preempted from will not be computed.
         """
-        if request_id in self.ledger.step:
+        if self.ledger.is_scheduled(request_id):
             held = {block.block_id for block in self.req_to_blocks.get(request_id, ())}
             self.block_pool.evict_blocks(held & self._unwritten)
             self._unwritten -= held

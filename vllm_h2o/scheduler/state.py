@@ -28,7 +28,7 @@ class RequestInfo:
     budget: Budget | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestState:
     """What a request holds after the last committed step.
 
@@ -52,6 +52,7 @@ class RequestState:
         num_unscored: tokens of its last step, where that had drafts: those that were accepted, as
             soon as it is known; their queries have not scored yet.
         offset: what a token's position is less than its index.
+        ongoing_end: tokens computed until which each step is as its last one, a token later.
 
     """
 
@@ -70,6 +71,7 @@ class RequestState:
     max_len: int | None = None
     num_unscored: int = 0
     offset: int = 0
+    ongoing_end: int = 0
 
     @property
     def in_prompt(self) -> bool:
@@ -84,6 +86,11 @@ class RequestState:
         if self.budget.evict_every > 1:  # some slots are free again as soon as all are taken
             return self.resident_len < self.logical_len
         return self.resident_len == self.budget.capacity
+
+    @property
+    def grown_len(self) -> int:
+        """Slots in use after a step that goes on as the last one did."""
+        return min(self.resident_len + 1, self.budget.capacity)
 
     def max_new(self, num_drafts: int) -> int:
         """Most tokens of its next step: drafts leave the last slot to a token that is certain.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch
@@ -120,6 +122,44 @@ class CopiedBatches:
         return DecodeBatch(table[:, :width], fields.to(table.device).T)
 
 
+class KeptFields:
+    """The fields of a batch's rows, of which those of ongoing requests are moved on, not made anew.
+
+    Args:
+        max_rows: of a batch, padding included.
+
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._plans: list[RequestPlan] = []
+        self._lengths = np.zeros((max_rows, 2), dtype=np.int64)
+        self._fields = np.zeros((max_rows, len(DECODE_FIELDS)), dtype=np.int64)
+
+    def __call__(self, rows: Rows) -> np.ndarray:
+        """[num_padded, len(DECODE_FIELDS)], int64; until the next call."""
+        plans, num_rows = rows.decode_plans, len(rows.decoding)
+        both = chain.from_iterable((plan.logical_start, plan.resident_start) for plan in plans)
+        lengths = np.fromiter(both, np.int64, 2 * num_rows).reshape(num_rows, 2)
+        fields = self._fields[: rows.num_padded]
+        for index, (plan, last) in enumerate(zip_longest(plans, self._plans[:num_rows])):
+            # A plan that changes is another object; one that goes on is the same, moved on.
+            if plan is not last:
+                fields[index] = rows.fields(rows.decoding[index])
+                self._lengths[index] = lengths[index]
+        moved = lengths - self._lengths[:num_rows]
+        fields[:num_rows, _ATTENDED] += moved[:, 1]
+        fields[:num_rows, _POSITIONS] += moved[:, :1]
+        fields[:num_rows, _TOKEN] = np.asarray(rows.starts)[rows.decoding]
+        fields[num_rows:] = 0
+        fields[num_rows:, _TOKEN] = range(num_rows, rows.num_padded)
+        self._plans, self._lengths[:num_rows] = plans, lengths
+        return fields
+
+
+_TOKEN, _ATTENDED = map(DECODE_FIELDS.index, ("token", "attended_len"))
+_POSITIONS = list(map(DECODE_FIELDS.index, ("logical_start", "recent_start")))
+
+
 class PersistentBatch:
     """One batch in buffers that stay: a captured graph reads them at each run.
 
@@ -133,6 +173,7 @@ class PersistentBatch:
 
     def __init__(self, max_rows: int, device: torch.device, prefix_caching: bool) -> None:
         self.prefix_caching = prefix_caching
+        self._written = KeptFields(max_rows)
         self._fields = torch.zeros(max_rows, len(DECODE_FIELDS), dtype=torch.int64, device=device)
         self._block_table = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
@@ -141,12 +182,10 @@ class PersistentBatch:
         if rows.num_padded == 0:
             return []
         device = self._fields.device
-        written = [rows.fields(row) for row in rows.decoding]
-        zeros = [0] * (len(DECODE_FIELDS) - 1)
-        written += [(token, *zeros) for token in range(len(rows.decoding), rows.num_padded)]
         fields = self._fields[: rows.num_padded]
         # Fresh host memory each step: an earlier step's copy may still wait for the device.
-        fields.copy_(torch.tensor(written, pin_memory=_pins(device)), non_blocking=True)
+        written = torch.tensor(self._written(rows), pin_memory=_pins(device))
+        fields.copy_(written, non_blocking=True)
         table = rows.block_table
         if len(rows.decoding) < len(rows.plans):
             chosen = torch.tensor(rows.decoding, pin_memory=_pins(device))

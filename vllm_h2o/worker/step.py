@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.wire import RequestPlan, ResidencyPlan
+from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
 from vllm_h2o.worker.packing import Packing, Restoring
 from vllm_h2o.worker.renumbering import Rolled
 
@@ -134,6 +134,7 @@ class PublishesSteps:
     use_v2_model_runner: bool
     vllm_config: VllmConfig
     _draft_queries: DraftQueries | None = None
+    _plans: Plans | None = None
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The layers' pages, which depend on the policy: vLLM asks without a current config."""
@@ -155,12 +156,15 @@ class PublishesSteps:
                 "a step reached the worker without a plan: HeavyHitterScheduler did not schedule it"
             )
         rows = v2_row_order if self.use_v2_model_runner else v1_row_order
-        if self._draft_queries is None:
-            self._draft_queries = {}
-        for request_id in scheduler_output.finished_req_ids:
+        if self._draft_queries is None or self._plans is None:
+            self._draft_queries, self._plans = {}, Plans()
+        gone = scheduler_output.finished_req_ids
+        for request_id in gone:
             self._draft_queries.pop(request_id, None)
         order, kept = rows(self.model_runner), self._draft_queries
-        step = Step(scheduler_output.residency_plan, order, draft_queries=kept)
+        plan = self._plans.complete(scheduler_output.residency_plan, gone)
+        scheduler_output.residency_plan = plan
+        step = Step(plan, order, draft_queries=kept)
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
         for packing in step.packings:
