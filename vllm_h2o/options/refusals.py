@@ -224,7 +224,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "speculative decoding other than by n-grams",
         lambda c: c.speculative_config is not None and c.speculative_config.method != "ngram",
-        "a draft model has a cache of its own, and nothing else has been tried",
+        "a draft model keeps K and V of every token in the same rows of pages, which hold what "
+        "survives here, and vLLM asks for them before the tokens are there",
         'use --speculative-config \'{"method": "ngram", ...}\', or leave it out',
     ),
     Refusal(
