@@ -119,7 +119,9 @@ def patch_doors(module: Module) -> Iterator[str]:
         if below(name, "vllm_h2o.plugin") and module.path != "vllm_h2o/worker/worker.py":
             yield name
         if module.path.startswith("vllm_h2o/patches/"):
-            allowed = tuple(f"vllm_h2o.{n}" for n in ("errors", "hooks", "options", "patches"))
+            allowed = tuple(
+                f"vllm_h2o.{n}" for n in ("errors", "hooks", "options", "patches", "planner")
+            )
             if below(name, "vllm_h2o") and not below(name, *allowed):
                 yield name
         elif module.path != "vllm_h2o/plugin.py" and below(name, "vllm_h2o.patches"):

@@ -125,7 +125,8 @@ class Engine:
         for _ in range(1 + self.case.num_more):
             output = self.scheduler.schedule()
             self.scheduler.check_integrity()
-            plan = told.complete(output.residency_plan).requests[request_id]
+            # What is told of the next step changes it, and moments are read later.
+            plan = copy.copy(told.complete(output.residency_plan).requests[request_id])
             head = head or self._head(plan)
             yield from self._run(request_id, plan, head)
             sampled = ModelRunnerOutput([request_id], {request_id: 0}, [[7]])
