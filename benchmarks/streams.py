@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -251,10 +252,9 @@ def run(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[Mapping
         shape = (arguments.cache, arguments.chunk, limit)
         with engine(model, name, length, *shape, dtype=arguments.dtype, **settings) as llm:
             tokens = text(tokenizer, length)
-            parts = rows(llm, tokens, arguments.bin)
-            if arguments.fresh:
-                parts = fresh_rows(llm, tokens, arguments.bin, arguments.fresh)
-            for row in parts:
+            whole_text = rows(llm, tokens, arguments.bin) if arguments.text else ()
+            fresh = fresh_rows(llm, tokens, arguments.bin, arguments.fresh)
+            for row in chain(whole_text, fresh):
                 whole = {
                     "machine": machine_name(),
                     "by": f"engine, vLLM {version('vllm')}, {arguments.dtype}",
@@ -292,7 +292,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--fresh",
         type=int,
         nargs="+",
-        help="instead of all: the parts that begin here, each by a request of its own",
+        default=(),
+        help="afterwards: the parts that begin here, each by a request of its own",
+    )
+    parser.add_argument(
+        "--no-text", action="store_false", dest="text", help="those parts alone, and not all"
     )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--quick", action="store_true", help="1,024 tokens of streaming")

@@ -59,7 +59,10 @@ class ShadowPool:
             self.tables.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = list(new.block_ids[own])
-            self.lives[new.req_id] += 1
+            # A session's next part, after all that was computed of it.
+            last = self.positions.get((new.req_id, self.lives[new.req_id]), {0: 0})
+            start = output.residency_plan.requests[new.req_id].logical_start
+            self.lives[new.req_id] += start != max(last) + 1
         cached = output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
@@ -93,7 +96,7 @@ class ShadowPool:
     def _run(self, request_id: str, plan: RequestPlan) -> None:
         if plan.fits:
             self.whole_until[request_id] = sys.maxsize
-        elif plan.in_prompt:
+        elif plan.in_prompt and plan.logical_start <= self.whole_until.get(request_id, 0):
             self.whole_until[request_id] = plan.logical_end
         newest, start = 0, plan.first_block_idx
         own = set()

@@ -192,7 +192,8 @@ class HeavyHitterScheduler(AsyncScheduler):
         for request_id, state in self.ledger.states.items():
             request = self.requests[request_id]
             computed = request.num_computed_tokens
-            # A stopped session is rolled back to its last sampled token, and begins again anyway.
+            # A stopped session is rolled back to its last sampled token; with its next part it goes
+            # on if there is nothing to take back.
             if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
                 continue
             if computed != state.logical_len:
@@ -259,10 +260,12 @@ class HeavyHitterScheduler(AsyncScheduler):
         return self._stock._update_request_with_output(self, request, new_token_ids, is_stale)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        """A streaming input's next part: what was evicted cannot be continued, so begin again."""
+        """A streaming input's next part: after what is resident, or all of it from the start."""
         super()._update_request_as_session(session, update)
-        self._free_request_blocks(session)
-        session.num_computed_tokens = 0
+        computed = session.num_computed_tokens
+        if not self.ledger.extend(session.request_id, computed, self.manager.info_of(session)):
+            self._free_request_blocks(session)
+            session.num_computed_tokens = 0
 
     def _budget_of(self, request: Request) -> Budget | None:
         """A request's own budget, from its original prompt: the same when it is resumed."""

@@ -129,6 +129,28 @@ class RequestState:
             num_unscored=self.num_unscored - num_rejected,
         )
 
+    def extended(
+        self, num_computed: int, info: RequestInfo, budget: Budget, fits: bool
+    ) -> RequestState | None:
+        """The same with a longer prompt.
+
+        Args:
+            num_computed: tokens computed, as vLLM counts them.
+            info: what the request brings now; its prompt is all that it had, and more.
+            budget: what it may hold now.
+            fits: whether nothing of it is ever evicted now.
+
+        Returns:
+            None where that cannot follow: what is held was computed for another budget, or not
+            scored, because it fitted, or has a token that vLLM has dropped since.
+
+        """
+        if not num_computed == self.logical_len < info.prompt_len:
+            return None
+        if (self.budget, self.fits) != (budget, fits):
+            return None
+        return replace(self, prompt_end=info.prompt_len, max_len=info.max_len)
+
     def with_positions(self, plan: RequestPlan, position_limit: int | None) -> RequestPlan:
         """The plan of its next step, with an offset; a larger one renumbers what it holds.
 
