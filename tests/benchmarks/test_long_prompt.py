@@ -18,6 +18,6 @@ def test_a_prompt_of_twenty_contexts(tmp_path: Path) -> None:
     row = measure(tmp_path, parse([*given, "--max-model-len=1000000", "--max-tokens=9"]))
     assert (row["prompt_tokens"], row["completion_tokens"]) == (20 * trained, 9)
     assert row["pool_tokens"] == 256
-    # Of this prompt, and of the first, which warms up: all but the 127 that stay past the prompt.
-    assert row["evicted_tokens"] == (20 - 1 + 2) * trained + trained - 2 * 127 + 7
+    # All of it and of the first, which warms up, but what stays; and for seven of the answer.
+    assert row["evicted_tokens"] == (2 + 20) * trained - 2 * 127 + 7
     assert row["worker_mib_after"] - row["worker_mib_before"] < 16

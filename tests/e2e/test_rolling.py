@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.quality.llama import Llama
 from benchmarks.quality.rolling import Reader, rotated_back
@@ -130,6 +131,41 @@ def test_preempted_and_computed_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert probe.num_preemptions >= 3
     # More than without being thrown out: those who were are renumbered within their chunks.
     assert oracle.num_renumbered > 4 * (450 - LIMIT) // (LIMIT - 31) + 4
+
+
+def say(llm: LLM, part: list[int], max_tokens: int) -> list[int]:
+    """What a session answers to its next part."""
+    core = llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    core.scheduler.add_request(Request("session", part, params, None, resumable=True))
+    said: list[int] = []
+    while core.scheduler.requests["session"].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        outputs, _ = core.step_fn()
+        said += [token for o in outputs[0].outputs for token in o.new_token_ids] if outputs else []
+    return said
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("policy", ["h2o", "streaming"])
+def test_a_session_goes_on(
+    policy: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of a streaming input follows what is resident: nothing is computed again."""
+    model, options = tiny_llama(tmp_path, 6, 2), {**ROLLING, "kernels": kernels}
+    with monkeypatch.context() as patch, engine(model, policy, options, **SETTINGS) as llm:
+        probe, seen = Probe(llm), watch_positions(llm)
+        oracle, length = Oracle(probe.scheduler).install(patch), 0
+        for number, part in enumerate((90, 1, 7, 60, 150)):
+            said = say(llm, CHARACTERS[number : number + part], 1 if number == 2 else 40)
+            length += part + len(said) - 1
+            assert probe.scheduler.ledger.states["session"].logical_len == length
+        num_computed = sum(probe.num_scheduled)
+        llm.llm_engine.engine_core.engine_core.abort_requests(["session"])
+        assert probe.num_free == probe.num_total
+    assert num_computed == length
+    assert max(seen) < LIMIT and oracle.num_renumbered >= 4 * (length - LIMIT) // (LIMIT - 31)
+    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
+    assert oracle.max_error < 1e-4
 
 
 Config = Callable[[], hf.PretrainedConfig]

@@ -102,7 +102,7 @@ def replace_prefix_caching(batching: Batching) -> Batching:
     """The same where requests share pages."""
     if isinstance(batching, CopiedBatches):
         return replace(batching, prefix_caching=True)
-    return PersistentBatch(32, torch.device("cpu"), prefix_caching=True)
+    return PersistentBatch(32, 16, torch.device("cpu"), prefix_caching=True)
 
 
 def fields_of(batch: DecodeBatch) -> dict[str, list[int]]:
