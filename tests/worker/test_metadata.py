@@ -151,7 +151,8 @@ FIELDS = {
 def test_decodes_together(make: Callable[[], HeavyHitterMetadataBuilder]) -> None:
     """Requests with one new token share one batch, in order of rows."""
     (batch,) = build(list(PLANS), made=make()).decodes
-    assert batch.block_table[:, :2].tolist() == [[9, 3], [8, 2], [11, 10]]
+    # As many columns as the longest needs: next to prompts rows are copied.
+    assert batch.block_table.tolist() == [[9, 3], [8, 2], [11, 10]]
     assert batch.first_block_ids.tolist() == [9, 8, 11]
     assert fields_of(batch) == FIELDS
     assert batch.fields.dtype == torch.int64
