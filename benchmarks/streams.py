@@ -119,9 +119,9 @@ def timed_renumberings() -> Iterator[list[float]]:
     """Seconds of each renumbering of this process, as long as the context lasts."""
     run, seconds = Renumbering.run, list[float]()
 
-    def timed(renumbering: Renumbering, by_age: bool) -> None:
+    def timed(self: Renumbering, by_age: bool) -> None:
         start = time.perf_counter()
-        run(renumbering, by_age)
+        run(self, by_age)
         seconds.append(time.perf_counter() - start)
 
     Renumbering.run = timed  # type: ignore[method-assign]
@@ -302,7 +302,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="1,024 tokens of streaming")
     arguments = parser.parse_args(argv)
     if arguments.quick:
-        small = {"tokens": 1024, "cache": 128, "chunk": 128, "limit": 384, "bin": 256}
+        small: dict[str, Any] = {
+            "tokens": 1024,
+            "cache": 128,
+            "chunk": 128,
+            "limit": 384,
+            "bin": 256,
+        }
+        small["fresh"] = [768]
         vars(arguments).update(small, policies=["streaming", "streaming, original positions"])
     return arguments
 

@@ -146,7 +146,8 @@ def draw(path: Path, target: Path) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     figure, (costs, drifts) = pyplot.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2))
-    longest = {run.policy: run for run in runs(path)}
+    every = runs(path)
+    longest = {run.policy: run for run in every}
     for policy, color in COLORS.items():
         if policy not in longest:
             continue
@@ -154,16 +155,18 @@ def draw(path: Path, target: Path) -> None:
         style = "-" if run.rolls else "--"
         ends, nats = zip(*((part.end, part.nll) for part in run.parts), strict=True)
         costs.plot(ends, nats, style, color=color, label=policy, linewidth=1.4)
-        if run.pairs:
-            drifts.plot(*zip(*run.pairs, strict=True), "o-", color=color, markersize=3, linewidth=1)
+        pairs = sorted(pair for run in every if run.policy == policy for pair in run.pairs)
+        if pairs:
+            drifts.plot(*zip(*pairs, strict=True), "o-", color=color, markersize=3, linewidth=1)
     drifts.axhspan(-STABLE, STABLE, color="grey", alpha=0.15, linewidth=0)
     drifts.axhline(0, color="grey", linewidth=0.8)
     drifts.set_ylabel("nats per token more than read afresh")
     drifts.set_ylim(-0.12, 0.12)
+    drifts.set_xlim(2**15, 2 * max(part.end for run in every for part in run.parts))
     costs.set_ylabel("nats per token")
-    costs.set_ylim(3, 8)
+    costs.set_ylim(3, 6)
     costs.axvline(8192, color="grey", linewidth=0.8, linestyle=":")
-    costs.annotate("trained to 8,192", (8192, 7.6), (4, 0), textcoords="offset points", fontsize=8)
+    costs.annotate("trained to 8,192", (8192, 5.8), (4, 0), textcoords="offset points", fontsize=8)
     costs.legend(frameon=False, fontsize=8)
     for axes in (costs, drifts):
         axes.set_xscale("log", base=2)
