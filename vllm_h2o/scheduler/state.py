@@ -149,7 +149,7 @@ class RequestState:
             return None
         if (self.budget, self.fits) != (budget, fits):
             return None
-        return replace(self, prompt_end=info.prompt_len, max_len=info.max_len)
+        return replace(self, prompt_end=info.prompt_len, max_len=info.max_len, ongoing_end=0)
 
     def with_positions(self, plan: RequestPlan, position_limit: int | None) -> RequestPlan:
         """The plan of its next step, with an offset; a larger one renumbers what it holds.
