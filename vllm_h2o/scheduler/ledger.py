@@ -343,20 +343,6 @@ class Ledger:
         """
         self._states[request_id] = self._states[request_id].settled(num_computed)
 
-    def extend(self, request_id: str, num_computed: int, info: RequestInfo) -> bool:
-        """Let a request go on with a longer prompt, as if that were one more chunk; if it can.
-
-        So where chunks are packed, and a prompt's queries score once, when they are computed.
-        """
-        held = self._states.get(request_id)
-        scores_once = not self.observation_window and not self.second_pass_chunk
-        alone = not self.prefix_caching and not self.num_drafts and self.victim_size == 1
-        if held is None or not (self.packs_chunks and scores_once and alone):
-            return False
-        longer = held.extended(num_computed, info, self._budget_of(info), self.fits(info))
-        self._states[request_id] = longer or held
-        return longer is not None
-
     def close(self, request_id: str) -> None:
         """Forget a request whose pages go back: finished, aborted or preempted."""
         self._states.pop(request_id, None)

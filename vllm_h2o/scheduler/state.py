@@ -129,10 +129,8 @@ class RequestState:
             num_unscored=self.num_unscored - num_rejected,
         )
 
-    def extended(
-        self, num_computed: int, info: RequestInfo, budget: Budget, fits: bool
-    ) -> RequestState | None:
-        """The same with a longer prompt.
+    def extend(self, num_computed: int, info: RequestInfo, budget: Budget, fits: bool) -> bool:
+        """Go on with a longer prompt, as if that were one more chunk of it.
 
         Args:
             num_computed: tokens computed, as vLLM counts them.
@@ -141,15 +139,15 @@ class RequestState:
             fits: whether nothing of it is ever evicted now.
 
         Returns:
-            None where that cannot follow: what is held was computed for another budget, or not
-            scored, because it fitted, or has a token that vLLM has dropped since.
+            Whether it does. Not where what is held was computed for another budget, or not scored,
+            because it fitted, or has a token that vLLM has dropped since.
 
         """
-        if not num_computed == self.logical_len < info.prompt_len:
-            return None
-        if (self.budget, self.fits) != (budget, fits):
-            return None
-        return replace(self, prompt_end=info.prompt_len, max_len=info.max_len, ongoing_end=0)
+        follows = num_computed == self.logical_len < info.prompt_len
+        if not follows or (self.budget, self.fits) != (budget, fits):
+            return False
+        self.prompt_end, self.max_len, self.ongoing_end = info.prompt_len, info.max_len, 0
+        return True
 
     def with_positions(self, plan: RequestPlan, position_limit: int | None) -> RequestPlan:
         """The plan of its next step, with an offset; a larger one renumbers what it holds.
