@@ -26,6 +26,8 @@ COLORS = {
 }
 STABLE = 0.05
 """Nats by which a part far into a text may cost more."""
+SHORTEST = 2048
+"""Tokens of a point in the chart."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,16 @@ def _pairs(parts: list[Part], afresh: list[Part]) -> Iterator[tuple[int, float]]
             yield part.end, part.nll - alone / (part.end - part.start)
 
 
+def _smooth(parts: list[Part]) -> Iterator[tuple[int, float]]:
+    """Where parts end, and nats of them: short ones together."""
+    nats, begin = 0.0, parts[0].start
+    for part in parts:
+        nats += part.nll * (part.end - part.start)
+        if part.end - begin >= SHORTEST or part is parts[-1]:
+            yield part.end, nats / (part.end - begin)
+            nats, begin = 0.0, part.end
+
+
 def table() -> str:
     """What tokens cost by distance, of texts that were also read afresh, in Markdown."""
     lines = [
@@ -153,7 +165,7 @@ def draw(path: Path, target: Path) -> None:
             continue
         run = longest[policy]
         style = "-" if run.rolls else "--"
-        ends, nats = zip(*((part.end, part.nll) for part in run.parts), strict=True)
+        ends, nats = zip(*_smooth(run.parts), strict=True)
         costs.plot(ends, nats, style, color=color, label=policy, linewidth=1.4)
         pairs = sorted(pair for run in every if run.policy == policy for pair in run.pairs)
         if pairs:
@@ -164,9 +176,9 @@ def draw(path: Path, target: Path) -> None:
     drifts.set_ylim(-0.12, 0.12)
     drifts.set_xlim(2**15, 2 * max(part.end for run in every for part in run.parts))
     costs.set_ylabel("nats per token")
-    costs.set_ylim(3, 6)
+    costs.set_ylim(3, 4.2)
     costs.axvline(8192, color="grey", linewidth=0.8, linestyle=":")
-    costs.annotate("trained to 8,192", (8192, 5.8), (4, 0), textcoords="offset points", fontsize=8)
+    costs.annotate("trained to 8,192", (8192, 4.1), (4, 0), textcoords="offset points", fontsize=8)
     costs.legend(frameon=False, fontsize=8)
     for axes in (costs, drifts):
         axes.set_xscale("log", base=2)
