@@ -73,10 +73,16 @@ class Run:
         return self.policy != "full" and "original" not in self.policy
 
     @property
-    def drift(self) -> tuple[float, float]:
-        """Mean of what pairs cost more, and its standard error."""
-        more = [delta for _, delta in self.pairs]
-        return statistics.mean(more), statistics.stdev(more) / len(more) ** 0.5
+    def far(self) -> list[tuple[int, float]]:
+        """Pairs in the second half of what was read."""
+        return [pair for pair in self.pairs if 2 * pair[0] > self.parts[-1].end]
+
+    @property
+    def drift(self) -> tuple[float, float | None]:
+        """Mean of what those pairs cost more, and its standard error; None: of one."""
+        more = [delta for _, delta in self.far]
+        error = statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else None
+        return statistics.mean(more), error
 
 
 def runs(path: Path = CSV) -> list[Run]:
@@ -128,14 +134,15 @@ def table() -> str:
         "| tokens/s | MiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for run in (run for run in runs() if len(run.pairs) > 1):
-        ends = {end for end, _ in run.pairs}
+    for run in (run for run in runs() if run.far):
+        ends = {end for end, _ in run.far}
         far = statistics.mean(part.nll for part in run.parts if part.end in ends)
         mean, error = run.drift
+        known = "" if error is None else f" ± {error:.3f}"
         size = run.parts[0].end
         lines.append(
             f"| {run.policy} | {run.parts[-1].end:,} | {len(ends)} x {size:,} | {far:.3f} "
-            f"| {far - mean:.3f} | {mean:+.3f} ± {error:.3f} "
+            f"| {far - mean:.3f} | {mean:+.3f}{known} "
             f"| {statistics.median(part.speed for part in run.parts):.0f} "
             f"| {run.parts[0].memory:,} to {run.parts[-1].memory:,} |"
         )
