@@ -112,7 +112,7 @@ class Clock:
 def worker_side(num_seqs: int) -> Callable[[SchedulerOutput], object]:
     """What a worker makes of a plan: rows in the batch's order, and one batch of them."""
     device = torch.device("cpu")
-    batching = PersistentBatch(num_seqs, device, prefix_caching=False)
+    batching = PersistentBatch(num_seqs, BLOCK_SIZE, device, prefix_caching=False)
     table = torch.zeros(num_seqs, MAX_MODEL_LEN // BLOCK_SIZE, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32)
     common: Any = SimpleNamespace(query_start_loc_cpu=starts)

@@ -2,6 +2,10 @@
 
 All State of the Union addresses, one after the other, are one prompt: taken in by chunks, with
 positions that roll, each token judged by what is resident when its chunk is computed.
+
+Two centuries of English do not cost the same. So what a part costs far into the text is compared
+with the same part in a request that begins shortly before it (``--fresh``), and that has all its
+positions as they are.
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ import os
 import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,7 @@ from benchmarks.quality.forced import BLOCK_SIZE, STOCK_BLOCK_SIZE, in_process
 from benchmarks.quality.texts import documents
 from benchmarks.record import append_rows, machine_name
 from benchmarks.smollm2 import MODEL, model_dir
+from vllm_h2o.worker.renumbering import Renumbering
 
 DECADES = tuple(f"union_{year}s" for year in range(1790, 2030, 10))
 ORIGINAL = {"positions": "original", "position_limit": None}
@@ -37,7 +44,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "h2o, original positions": ("h2o", ORIGINAL),
 }
 """A policy and its options, by the name in tables; ``full`` is stock vLLM, which goes no further
-than what the model was trained on, as original positions do."""
+than what it takes the model to be trained on, as original positions do."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Progress:
         resident: tokens in the cache after it.
         renumbered: times that the request was renumbered so far.
         seconds: that the step took.
+        renumber_seconds: of them, those in which the request was renumbered.
 
     """
 
@@ -60,6 +68,7 @@ class Progress:
     resident: int
     renumbered: int
     seconds: float
+    renumber_seconds: float
 
 
 def engine(
@@ -105,6 +114,23 @@ def engine(
     )
 
 
+@contextmanager
+def timed_renumberings() -> Iterator[list[float]]:
+    """Seconds of each renumbering of this process, as long as the context lasts."""
+    run, seconds = Renumbering.run, list[float]()
+
+    def timed(self: Renumbering, by_age: bool) -> None:
+        start = time.perf_counter()
+        run(self, by_age)
+        seconds.append(time.perf_counter() - start)
+
+    Renumbering.run = timed  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        Renumbering.run = run  # type: ignore[method-assign]
+
+
 def read(llm: LLM, tokens: Sequence[int]) -> Iterator[Progress]:
     """Have an engine of this process take a text in, step by step.
 
@@ -123,9 +149,10 @@ def read(llm: LLM, tokens: Sequence[int]) -> Iterator[Progress]:
     llm.llm_engine.add_request("text", {"prompt_token_ids": list(tokens)}, params)
     done, resident, offset, renumbered, judged = 0, 0, 0, 0, None
     while llm.llm_engine.has_unfinished_requests():
-        start = time.perf_counter()
-        llm.llm_engine.step()
-        seconds = time.perf_counter() - start
+        with timed_renumberings() as times:
+            start = time.perf_counter()
+            llm.llm_engine.step()
+            seconds = time.perf_counter() - start
         # Before the last step vLLM hands nothing out; it fills this as it goes.
         for request in runner.requests.values():
             judged = request.in_progress_prompt_logprobs_cpu or judged
@@ -139,7 +166,8 @@ def read(llm: LLM, tokens: Sequence[int]) -> Iterator[Progress]:
             offset, renumbered = states[0].offset, renumbered + 1
         assert judged is not None
         nll = -judged.logprobs[before : min(done, len(tokens) - 1), 0].clone()
-        yield Progress(before, nll, done - 1 - offset, resident, renumbered, seconds)
+        position = done - 1 - offset
+        yield Progress(before, nll, position, resident, renumbered, seconds, sum(times))
 
 
 def text(tokenizer: Tokenizer, length: int) -> list[int]:
@@ -153,33 +181,61 @@ def text(tokenizer: Tokenizer, length: int) -> list[int]:
     raise ValueError(f"all addresses are {len(tokens)} tokens, not {length}")
 
 
-def rows(llm: LLM, tokens: Sequence[int], bin_size: int) -> Iterator[dict[str, Any]]:
+def rows(
+    llm: LLM, tokens: Sequence[int], bin_size: int, origin: int = 0
+) -> Iterator[dict[str, Any]]:
     """Figures of each part of a text, as soon as it is read.
 
     Args:
         llm: of :func:`engine`.
         tokens: of the text.
         bin_size: tokens of a part.
+        origin: where in the text the request begins.
 
     """
     nll: list[torch.Tensor] = []
-    seconds, begin = 0.0, 0
-    for step in read(llm, tokens):
+    seconds, renumbering, begin = 0.0, 0.0, origin
+    end_of_text = len(tokens) - 1
+    for step in read(llm, tokens[origin:]):
+        if not len(step.nll):
+            continue
         nll.append(step.nll)
         seconds += step.seconds
-        end = step.start + len(step.nll)
-        if end - begin < bin_size and end < len(tokens) - 1:
+        renumbering += step.renumber_seconds
+        end = origin + step.start + len(step.nll)
+        if end - begin < bin_size and end < end_of_text:
             continue
         part = torch.cat(nll)
         yield {
+            "read_from": origin,
             "start": begin,
             "end": end,
             "nll": round(float(part.mean()), 4),
             "tokens_per_s": round(len(part) / seconds, 1),
             "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            "resident": step.resident,
             "renumbered": step.renumbered,
+            "renumber_ms": round(1000 * renumbering, 1),
         }
-        nll, seconds, begin = [], 0.0, end
+        nll, seconds, renumbering, begin = [], 0.0, 0.0, end
+
+
+def fresh_rows(
+    llm: LLM, tokens: Sequence[int], bin_size: int, starts: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Figures of single parts, each read by a request that begins a part earlier, to warm up.
+
+    Args:
+        llm: of :func:`engine`.
+        tokens: of the text.
+        bin_size: tokens of a part.
+        starts: where parts begin.
+
+    """
+    for start in starts:
+        end = min(start + bin_size + 1, len(tokens))
+        _, row = rows(llm, tokens[:end], bin_size, max(start - bin_size, 0))
+        yield row
 
 
 def run(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[Mapping[str, Any]]:
@@ -188,11 +244,17 @@ def run(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[Mapping
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     for name in names:
         length, limit = arguments.tokens, arguments.limit
+        settings: dict[str, Any] = {}
         if name == "full" or VARIANTS[name][1] == ORIGINAL:
             length, limit = min(length, arguments.trained - 1), None
+            # Told another number of positions, vLLM rotates by them as the model never saw it.
+            settings["hf_overrides"] = {"max_position_embeddings": arguments.trained}
         shape = (arguments.cache, arguments.chunk, limit)
-        with engine(model, name, length, *shape, dtype=arguments.dtype) as llm:
-            for row in rows(llm, text(tokenizer, length), arguments.bin):
+        with engine(model, name, length, *shape, dtype=arguments.dtype, **settings) as llm:
+            tokens = text(tokenizer, length)
+            whole_text = rows(llm, tokens, arguments.bin) if arguments.text else ()
+            fresh = fresh_rows(llm, tokens, arguments.bin, arguments.fresh)
+            for row in chain(whole_text, fresh):
                 whole = {
                     "machine": machine_name(),
                     "by": f"engine, vLLM {version('vllm')}, {arguments.dtype}",
@@ -220,12 +282,34 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="positions; by default the model's own")
     parser.add_argument("--bin", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--trained", type=int, default=8192, help="the model's own positions")
+    parser.add_argument(
+        "--trained",
+        type=int,
+        default=8192,
+        help="positions that vLLM takes the model to know, where they do not roll",
+    )
+    parser.add_argument(
+        "--fresh",
+        type=int,
+        nargs="+",
+        default=(),
+        help="afterwards: the parts that begin here, each by a request of its own",
+    )
+    parser.add_argument(
+        "--no-text", action="store_false", dest="text", help="those parts alone, and not all"
+    )
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--quick", action="store_true", help="1,024 tokens of streaming")
     arguments = parser.parse_args(argv)
     if arguments.quick:
-        small = {"tokens": 1024, "cache": 128, "chunk": 128, "limit": 384, "bin": 256}
+        small: dict[str, Any] = {
+            "tokens": 1024,
+            "cache": 128,
+            "chunk": 128,
+            "limit": 384,
+            "bin": 256,
+        }
+        small["fresh"] = [768]
         vars(arguments).update(small, policies=["streaming", "streaming, original positions"])
     return arguments
 

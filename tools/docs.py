@@ -13,6 +13,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
+from benchmarks import streams_figures
 from tools import worked_example
 from vllm_h2o.metrics import COUNTERS, GAUGES
 from vllm_h2o.options.config import KVPolicyConfig
@@ -99,6 +100,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "options.md": {"options": options, "policies": policies, "scores": scores},
     "compatibility.md": {"families": families, "refusals": refusals},
     "metrics.md": {"metrics": metrics},
+    "performance.md": {"streams": streams_figures.table},
     "design.md": {
         "weights": worked_example.weights_table,
         **{

@@ -88,10 +88,13 @@ class Llama:
 
     def rotate(self, x: torch.Tensor, start: int, step: int = 1) -> torch.Tensor:
         """[..., T, D], turned as far as positions ``start``, ``start + step``, ... are from 0."""
+        return self.turn(x, start + step * torch.arange(x.shape[-2]))
+
+    def turn(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """[..., T, D], turned as far as positions [T] are from 0; below 0, back."""
         half = self.head_size // 2
         inverse = self.theta ** (-torch.arange(half, dtype=torch.float32) / half)
-        position = start + step * torch.arange(x.shape[-2], dtype=torch.float32)
-        angle = position[:, None] * inverse
+        angle = position.to(torch.float32)[:, None] * inverse
         cos, sin = angle.cos(), angle.sin()
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -55,7 +55,7 @@ def draw(path: Path, target: Path) -> None:
     axes.set_xlabel("h2o / stock vLLM (dots: pairs of runs)")
     axes.set_title(rows[-1]["machine"], fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, target)
+    save(figure, target)
 
 
 def draw_goodput(path: Path, target: Path) -> None:
@@ -91,10 +91,11 @@ def draw_goodput(path: Path, target: Path) -> None:
     )
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, target)
+    save(figure, target)
 
 
-def _save(figure: Any, target: Path) -> None:
+def save(figure: Any, target: Path) -> None:
+    """Write a figure of matplotlib's as ``target``.png and .svg."""
     from matplotlib import pyplot
 
     # Neither names the tool and the day: the same figures give the same files.

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.quality.texts import TextsUnavailableError, archive
 from benchmarks.streams import parse, run
+from benchmarks.streams_figures import CSV, STABLE, draw, runs
 
 
 @pytest.mark.timeout(1200)
@@ -21,12 +22,29 @@ def test_rolling_costs_what_original_positions_cost(tmp_path: Path) -> None:
     table = tmp_path / "streams.csv"
     arguments = parse(["--quick", "--csv", str(table)])
     rows = list(run(arguments, arguments.policies))
-    rolled, original = rows[:4], rows[4:]
+    rolled, afresh, original = rows[:4], rows[4], rows[5:9]
     ends = [256, 512, 768, 1023]
     assert [row["end"] for row in rolled] == [row["end"] for row in original] == ends
     assert [row["renumbered"] for row in original] == [0] * 4
     assert rolled[-1]["renumbered"] >= 2
     for one, other in zip(rolled, original, strict=True):
         assert one["nll"] == pytest.approx(other["nll"], abs=0.05)
+    assert (afresh["read_from"], afresh["start"], afresh["end"]) == (512, 768, 1023)
+    assert afresh["nll"] == pytest.approx(rolled[-1]["nll"], abs=0.1)
+    (run_of_all, _) = runs(table)
+    assert run_of_all.pairs == [(1023, pytest.approx(rolled[-1]["nll"] - afresh["nll"]))]
     with table.open(newline="") as file:
         assert [float(row["nll"]) for row in csv.DictReader(file)] == [row["nll"] for row in rows]
+
+
+def test_what_was_measured_is_stable(tmp_path: Path) -> None:
+    """The committed figures: 64k tokens into a text a part costs what it costs afresh; drawn."""
+    far = [one for one in runs(CSV) if one.rolls and one.far]
+    assert {one.policy for one in far} >= {"h2o", "streaming"}
+    for one in far:
+        assert one.parts[-1].end >= 65535
+        # Sums keep what is old: further on they cost more, as docs/performance.md says.
+        assert one.drift[0] < STABLE or (one.policy, one.parts[-1].end > 2**17) == ("h2o", True)
+        assert one.parts[-1].memory <= one.parts[0].memory + 64
+    draw(CSV, tmp_path / "streams")
+    assert (tmp_path / "streams.png").stat().st_size > 10_000

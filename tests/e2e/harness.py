@@ -148,6 +148,7 @@ class Probe:
     held: list[dict[str, int]] = field(default_factory=list)
     resident: list[dict[str, int]] = field(default_factory=list)
     num_preemptions: int = 0
+    num_scheduled: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         schedule, update = self.scheduler.schedule, self.scheduler.update_from_output
@@ -157,6 +158,7 @@ class Probe:
             output = schedule(*args, **kwargs)
             self.num_preemptions += len(running - {r.request_id for r in self.scheduler.running})
             self.scheduler.check_integrity()
+            self.num_scheduled.append(output.total_num_scheduled_tokens)
             manager = self.scheduler.manager
             self.held.append({i: len(b) for i, b in manager.req_to_blocks.items()})
             states = manager.ledger.states.items()

@@ -20,6 +20,7 @@ from tests.e2e.harness import (
     CHARACTERS,
     Probe,
     arguments,
+    assert_same_tokens,
     engine,
     generate,
     tiny_gemma3,
@@ -156,6 +157,36 @@ def test_ranks_next_to_sliding_windows(tmp_path: Path, two_ranks: pytest.MonkeyP
     """A KV head each of every layer; what slides is vLLM's own."""
     settings = {"model": tiny_gemma3(tmp_path), "policy": "h2o", "block_size": 32}
     assert_same(run(**settings), run(**settings, tensor_parallel_size=2))
+
+
+def roll(model: str, **kwargs: Any) -> list[RequestOutput]:
+    """What an engine says whose positions are renumbered within prompts, and past them."""
+    options = {**OPTIONS, "prefill": "chunked", "positions": "rolling", "position_limit": 64}
+    with engine(
+        model, "h2o", options, **{**SETTINGS, "max_num_batched_tokens": 32, **kwargs}
+    ) as llm:
+        # One by one: what a chunk of a prompt has room for does not depend on others.
+        return [generate(llm, [prompt], 60, logprobs=2)[0] for prompt in PROMPTS[2:]]
+
+
+@pytest.fixture(scope="module")
+def rolled(model: str) -> list[RequestOutput]:
+    """What one process says."""
+    return roll(model)
+
+
+def test_ranks_whose_positions_roll(
+    model: str, rolled: list[RequestOutput], two_ranks: pytest.MonkeyPatch
+) -> None:
+    """Each rotates the keys of its own heads."""
+    assert assert_same_tokens(rolled, roll(model, tensor_parallel_size=2)) == 0
+
+
+def test_stages_whose_positions_roll(
+    model: str, rolled: list[RequestOutput], two_workers: pytest.MonkeyPatch
+) -> None:
+    """Each rotates the keys of its own layers, and both read the same positions."""
+    assert assert_same_tokens(rolled, roll(model, **TRACED, pipeline_parallel_size=2)) == 0
 
 
 def test_ranks_that_evict_several_at_a_time(model: str, two_ranks: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.quality.llama import Llama
+from benchmarks.quality.rolling import Reader, rotated_back
 from benchmarks.throughput.models import write_random
 from tests.e2e.harness import (
     CHARACTERS,
@@ -131,6 +133,41 @@ def test_preempted_and_computed_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert oracle.num_renumbered > 4 * (450 - LIMIT) // (LIMIT - 31) + 4
 
 
+def say(llm: LLM, part: list[int], max_tokens: int) -> list[int]:
+    """What a session answers to its next part."""
+    core = llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    core.scheduler.add_request(Request("session", part, params, None, resumable=True))
+    said: list[int] = []
+    while core.scheduler.requests["session"].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        outputs, _ = core.step_fn()
+        said += [token for o in outputs[0].outputs for token in o.new_token_ids] if outputs else []
+    return said
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("policy", ["h2o", "streaming"])
+def test_a_session_goes_on(
+    policy: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of a streaming input follows what is resident: nothing is computed again."""
+    model, options = tiny_llama(tmp_path, 6, 2), {**ROLLING, "kernels": kernels}
+    with monkeypatch.context() as patch, engine(model, policy, options, **SETTINGS) as llm:
+        probe, seen = Probe(llm), watch_positions(llm)
+        oracle, length = Oracle(probe.scheduler).install(patch), 0
+        for number, part in enumerate((90, 1, 7, 60, 150)):
+            said = say(llm, CHARACTERS[number : number + part], 1 if number == 2 else 40)
+            length += part + len(said) - 1
+            assert probe.scheduler.ledger.states["session"].logical_len == length
+        num_computed = sum(probe.num_scheduled)
+        llm.llm_engine.engine_core.engine_core.abort_requests(["session"])
+        assert probe.num_free == probe.num_total
+    assert num_computed == length
+    assert max(seen) < LIMIT and oracle.num_renumbered >= 4 * (length - LIMIT) // (LIMIT - 31)
+    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
+    assert oracle.max_error < 1e-4
+
+
 Config = Callable[[], hf.PretrainedConfig]
 ROTARY: dict[str, Config] = {
     "plain": lambda: small(hf.LlamaConfig),
@@ -176,34 +213,18 @@ def test_a_window_is_the_same_at_any_position(kind: str, tmp_path: Path) -> None
     assert assert_same_tokens(original, rolled) <= 1
 
 
+@torch.no_grad()
 def simulated(
     model: Llama, prompt: list[int], num_tokens: int, chunk: int, head: Head
 ) -> list[int]:
     """What a Llama in plain torch says with references for its KV heads; ``head`` is their like."""
-    make = partial(
-        type(head), **{f: getattr(head, f) for f in head.__dataclass_fields__ if f != "strip"}
-    )
-    layers = [
-        [make(strip=Strip.empty(model.head_size, torch.float32)) for _ in range(model.num_kv_heads)]
-        for _ in range(model.num_layers)
-    ]
-    steps = [prompt[at : at + chunk] for at in range(0, len(prompt), chunk)]
-    said: list[int] = []
+    reader, said = Reader(model, head), list[int]()
+    for at in range(0, len(prompt), chunk):
+        x = reader.step(prompt[at : at + chunk], at + chunk >= len(prompt))
     while len(said) < num_tokens:
-        step = steps.pop(0) if steps else said[-1:]
-        x = model.embed(torch.tensor([step]))
-        for index, heads in enumerate(layers):
-            start = {head.make_room(len(step)) for head in heads}
-            query, key, value = model.qkv(index, x, *start)
-            ends = not steps and not said
-            attended = [
-                one.step(query[0, i].transpose(0, 1), key[0, i], value[0, i], ends)
-                for i, one in enumerate(heads)
-            ]
-            out = torch.stack([a.transpose(0, 1) for a in attended])[None]
-            x = model.finish(index, x, out)
-        if not steps:
-            said.append(int(model.logits(x[0, -1]).argmax()))
+        if said:
+            x = reader.step(said[-1:])
+        said.append(int(model.logits(x[0, -1]).argmax()))
     return said
 
 
@@ -224,15 +245,9 @@ def test_the_whole_model_in_plain_torch(policy: str, tmp_path: Path) -> None:
         power=int(policy == "h2o"),
         packs_chunks=True,
         position_limit=LIMIT,
-        rotate_back=lambda key, distance: rotated_back(model, key, distance),
+        rotate_back=partial(rotated_back, model),
     )
     assert simulated(model, prompt, 150, 40, head) == tokens
-
-
-def rotated_back(model: Llama, key: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """[L, D], each at so many positions earlier."""
-    pairs = zip(key, distance.tolist(), strict=True)
-    return torch.stack([model.rotate(k[None], -d)[0] for k, d in pairs])
 
 
 def test_sequences_of_four_million_tokens(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ class ShadowPool:
     ``positions`` are those of what a request holds, by index in its text, and ``num_renumbered``
     how often they were counted anew.
 
+    ``going_on`` are sessions that follow what is resident with a part of their input.
+
     ``windows`` are those of groups before the policy's, whose slots are named alike.
     """
 
@@ -42,6 +44,7 @@ class ShadowPool:
         self.whole_until: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.lives: Counter[str] = Counter()
+        self.going_on: set[str] = set()
         self.victims: dict[str, int] = {}
         self.victim_size = 1
         self.num_evictions = 0
@@ -59,7 +62,14 @@ class ShadowPool:
             self.tables.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = list(new.block_ids[own])
-            self.lives[new.req_id] += 1
+            # A session's next part, after all that was computed of it.
+            last = self.positions.get((new.req_id, self.lives[new.req_id]))
+            start = output.residency_plan.requests[new.req_id].logical_start
+            if last and start == max(last) + 1:
+                self.going_on.add(new.req_id)
+            else:
+                self.lives[new.req_id] += 1
+                self.going_on.discard(new.req_id)
         cached = output.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
@@ -93,7 +103,7 @@ class ShadowPool:
     def _run(self, request_id: str, plan: RequestPlan) -> None:
         if plan.fits:
             self.whole_until[request_id] = sys.maxsize
-        elif plan.in_prompt:
+        elif plan.in_prompt and request_id not in self.going_on:
             self.whole_until[request_id] = plan.logical_end
         newest, start = 0, plan.first_block_idx
         own = set()

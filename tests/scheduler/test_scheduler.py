@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.schedules import (
@@ -32,6 +34,8 @@ SHARING = (
 FRACTIONS = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))
 """Budgets that depend on the request."""
 PAGES_AT_CAPACITY = BUDGET // BLOCK_SIZE
+
+WAITS = RequestStatus.WAITING_FOR_STREAMING_REQ
 
 totals: Counter[str] = Counter()
 
@@ -142,7 +146,7 @@ def test_a_request_that_finishes_with_its_prompt_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_streaming_input_begins_again_at_each_part(depth: int) -> None:
-    """A session that was evicted from cannot be continued: its text is computed anew."""
+    """A prompt that is evicted from at its end cannot go on: its text is computed anew."""
     config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=depth == 2)
     simulation = Simulation(config, 40, depth)
     request = simulation.add(30, 6, resumable=True)
@@ -157,6 +161,46 @@ def test_a_streaming_input_begins_again_at_each_part(depth: int) -> None:
     assert starts[1] >= 40
     simulation.abort([request])
     assert simulation.num_free == simulation.num_total
+
+
+CHUNKED = (("prefill", "chunked"),)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("options", [CHUNKED, ROLLING[0]], ids=["chunked", "rolling"])
+@pytest.mark.parametrize("generated", [1, 7])
+def test_a_streaming_input_goes_on(depth: int, options: Any, generated: int) -> None:
+    """Where chunks are packed: each part follows what is resident, however it was left."""
+    config = vllm_config(BUDGET, 8, 8, "fcfs", depth == 2, options)
+    simulation = Simulation(config, 40, depth)
+    session, other = simulation.add(30, generated, resumable=True), simulation.add(5, 60)
+    starts, ends = [], [0]
+    for length in (10, 1, 4):
+        while simulation.scheduler.requests[session].status != WAITS:
+            plan = simulation.step().residency_plan.requests.get(session)
+            starts += [plan.logical_start] if plan else []
+            ends += [plan.logical_end] if plan else []
+        assert starts == ends[:-1]
+        held = simulation.scheduler.ledger.states[session].resident_len
+        assert held == min(BUDGET - (generated == 1), ends[-1])
+        simulation.add(length, generated, resumable=True, request_id=session)
+    simulation.abort([session, other])
+    assert simulation.num_free == simulation.num_total
+
+
+def test_a_streaming_input_with_a_token_too_many_begins_again() -> None:
+    """A token that came after the one that stops, and was computed before that was known."""
+    config = vllm_config(BUDGET, 64, 8, "fcfs", True, CHUNKED)
+    simulation = Simulation(config, 40, depth=2)
+    simulation.stop_rate = 1.0
+    session = simulation.add(30, 9, resumable=True)
+    for _ in range(4):
+        simulation.step()
+    assert simulation.scheduler.requests[session].status == WAITS
+    assert simulation.scheduler.ledger.states[session].logical_len == 31
+    simulation.add(10, 9, resumable=True, request_id=session)
+    assert simulation.step().residency_plan.requests[session].logical_start == 0
+    simulation.abort([session])
 
 
 def test_a_streaming_input_fills_a_budget_of_all() -> None:

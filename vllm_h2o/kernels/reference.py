@@ -374,8 +374,8 @@ class Head:
             ranked = held
         num_survivors = self.capacity - self.evict_every
         best = pack_survivors(ranked, self.end, num_survivors, *limits)
-        kept = torch.isin(held.position, best.position)
-        best.score = held.score[kept]
+        if self.page_size > 1:  # then slots are in order of position
+            best.score = held.score[torch.isin(held.position, best.position)]
         self.strip = best
 
     def _select(self) -> None:

@@ -192,7 +192,8 @@ class HeavyHitterScheduler(AsyncScheduler):
         for request_id, state in self.ledger.states.items():
             request = self.requests[request_id]
             computed = request.num_computed_tokens
-            # A stopped session is rolled back to its last sampled token, and begins again anyway.
+            # A stopped session is rolled back to its last sampled token; with its next part it goes
+            # on if there is nothing to take back.
             if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
                 continue
             if computed != state.logical_len:
@@ -259,10 +260,25 @@ class HeavyHitterScheduler(AsyncScheduler):
         return self._stock._update_request_with_output(self, request, new_token_ids, is_stale)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
-        """A streaming input's next part: what was evicted cannot be continued, so begin again."""
+        """A streaming input's next part: after what is resident, or all of it from the start."""
         super()._update_request_as_session(session, update)
-        self._free_request_blocks(session)
-        session.num_computed_tokens = 0
+        held, info = self.ledger.states.get(session.request_id), self.manager.info_of(session)
+        now = (info, info.budget or self.ledger.budget, self.ledger.fits(info))
+        if not (held and self._extends and held.extend(session.num_computed_tokens, *now)):
+            self._free_request_blocks(session)
+            session.num_computed_tokens = 0
+
+    @property
+    def _extends(self) -> bool:
+        """Whether a part of a prompt may follow what was evicted from: where chunks are packed.
+
+        And where a prompt's queries score once, when they are computed, and nothing waits that its
+        end would have done.
+        """
+        ledger = self.ledger
+        scores_once = not ledger.observation_window and not ledger.second_pass_chunk
+        alone = not ledger.prefix_caching and not ledger.num_drafts and ledger.victim_size == 1
+        return ledger.packs_chunks and scores_once and alone
 
     def _budget_of(self, request: Request) -> Budget | None:
         """A request's own budget, from its original prompt: the same when it is resumed."""

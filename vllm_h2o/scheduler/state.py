@@ -129,6 +129,26 @@ class RequestState:
             num_unscored=self.num_unscored - num_rejected,
         )
 
+    def extend(self, num_computed: int, info: RequestInfo, budget: Budget, fits: bool) -> bool:
+        """Go on with a longer prompt, as if that were one more chunk of it.
+
+        Args:
+            num_computed: tokens computed, as vLLM counts them.
+            info: what the request brings now; its prompt is all that it had, and more.
+            budget: what it may hold now.
+            fits: whether nothing of it is ever evicted now.
+
+        Returns:
+            Whether it does. Not where what is held was computed for another budget, or not scored,
+            because it fitted, or has a token that vLLM has dropped since.
+
+        """
+        follows = num_computed == self.logical_len < info.prompt_len
+        if not follows or (self.budget, self.fits) != (budget, fits):
+            return False
+        self.prompt_end, self.max_len, self.ongoing_end = info.prompt_len, info.max_len, 0
+        return True
+
     def with_positions(self, plan: RequestPlan, position_limit: int | None) -> RequestPlan:
         """The plan of its next step, with an offset; a larger one renumbers what it holds.
 

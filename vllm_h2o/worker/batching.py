@@ -116,10 +116,11 @@ class CopiedBatches:
         plans = [rows.plans[row] for row in group]
         width = max(map(self._num_pages, plans))
         fields = torch.tensor([rows.fields(row) for row in group])
-        table = rows.block_table[group]
         if self.prefix_caching:
-            table = _own_blocks(table, plans)
-        return DecodeBatch(table[:, :width], fields.to(table.device).T)
+            table = _own_blocks(rows.block_table[group], plans)[:, :width]
+        else:  # a row has columns for the longest text, and this copies it
+            table = rows.block_table[:, :width][group]
+        return DecodeBatch(table, fields.to(table.device).T)
 
 
 class KeptFields:
@@ -165,13 +166,17 @@ class PersistentBatch:
 
     Args:
         max_rows: of a batch, padding included.
+        block_size: slots of a page.
         device: of the buffers.
         prefix_caching: whether a request's own blocks may begin anywhere in its row; elsewhere the
             block table is vLLM's, which stays, too.
 
     """
 
-    def __init__(self, max_rows: int, device: torch.device, prefix_caching: bool) -> None:
+    def __init__(
+        self, max_rows: int, block_size: int, device: torch.device, prefix_caching: bool
+    ) -> None:
+        self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._written = KeptFields(max_rows)
         self._fields = torch.zeros(max_rows, len(DECODE_FIELDS), dtype=torch.int64, device=device)
@@ -188,12 +193,19 @@ class PersistentBatch:
         fields.copy_(written, non_blocking=True)
         table = rows.block_table
         if len(rows.decoding) < len(rows.plans):
+            # A row has columns for the longest text. On a GPU their number splits the work.
+            if not self.prefix_caching and not table.is_cuda:
+                table = table[:, : self._width(rows.decode_plans)]
             chosen = torch.tensor(rows.decoding, pin_memory=_pins(device))
             table = table[chosen.to(device, non_blocking=True)]
         table = table[: rows.num_padded]
         if self.prefix_caching:
             table = self._kept(_own_blocks(table, rows.decode_plans))
         return [DecodeBatch(table, fields.T)]
+
+    def _width(self, plans: Sequence[RequestPlan]) -> int:
+        """Columns up to the last that these requests use."""
+        return max((num_pages(p.attended_len, self.block_size) for p in plans), default=0)
 
     def _kept(self, table: torch.Tensor) -> torch.Tensor:
         """A copy of ``table`` in the buffer that graphs read."""

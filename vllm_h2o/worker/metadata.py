@@ -134,7 +134,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             self.batching = CopiedBatches(spec.block_size, page_elements, prefix_caching)
         else:
             max_rows = self.vllm_config.scheduler_config.max_num_seqs
-            self.batching = PersistentBatch(max_rows, self.device, prefix_caching)
+            self.batching = PersistentBatch(max_rows, spec.block_size, self.device, prefix_caching)
 
     def build(
         self,
