@@ -63,7 +63,7 @@ def test_a_full_budget_gives_stock_s_tokens(llm: LLM, stock: list[RequestOutput]
 def test_sinks_that_are_left_out_are_noticed(
     llm: LLM, stock: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They matter: without them neither the tokens are stock's, nor the reference's outputs ours."""
+    """They matter: without them the tokens are not stock's."""
     monkeypatch.setattr(HeavyHitterImpl, "sink_logits", None)
     bare = generate(llm, PROMPTS, MAX_TOKENS, logprobs=2, extra_args=WHOLE)
     with pytest.raises(AssertionError):

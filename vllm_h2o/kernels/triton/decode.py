@@ -230,9 +230,9 @@ def attend_split(
 def merge_splits(
     partial_out_ptr,
     partial_max_sum_ptr,
+    sink_ptr,  # [G], of the KV head; read when HAS_SINKS
     partial,  # [G_PAD]: index of the first split of each query head
     num_splits,  # of this request: those with slots
-    sinks,  # [G_PAD]: logits of attention sinks; -inf: none
     MAX_KV_SPLITS: tl.constexpr,
     D: tl.constexpr,
     G: tl.constexpr,
@@ -246,6 +246,7 @@ def merge_splits(
     max_ptrs = partial_max_sum_ptr + (partial[None, :] + split[:, None] * G) * 2
     highest = tl.max(tl.load(max_ptrs, mask=live, other=float("-inf")), axis=0)  # [G_PAD]
     if HAS_SINKS:
+        sinks = tl.load(sink_ptr + group, mask=group < G, other=float("-inf"))
         highest = tl.maximum(highest, sinks)
     # Rows of the group's padding have no split: exp(-inf - -inf) would be NaN.
     row_max = tl.where(group < G, highest, 0.0)
@@ -319,12 +320,9 @@ def merge_and_score(
     )
     num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
     partial = (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * G + group
-    sinks = tl.full([G_PAD], float("-inf"), tl.float32)
-    if HAS_SINKS:
-        sinks = tl.load(sink_ptr + h * G + group, mask=group < G, other=float("-inf"))
     out, lse = merge_splits(
-        partial_out_ptr, partial_max_sum_ptr, partial, num_splits, sinks, MAX_KV_SPLITS, D, G,
-        group, dim, HAS_SINKS,
+        partial_out_ptr, partial_max_sum_ptr, sink_ptr + h * G, partial, num_splits,
+        MAX_KV_SPLITS, D, G, group, dim, HAS_SINKS,
     )  # fmt: skip
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=group_mask)
     selects = tl.load(fields + SELECTS * field_stride) != 0
