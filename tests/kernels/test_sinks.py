@@ -140,7 +140,7 @@ def test_score_pass(make: Callable[[Shape], Kernels], which: ScoringPass) -> Non
     ours, bare = copied(theirs, SHAPE), copied(theirs, SHAPE)
     torch.manual_seed(9)
     query = torch.randn(140, 6, 64)
-    sinks = torch.where(SINKS == SINKS.min(), 2.0, SINKS)  # by maximum the head without one wins
+    sinks = torch.where(SINKS < -100.0, 2.0, SINKS)  # by maximum the head without one wins
     TorchKernels().score_pass(theirs, chunks, query, 0.2, which, sinks)
     make(SHAPE).score_pass(ours, chunks, query, 0.2, which, sinks)
     same(ours, theirs, owned)

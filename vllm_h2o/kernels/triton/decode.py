@@ -386,6 +386,5 @@ def merge_and_score(
         if selects:
             equal = lowest == tl.min(lowest, axis=0)
             equal = equal & (newest == tl.max(tl.where(equal, newest, -1), axis=0))
-            victim = tl.max(tl.where(equal, lowest_slot, 0), axis=0)
-            first_block = tl.load(block_table).to(tl.int64)
-            tl.store(victims_ptr + first_block * num_kv_heads + h, victim)
+            victim_ptr = victims_ptr + tl.load(block_table).to(tl.int64) * num_kv_heads + h
+            tl.store(victim_ptr, tl.max(tl.where(equal, lowest_slot, 0), axis=0))
