@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm import LLM, RequestOutput
+from vllm import RequestOutput
+from vllm.model_executor.models.utils import extract_layer_index
 
 from tests.e2e.harness import (
     CHARACTERS,
@@ -33,41 +33,38 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def stock(model: str) -> list[RequestOutput]:
-    """What vLLM says by itself."""
+def said(model: str) -> dict[str, list[RequestOutput]]:
+    """By vLLM itself; with a full budget, with a small one, and with a full one without sinks."""
     with engine(model, **SETTINGS) as llm:
-        return generate(llm, PROMPTS, MAX_TOKENS, logprobs=2)
+        outputs = {"stock": generate(llm, PROMPTS, MAX_TOKENS, logprobs=2)}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        engine(model, "h2o", {"budget": 32}, **SETTINGS) as llm,
+    ):
+        probe = Probe(llm)
+        outputs["whole"] = generate(llm, PROMPTS, MAX_TOKENS, logprobs=2, extra_args=WHOLE)
+        outputs["less"] = generate(llm, PROMPTS, MAX_TOKENS)
+        patch.setattr(HeavyHitterImpl, "sink_logits", None)
+        outputs["bare"] = generate(llm, PROMPTS, MAX_TOKENS, logprobs=2, extra_args=WHOLE)
+        assert probe.num_free == probe.num_total
+    return outputs
 
 
-@pytest.fixture(scope="module")
-def llm(model: str) -> Iterator[LLM]:
-    """An engine with a small budget, which requests may leave."""
-    with engine(model, "h2o", {"budget": 32}, **SETTINGS) as llm:
-        yield llm
-
-
-def test_a_full_budget_gives_stock_s_tokens(llm: LLM, stock: list[RequestOutput]) -> None:
+def test_a_full_budget_gives_stock_s_tokens(said: dict[str, list[RequestOutput]]) -> None:
     """As likely as there, too; a small budget gives others."""
-    probe = Probe(llm)
-    whole = generate(llm, PROMPTS, MAX_TOKENS, logprobs=2, extra_args=WHOLE)
-    less = generate(llm, PROMPTS, MAX_TOKENS)
-    assert probe.num_free == probe.num_total
+    stock, whole = said["stock"], said["whole"]
     assert assert_same_tokens(stock, whole) == 0
     assert min(len(set(tokens)) for tokens in token_ids(stock)) >= 5
     for pair in zip(stock, whole, strict=True):
         theirs, ours = (output.outputs[0].cumulative_logprob for output in pair)
         assert ours == pytest.approx(theirs, abs=1e-3)
-    assert token_ids(less) != token_ids(stock)
+    assert token_ids(said["less"]) != token_ids(stock)
 
 
-def test_sinks_that_are_left_out_are_noticed(
-    llm: LLM, stock: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sinks_that_are_left_out_are_noticed(said: dict[str, list[RequestOutput]]) -> None:
     """They matter: without them the tokens are not stock's."""
-    monkeypatch.setattr(HeavyHitterImpl, "sink_logits", None)
-    bare = generate(llm, PROMPTS, MAX_TOKENS, logprobs=2, extra_args=WHOLE)
     with pytest.raises(AssertionError):
-        assert_same_tokens(stock, bare)
+        assert_same_tokens(said["stock"], said["bare"])
 
 
 @pytest.mark.parametrize(
@@ -91,9 +88,7 @@ def test_what_is_kept(
         oracle = Oracle(probe.scheduler).install(monkeypatch)
         generate(llm, PROMPTS, MAX_TOKENS)
         assert probe.num_free == probe.num_total
-    assert {layer for layer, _, _ in oracle.retained} == {"model.layers.1.self_attn.attn"} or {
-        layer for layer, _, _ in oracle.retained
-    } == {"model.layers.1.attn.attn"}
+    assert {extract_layer_index(layer) for layer, _, _ in oracle.retained} == {1}
     assert oracle.num_victims > 0
     assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
     assert oracle.max_error < 1e-4

@@ -187,3 +187,14 @@ def test_lives_without_sinks_are_others() -> None:
     layer.builder.kernels.prefill = without  # type: ignore[method-assign,assignment]
     with pytest.raises(AssertionError, match="outputs"):
         live(layer, "h2o", lives, Ranking())
+
+
+@pytest.mark.parametrize("make", [KERNELS["triton"], *list(KERNELS.values())[1:2]])
+@pytest.mark.parametrize("sinks", [SINKS[:3], SINKS.half()], ids=["few", "halves"])
+def test_sinks_of_other_shapes(make: Callable[[Shape], Kernels], sinks: torch.Tensor) -> None:
+    """They are refused, not read past their end."""
+    chunks, owned = prompt_chunks(SHAPE, packs=False)
+    query, key = torch.randn(140, 6, 64), torch.randn(140, 2, 64)
+    tensors = StepTensors(query, key, key, torch.empty_like(query), None, 0.2, sinks)
+    with pytest.raises(ValueError, match="sinks are"):
+        make(SHAPE).prefill(filled(SHAPE, owned + 1, seed=4), chunks, tensors, Scoring())
