@@ -28,6 +28,7 @@ from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.reference import score_pass
 from vllm_h2o.kernels.sinks import softmax
 from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.kernels.torch.softmax import softmax as torch_softmax
 
 SINKS = torch.tensor([-200.0, -1.0, 0.0, 1.5, 3.0, 200.0])
 """Of six query heads: none, some that matter, and one that takes all."""
@@ -81,6 +82,9 @@ def test_softmax() -> None:
     close(probs[0], torch.softmax(torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64), 0)[:2])
     assert probs[1].tolist() == [0.0, 0.0]
     assert torch.equal(probs[2], torch.softmax(logits[2], 0))
+    draw = torch.randn(6, 50)
+    close(torch_softmax(draw.double(), SINKS.double()), softmax(draw.double(), SINKS))
+    assert torch.equal(torch_softmax(draw, None), softmax(draw, None))
 
 
 SCORINGS = [
