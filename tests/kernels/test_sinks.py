@@ -32,7 +32,10 @@ from vllm_h2o.kernels.torch.softmax import softmax as torch_softmax
 
 SINKS = torch.tensor([-200.0, -1.0, 0.0, 1.5, 3.0, 200.0])
 """Of six query heads: none, some that matter, and one that takes all."""
-ALL: dict[str, Callable[[Shape], Kernels]] = {"torch": lambda shape: TorchKernels(), **KERNELS}
+ONE_OF_EACH: dict[str, Callable[[Shape], Kernels]] = {
+    "torch": lambda shape: TorchKernels(),
+    **dict(list(KERNELS.items())[:2]),  # Triton's, and the best build of the C++ ones
+}
 
 
 def with_a_token(inputs: Inputs, sinks: torch.Tensor) -> Inputs:
@@ -163,7 +166,7 @@ LIVES = {
 }
 
 
-@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("make", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
 @pytest.mark.parametrize("name", LIVES)
 def test_lives(name: str, make: Callable[[Shape], Kernels]) -> None:
     """Retained tokens, scores and outputs are the reference's after every step."""
