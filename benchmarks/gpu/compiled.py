@@ -103,8 +103,7 @@ SHAPES = {
         Shape(BRAIN, 128, 16, 8, E4M3, has_sinks=True),
     ],
     90: [
-        Shape(BRAIN, 80, 16, 1), Shape(BRAIN, 128, 16, 7), Shape(BRAIN, 256, 16, 8),
-        Shape(BRAIN, 64, 16, 8, has_sinks=True),
+        Shape(BRAIN, 80, 16, 1), Shape(BRAIN, 128, 16, 7, has_sinks=True), Shape(BRAIN, 256, 16, 8),
         Shape(SINGLE, 256, 32, 8), Shape(BRAIN, 256, 16, 8, E4M3), Shape(BRAIN, 64, 128, 1, E5M2),
     ],
 }  # fmt: skip
