@@ -47,7 +47,7 @@ TOKENS = {"key_ptr", "value_ptr", "query_ptr", "out_ptr"}
 CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
 FLOAT = {
     "initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
-    "lse_ptr", "kept_score", "mass_pages", "nearest_ptr",
+    "lse_ptr", "kept_score", "mass_pages", "nearest_ptr", "sink_ptr",
 }  # fmt: skip
 INT = {
     "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
@@ -68,6 +68,7 @@ class Shape(NamedTuple):
         block: slots of a page.
         group: query heads of a KV head.
         float8: of K and V as they are stored; None: as they come.
+        has_sinks: of attention, as gpt-oss has them.
 
     """
 
@@ -76,6 +77,7 @@ class Shape(NamedTuple):
     block: int
     group: int
     float8: torch.dtype | None = None
+    has_sinks: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -94,14 +96,14 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    75: [Shape(HALF, 64, 16, 3), Shape(SINGLE, 256, 32, 8)],
-    80: [Shape(HALF, 128, 128, 1), Shape(SINGLE, 96, 32, 8)],
+    75: [Shape(HALF, 64, 16, 3, has_sinks=True), Shape(SINGLE, 256, 32, 8)],
+    80: [Shape(HALF, 128, 128, 1, has_sinks=True), Shape(SINGLE, 96, 32, 8)],
     89: [
         Shape(HALF, 128, 16, 8), Shape(HALF, 256, 16, 1), Shape(HALF, 64, 16, 1, E5M2),
-        Shape(BRAIN, 128, 16, 8, E4M3),
+        Shape(BRAIN, 128, 16, 8, E4M3, has_sinks=True),
     ],
     90: [
-        Shape(BRAIN, 80, 16, 1), Shape(BRAIN, 128, 16, 7), Shape(BRAIN, 256, 16, 8),
+        Shape(BRAIN, 80, 16, 1), Shape(BRAIN, 128, 16, 7, has_sinks=True), Shape(BRAIN, 256, 16, 8),
         Shape(SINGLE, 256, 32, 8), Shape(BRAIN, 256, 16, 8, E4M3), Shape(BRAIN, 64, 128, 1, E5M2),
     ],
 }  # fmt: skip
@@ -159,9 +161,11 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     yield prefill.store_chunk, "*i32", {
         **sizes, "TILE": STORE_TILE, "HAS_INITIAL_SCORE": paged, "MERGES": shape.merges,
     }  # fmt: skip
-    yield prefill.attend, "*i32", dots | by_query
+    yield prefill.attend, "*i32", {**dots, **by_query, "HAS_SINKS": shape.has_sinks}
     yield column_scores(shape, capability)
-    yield scoring_pass.log_sum_exp, "*i32", {**dots, **by_query, "ROTATED": not paged}
+    yield scoring_pass.log_sum_exp, "*i32", {
+        **dots, **by_query, "ROTATED": not paged, "HAS_SINKS": shape.has_sinks,
+    }  # fmt: skip
     yield scoring_pass.weighted_scores, "*i32", {
         **dots, **by_key, **reach, "POWER": 2, "ROTATED": not paged, "BY_MAXIMUM": shape.group > 1,
     }  # fmt: skip
@@ -190,7 +194,7 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
     yield decode.merge_and_score, "*i64", {
         **sizes, **grouped, **split, "N_PAD": shape.block, "PAGES": PAGE_LANES // shape.block,
         "MAX_KV_SPLITS": MAX_KV_SPLITS, "POWER": 2 if paged else 1, "BY_PAGE": paged,
-        "BY_AGE": not paged, "BY_MAXIMUM": paged,
+        "BY_AGE": not paged, "BY_MAXIMUM": paged, "HAS_SINKS": shape.has_sinks,
     }  # fmt: skip
 
 

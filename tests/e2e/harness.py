@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Cohere2Config, Gemma3TextConfig, LlamaConfig, OPTConfig
+from transformers import Cohere2Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, OPTConfig
 from vllm import LLM, RequestOutput, SamplingParams
 
 from benchmarks.quality.forced import in_process
@@ -91,6 +91,19 @@ def tiny_gemma3(folder: Path, **options: Any) -> str:
 def tiny_cohere2(folder: Path) -> str:
     """A Cohere 2 of random weights: three layers slide, the fourth knows no positions."""
     return write_random(Cohere2Config(**WINDOWED, num_hidden_layers=4), folder)
+
+
+def tiny_gpt_oss(folder: Path) -> str:
+    """A gpt-oss of random weights: every other layer slides; sinks that take much, and little."""
+    own = {"head_dim": 32, "num_hidden_layers": 2, "num_local_experts": 4}
+    write_random(GptOssConfig(**WINDOWED, **own, num_experts_per_tok=2), folder)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if name.endswith("sinks"):
+            weight.copy_(torch.linspace(3.0, -1.0, len(weight)))
+    save_file(weights, path, {"format": "pt"})
+    return str(folder)
 
 
 def opt_125m(folder: Path) -> str:

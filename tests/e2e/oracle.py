@@ -148,6 +148,9 @@ class Oracle:
                 self.num_scaled += cache.scales != (1.0, 1.0)
                 if where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
                     self.heads[where] = self._head(impl, metadata, plan, cache, rows[head])
+                    if impl.sink_logits is not None:
+                        own = impl.sink_logits.chunk(impl.num_kv_heads)[head]
+                        self.heads[where].sink_logits = own.double()
                 if plan.in_prompt and not self.heads[where].in_prompt:
                     # The next part of a session: more of the prompt, and no victim.
                     self.heads[where].in_prompt, self.heads[where].victim = True, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.e2e.harness import (
     engine,
     generate,
     tiny_gemma3,
+    tiny_gpt_oss,
     tiny_llama,
     token_ids,
 )
@@ -153,9 +154,12 @@ def test_ranks_with_float8(model: str, two_ranks: pytest.MonkeyPatch) -> None:
     assert_same(run(**settings), run(**settings, tensor_parallel_size=2))
 
 
-def test_ranks_next_to_sliding_windows(tmp_path: Path, two_ranks: pytest.MonkeyPatch) -> None:
-    """A KV head each of every layer; what slides is vLLM's own."""
-    settings = {"model": tiny_gemma3(tmp_path), "policy": "h2o", "block_size": 32}
+@pytest.mark.parametrize("tiny", [tiny_gemma3, tiny_gpt_oss])
+def test_ranks_next_to_sliding_windows(
+    tiny: Callable[[Path], str], tmp_path: Path, two_ranks: pytest.MonkeyPatch
+) -> None:
+    """A KV head each of every layer, and its sinks; what slides is vLLM's own."""
+    settings = {"model": tiny(tmp_path), "policy": "h2o", "block_size": 32}
     assert_same(run(**settings), run(**settings, tensor_parallel_size=2))
 
 

@@ -182,7 +182,7 @@ FAMILIES = (
     Family("Cohere 2 (Command R7B)", lambda: sliding(hf.Cohere2Config, logit_scale=0.25)),
     Family("OLMo 3", lambda: sliding(hf.Olmo3Config)),
     Family("EXAONE 4", lambda: sliding(hf.Exaone4Config, sliding_window_pattern=4)),
-    Family("gpt-oss", lambda: small(hf.GptOssConfig, head_dim=32, num_local_experts=2)),
+    Family("gpt-oss", lambda: sliding(hf.GptOssConfig, num_local_experts=4, num_experts_per_tok=2)),
 )
 
 

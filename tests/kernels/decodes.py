@@ -66,6 +66,7 @@ def compare_decodes(
     batch: DecodeBatch,
     theirs: LayerCache,
     victims: torch.Tensor,
+    sink_logits: torch.Tensor | None = None,
 ) -> None:
     """The batch on two copies of the same pages; where victims are merged, some are."""
     ours, before = copied(theirs, shape), theirs.mass
@@ -79,7 +80,8 @@ def compare_decodes(
         out, chosen = torch.full(query.shape, 7.0), victims.clone()
         rows = [0, 1, 2, 3, 5, 6] if kernels.copies_kv else list(range(7))
         real = DecodeBatch(batch.block_table[rows], batch.fields[:, rows])
-        kernels.decode(cache, real, chosen, StepTensors(query, key, value, out, None, 0.2), scoring)
+        tensors = StepTensors(query, key, value, out, None, 0.2, sink_logits)
+        kernels.decode(cache, real, chosen, tensors, scoring)
         results.append((out, chosen))
     agree(results, victims, 1e-5 if shape.dtype == torch.float32 else 2e-3)
     same(ours, theirs, len(victims) - 1)

@@ -49,6 +49,7 @@ class Shape:
     dtype: torch.dtype = torch.float32
     float8: torch.dtype | None = None  # of the cache, with the scales of K and V
     scales: tuple[float, float] = (1.0, 1.0)
+    has_sinks: bool = False  # of attention, one for each query head
 
     @property
     def stored(self) -> torch.dtype:
@@ -243,7 +244,8 @@ class Layer:
         with set_current_vllm_config(self.config):
             num_heads = shape.num_kv_heads * shape.group
             sizes = (num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
-            self.impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8))
+            sinks = torch.linspace(-1.0, 4.0, num_heads) if shape.has_sinks else None
+            self.impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8), sinks=sinks)
         self._k_scale_float, self._v_scale_float = shape.scales
         self.impl.take_scales(self)
         extra_words = KVPolicyConfig.required(self.config).extra_words

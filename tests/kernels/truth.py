@@ -71,6 +71,8 @@ class Truth:
     def begin(self, life: Life) -> None:
         """A reference head for each KV head of a new request."""
         shape, budget = self.layer.shape, life.budget
+        sinks = self.layer.impl.sink_logits
+        of_head = [None] * shape.num_kv_heads if sinks is None else sinks.chunk(shape.num_kv_heads)
         self.heads[life.request_id] = [
             Head(
                 strip=Strip.empty(shape.head_size, torch.float64),
@@ -88,8 +90,9 @@ class Truth:
                 splits=life.splits,
                 merge=self.layer.builder.scoring.merge,
                 evict_every=budget.evict_every,
+                sink_logits=sink_logits,
             )
-            for _ in range(shape.num_kv_heads)
+            for sink_logits in of_head
         ]
 
     def follow(self, life: Life, plan: RequestPlan, output: torch.Tensor) -> None:

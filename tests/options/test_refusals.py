@@ -34,7 +34,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("ALiBi", "FalconForCausalLM", {}, ANOTHER_MODEL),
     ("a sliding window in every layer", "MistralForCausalLM", {}, ANOTHER_MODEL),
     ("a soft cap of the attention's logits", "Gemma2ForCausalLM", {}, ANOTHER_MODEL),
-    ("attention sinks", "GptOssForCausalLM", {}, ANOTHER_MODEL),
     (
         "layers of other kinds than full attention and sliding windows",
         "Llama4ForCausalLM",

@@ -31,3 +31,16 @@ def test_no_view_outlives_a_cache(mode: Any) -> None:
         assert tensor() is None and storage.expired()
         other = empty_cache(SHAPE, 5)
         assert layer.cache_of(other).num_blocks == 5
+
+
+def test_sinks_are_as_they_were_loaded() -> None:
+    """vLLM fills its parameter after the layer is made, in the model's own dtype."""
+    sinks = torch.nn.Parameter(torch.full((6,), torch.nan, dtype=torch.bfloat16))
+    with set_current_vllm_config(vllm_config("h2o")):
+        sizes = (6, SHAPE.head_size, SHAPE.scale, SHAPE.num_kv_heads)
+        layer, bare = HeavyHitterImpl(*sizes, sinks=sinks), HeavyHitterImpl(*sizes)
+    sinks.data.copy_(torch.arange(6))
+    assert layer.sink_logits is not None and layer.sink_logits.dtype == torch.float32
+    assert layer.sink_logits.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert not layer.sink_logits.requires_grad
+    assert bare.sink_logits is None

@@ -88,6 +88,24 @@ def test_prompts(name: str) -> None:
     same(ours, theirs, 20)
 
 
+def test_attention_sinks() -> None:
+    """What it makes of them has not been tried: our own kernel attends."""
+    chunks, _, _ = CASES["one prompt"]
+    theirs, sinks = filled(SHAPE, 20, seed=1), torch.linspace(-1.0, 3.0, 6)
+    number(theirs, chunks)
+    ours = copied(theirs, SHAPE)
+    query, (key, value) = torch.randn(50, 6, 64), torch.randn(2, 50, 2, 64)
+    outs = [torch.full_like(query, 7.0) for _ in range(2)]
+    varlen = Varlen()
+    flash = TritonKernels(CPU, 8, 6, 2, 64, FlashPrompt(varlen, 3))
+    for kernels, cache, out in zip((TorchKernels(), flash), (theirs, ours), outs, strict=True):
+        tensors = StepTensors(query, key, value, out, None, 0.2, sinks)
+        kernels.prefill(cache, chunks, tensors, Scoring())
+    assert varlen.num_calls == 0
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+    same(ours, theirs, 20)
+
+
 def test_sent_once_a_step() -> None:
     """All layers of a step share what was sent for the first."""
     flash, chunks = FlashPrompt(Varlen(), 3), [chunk_at(0, 9, 0, 0)]

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_h2o.kernels.sinks import SinkLogits
+
 
 @dataclass(frozen=True)
 class ScoringPass:
@@ -88,6 +90,7 @@ class StepTensors:
         out: [T, Hq, D], written: the model's dtype, or float32.
         initial_score: [T, H], float32: scores that tokens are stored with; None: zero.
         scale: of the logits.
+        sink_logits: [Hq], float32, of the layer's attention sinks; None: it has none.
 
     """
 
@@ -97,6 +100,7 @@ class StepTensors:
     out: torch.Tensor
     initial_score: torch.Tensor | None
     scale: float
+    sink_logits: SinkLogits = None
 
 
 DECODE_FIELDS = (

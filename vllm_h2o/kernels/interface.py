@@ -15,6 +15,7 @@ from vllm_h2o.kernels.batch import (
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.sinks import SinkLogits
 
 
 class Kernels(Protocol):
@@ -69,6 +70,7 @@ class Kernels(Protocol):
         query: torch.Tensor,
         scale: float,
         which: ScoringPass,
+        sink_logits: SinkLogits = None,
     ) -> None:
         """Score tokens up to each chunk's end once more.
 
@@ -79,6 +81,7 @@ class Kernels(Protocol):
                 positions further as it has tokens.
             scale: of the logits.
             which: which queries score, and what.
+            sink_logits: [Hq], float32, of the layer's attention sinks.
 
         """
 

@@ -16,6 +16,7 @@ import torch
 
 from vllm_h2o.kernels.batch import ScoringPass
 from vllm_h2o.kernels.merge import nearest
+from vllm_h2o.kernels.sinks import SinkLogits, softmax
 from vllm_h2o.kernels.strip import Rotation, Strip
 
 
@@ -27,6 +28,7 @@ def attend_and_score(
     skip_recent: int = 0,
     first_scoring_query: int = 0,
     by_maximum: bool = False,
+    sink_logits: SinkLogits = None,
 ) -> torch.Tensor:
     """``P = softmax(q K^T * scale + causal); out = P V; score[j] += sum_{queries, group} P[., j]``.
 
@@ -42,6 +44,7 @@ def attend_and_score(
         skip_recent: queries add to tokens that are at least so many positions older.
         first_scoring_query: queries from here on, in [0, T], add to scores.
         by_maximum: whether a score becomes the largest contribution, and not their sum.
+        sink_logits: [G], of the attention sinks, if there are any: see sinks.py.
 
     Returns:
         [T, G, D].
@@ -52,7 +55,7 @@ def attend_and_score(
     last_visible = torch.arange(length - num_queries, length)
     hidden = torch.arange(length)[None, :] > last_visible[:, None]
     hidden = hidden | (strip.position < 0)
-    probs = torch.softmax(logits.masked_fill(hidden[:, None, :], float("-inf")), dim=-1)
+    probs = softmax(logits.masked_fill(hidden[:, None, :], float("-inf")), sink_logits)
     if power:
         query_position = int(strip.position.max()) - torch.arange(num_queries - 1, -1, -1)
         old = query_position[:, None] - strip.position >= skip_recent
@@ -65,7 +68,9 @@ def attend_and_score(
     return torch.einsum("tgj,jd->tgd", probs, strip.value)
 
 
-def score_pass(query: torch.Tensor, strip: Strip, scale: float, scoring_pass: ScoringPass) -> None:
+def score_pass(
+    query: torch.Tensor, strip: Strip, scale: float, scoring_pass: ScoringPass, sink: SinkLogits
+) -> None:
     """``P = softmax(q K^T * scale); score[j] += w * age[j] * E[j]``, E from the columns of P^p.
 
     Not of the paper. Two kinds of queries score once more: a chunk's, rotated past its end,
@@ -81,6 +86,7 @@ def score_pass(query: torch.Tensor, strip: Strip, scale: float, scoring_pass: Sc
         strip: written: scores. The chunk is in its last slots.
         scale: of the logits.
         scoring_pass: what is added.
+        sink: [G], as in :func:`attend_and_score`.
 
     """
     logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale
@@ -89,7 +95,7 @@ def score_pass(query: torch.Tensor, strip: Strip, scale: float, scoring_pass: Sc
         query_position = torch.arange(end - query.shape[0], end)
         hidden = strip.position > query_position[:, None]
         logits = logits.masked_fill(hidden[:, None, :], float("-inf"))
-    each = torch.softmax(logits, dim=-1).pow(scoring_pass.power)  # [T, G, L]
+    each = softmax(logits, sink).pow(scoring_pass.power)  # [T, G, L]
     if scoring_pass.by_maximum:
         column = reached(each.amax(dim=(0, 1)), strip.position, scoring_pass.reach)
     else:
@@ -228,6 +234,7 @@ class Head:
         rotate_back: what the rotary embedding makes of a key some positions earlier.
         at_every_step: whether it is renumbered before every step, without the victim, as in
             StreamingLLM (arXiv 2309.17453): to compare with.
+        sink_logits: [G], of the query heads, where they have attention sinks.
         offset: what a new token's position is less than its index.
         logical_len: tokens computed so far.
         prompt_len: of them, those of the prompt, once it is complete.
@@ -259,6 +266,7 @@ class Head:
     position_limit: int | None = None
     rotate_back: Rotation | None = None
     at_every_step: bool = False
+    sink_logits: SinkLogits = None
     offset: int = 0
     logical_len: int = 0
     prompt_len: int = 0
@@ -322,12 +330,12 @@ class Head:
         num_new = key.shape[0]
         first = min(max(scoring_start - (self.logical_len - num_new), 0), num_new)
         by_maximum = self.by_maximum and self.in_prompt
-        limits = (self.power, self.skip_recent, first, by_maximum)
+        limits = (self.power, self.skip_recent, first, by_maximum, self.sink_logits)
         out = attend_and_score(query, self.strip, self.scale, *limits)
         for scoring_pass, scoring_query in passes:
             if self.window_lifetime and not scoring_pass.rotated:
                 self.strip.keep_scores()
-            score_pass(scoring_query, self.strip, self.scale, scoring_pass)
+            score_pass(scoring_query, self.strip, self.scale, scoring_pass, self.sink_logits)
         length = len(self.strip)
         if self.in_prompt:
             full = length > self.capacity - self.evict_every and not self.grows

@@ -17,7 +17,6 @@ from vllm_h2o.options.traits import (
     drafts_too_many,
     float8,
     foreign_platform,
-    has_sinks,
     kinds,
     odd_pages,
     old_gpu,
@@ -86,7 +85,6 @@ IN_LAYERS = {
     "sliding_window": "a sliding window",
     "logits_soft_cap": "a soft cap of the logits",
     "kv_sharing_target_layer_name": "cross-layer KV sharing",
-    "sinks": "attention sinks",
     "attn_type": "attention other than a decoder's",
 }
 """What an attention layer asks for in its arguments, and the policy's attention refuses."""
@@ -147,7 +145,6 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         WHY_IN_LAYERS,
         ANOTHER_MODEL,
     ),
-    Refusal("attention sinks", has_sinks, WHY_IN_LAYERS, ANOTHER_MODEL),
     Refusal(
         "a sliding window in every layer",
         slides_everywhere,

@@ -43,11 +43,6 @@ def slides_everywhere(vllm_config: Any) -> bool:
     return window is not None and kinds(vllm_config) <= {SLIDING_ATTENTION}
 
 
-def has_sinks(vllm_config: Any) -> bool:
-    """Whether attention has sinks of its own."""
-    return vllm_config.model_config.hf_text_config.to_dict().get("model_type") == "gpt_oss"
-
-
 def odd_pages(vllm_config: Any) -> bool:
     """Whether vLLM's own attention on a CPU does not take its pages."""
     from vllm.platforms import current_platform

@@ -15,6 +15,7 @@ from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, ScoringPass, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import DTYPES
+from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.kernels.torch.lifetime import keep_scores
 from vllm_h2o.kernels.torch.prefill import add_to_scores, column_scores
@@ -48,6 +49,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **extra: Any,
     ) -> None:
         asked = {
@@ -69,6 +71,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
+        self.sinks = sinks
         self.num_kv_heads = num_kv_heads or num_heads
         vllm_config = get_current_vllm_config()
         self.random_scores = RandomScores.of(vllm_config, self.num_kv_heads)
@@ -129,7 +132,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self._score_accepted(cache, attn_metadata, name)
         for tokens, queries in attn_metadata.drafted:
             queries[name] = query[tokens].clone()
-        tensors = StepTensors(query, key, value, output, initial_score, self.scale)
+        own = (self.scale, self.sink_logits)
+        tensors = StepTensors(query, key, value, output, initial_score, *own)
         if chunks:
             kernels.prefill(cache, chunks, tensors, scoring)
             self._score_again(cache, attn_metadata, name, query)
@@ -137,6 +141,11 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         for batch in attn_metadata.decodes:
             kernels.decode(cache, batch, self._victims(cache), tensors, scoring)
         return output
+
+    @property
+    def sink_logits(self) -> SinkLogits:
+        """[Hq], float32: as they are now, for weights are loaded, and may be again, after this."""
+        return None if self.sinks is None else self.sinks.detach().to(torch.float32)
 
     def cache_of(self, kv_cache: torch.Tensor) -> LayerCache:
         """Its views, made again when vLLM binds another cache, and dropped with this one.
@@ -174,7 +183,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
                 for chunk in asked:
                     keep_scores(cache, chunk)
             asking = self._rotated(chunks, query, which) if which.rotated else query
-            metadata.kernels.score_pass(cache, asked, asking, self.scale, which)
+            own = (asking, self.scale, which, self.sink_logits)
+            metadata.kernels.score_pass(cache, asked, *own)
             if self.watch is not None:
                 self.watch(name, cache, chunks, which)
 
@@ -201,7 +211,13 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             if chunk.window_scores is not None:
                 own, first = query[chunk.tokens], chunk.first_window_query
                 chunk.window_scores[metadata.layer_index[name]] = column_scores(
-                    cache, chunk, own, self.scale, metadata.scoring, first
+                    cache,
+                    chunk,
+                    own,
+                    self.scale,
+                    metadata.scoring,
+                    first,
+                    sink_logits=self.sink_logits,
                 )
 
     def _score_accepted(self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str) -> None:
@@ -209,7 +225,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         scoring = replace(metadata.scoring, by_maximum=False)
         for chunk, queries in metadata.accepted:
             own = queries[name][: chunk.num_tokens]
-            columns = column_scores(cache, chunk, own, self.scale, scoring, first_query=0)
+            given = (own, self.scale, scoring, 0, False, self.sink_logits)
+            columns = column_scores(cache, chunk, *given)
             add_to_scores(cache, chunk, columns, scoring)
 
     def _victims(self, cache: LayerCache) -> torch.Tensor:

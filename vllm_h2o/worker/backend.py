@@ -31,6 +31,11 @@ class HeavyHitterBackend(AttentionBackend):
         """The registry's name: the slot that vLLM keeps for out-of-tree backends."""
         return "CUSTOM"
 
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Logits that heads have learned take part in attention, and in scores."""
+        return True
+
     @staticmethod
     def get_impl_cls() -> type[HeavyHitterImpl]:
         """What computes attention."""

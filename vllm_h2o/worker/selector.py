@@ -92,6 +92,8 @@ def _triton(
 
     # FlashAttention begins with Ampere, has no float32, and pages in multiples of 16. Of a prompt's
     # first chunk it takes K and V as they were computed, and not what float8 leaves of them.
+    # What its log-sum-exp is with attention sinks has not been tried: layers that have them do
+    # without it, in TritonKernels.
     has_flash = (
         not quantised
         and torch.cuda.get_device_capability(device)[0] >= 8
@@ -109,7 +111,9 @@ def _triton(
     logger.info_once(
         "h2o: Triton kernels on %s; prompts by %s",
         torch.cuda.get_device_name(device),
-        f"FlashAttention {version}" if version is not None else "a Triton kernel of our own",
+        f"FlashAttention {version}, but for attention sinks"
+        if version is not None
+        else "a Triton kernel of our own",
     )
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
     rows = vllm_config.scheduler_config.max_num_seqs

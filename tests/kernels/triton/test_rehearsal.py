@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_h2o.kernels.batch import LARGEST_SECOND_PASS, WINDOW_PASS, Scoring
+from vllm_h2o.kernels.batch import LARGEST_SECOND_PASS, WINDOW_PASS, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.kernels.triton.rehearsal import rehearse
@@ -25,7 +25,7 @@ def counted(ran: Counter[str], name: str, run: Callable[..., None], *args: Any) 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kinds", "has_initial_score"),
+    ("dtype", "kinds", "has_both"),
     [
         (torch.float32, (False, False, False), False),
         (torch.float32, (True, True, True), True),
@@ -36,9 +36,11 @@ def test_everything_runs(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     kinds: tuple[bool, bool, bool],
-    has_initial_score: bool,
+    has_both: bool,
 ) -> None:
-    """Each stage of a prompt, for every kind of page; and the pool is left alone."""
+    """Each stage of a prompt, for every kind of page, and with initial scores and attention sinks;
+    and the pool is left alone.
+    """
     kernels = TritonKernels(torch.device("cpu"), 4, GROUP * HEADS, HEADS, HEAD_SIZE)
     words = 2 + kinds[1] + kinds[2]
     content = 2 * HEAD_SIZE + 4 * words // dtype.itemsize
@@ -50,6 +52,11 @@ def test_everything_runs(
     for name in ("prefill", "score_pass", "pack_survivors"):
         monkeypatch.setattr(kernels, name, partial(counted, ran, name, getattr(kernels, name)))
     scoring = Scoring(power=2, passes=(LARGEST_SECOND_PASS, WINDOW_PASS), reach=8)
-    rehearse(kernels, cache, GROUP, torch.float32, has_initial_score, scoring)
+    query, key = torch.zeros(1, GROUP * HEADS, HEAD_SIZE), torch.zeros(1, HEADS, HEAD_SIZE)
+    scores, sinks = (
+        (torch.zeros(1, HEADS), torch.zeros(GROUP * HEADS)) if has_both else (None, None)
+    )
+    step = StepTensors(query, key, key, query, scores, 1.0, sinks)
+    rehearse(kernels, cache, step, scoring)
     assert ran == {"prefill": 1, "score_pass": 2, "pack_survivors": 2 + kinds[0]}
     assert torch.equal(pool.view(torch.uint8), before)

@@ -121,6 +121,16 @@ inline float initial_score(const H2oTensors& tensors, int64_t token, int head, i
   return tensors.initial_score ? tensors.initial_score[token * num_kv_heads + head] : 0.0f;
 }
 
+// What a row's weights are multiplied by: 1 / their sum, in which an attention sink takes its part.
+// Weights are e^(logit - row_max). `sink`: its logit, or null.
+inline float factor_of(float row_sum, float row_max, const float* sink) {
+  if (!sink) return 1.0f / row_sum;
+  const float above = row_max - *sink;
+  if (above >= 0.0f) return 1.0f / (row_sum + exp_of(-above));
+  const float weight = exp_of(above);  // of the largest logit, relative to the sink
+  return weight / (row_sum * weight + 1.0f);
+}
+
 inline int64_t out_bytes(const H2oTensors& tensors) { return tensors.out_type == kFloat ? 4 : 2; }
 
 // Writes one head of one token's output, x [D] times a factor, in the type of the outputs.

@@ -2,6 +2,8 @@
 //
 //   P = softmax(q K^T * scale); out = P V; score[j] += sum over the group P[., j]^power
 //
+// In the softmax's sum an attention sink, e^sink of the query head, takes its part.
+//
 // arXiv 2306.14048, Algorithm 1: one pass over K, one over V. The work is split over the threads
 // (split.h); a strip that lies in several splits is merged from its parts. Where victims are merged
 // (merge.h), the victim's key is one more query of the pass over K; the new token is stored when
@@ -118,7 +120,9 @@ class Decode {
           continue;
         }
         if (attention_.merges(part)) attention_.merge(part, part.nearest);
-        for (int g = 0; g < group_; ++g) part.factor[g] = 1.0f / part.row_sum[g];
+        for (int g = 0; g < group_; ++g) {
+          part.factor[g] = factor_of(part.row_sum[g], part.row_max[g], sink(part, g));
+        }
         score(part);
         finish(part);
       }
@@ -188,6 +192,11 @@ class Decode {
     }
   }
 
+  // The logit of a query head's attention sink, or null.
+  const float* sink(const Part& part, int g) const {
+    return tensors_.sink_logits ? tensors_.sink_logits + part.head * group_ + g : nullptr;
+  }
+
   // Of all parts of a strip.
   Nearest nearest(const Part& of) const {
     Nearest found;
@@ -200,10 +209,12 @@ class Decode {
   // The factors of one part, from the maxima and sums of all parts of its strip.
   void merge_sums(Part& part) const {
     for (int g = 0; g < group_; ++g) {
-      float row_max = -kInfinity, row_sum = 0.0f;
+      const float* logit = sink(part, g);
+      float row_max = logit ? *logit : -kInfinity, row_sum = 0.0f;
       for_each_part(part, [&](const Part& p) { row_max = std::max(row_max, p.row_max[g]); });
       for_each_part(
           part, [&](const Part& p) { row_sum += p.row_sum[g] * exp_of(p.row_max[g] - row_max); });
+      if (logit) row_sum += exp_of(*logit - row_max);
       part.factor[g] = exp_of(part.row_max[g] - row_max) / row_sum;
     }
   }

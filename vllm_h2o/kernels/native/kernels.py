@@ -16,6 +16,7 @@ from vllm_h2o.kernels.batch import (
 )
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.native import layout
+from vllm_h2o.kernels.sinks import SinkLogits
 
 
 class NativeKernels:
@@ -90,6 +91,7 @@ class NativeKernels:
         query: torch.Tensor,
         scale: float,
         which: ScoringPass,
+        sink_logits: SinkLogits = None,
     ) -> None:
         """Score tokens up to each chunk's end once more."""
         scoring = Scoring(which.power, by_maximum=which.by_maximum, reach=which.reach)
@@ -97,7 +99,7 @@ class NativeKernels:
             layout.cache_bytes(cache),
             b"".join(layout.chunk_bytes(chunk, chunk.first_query(which)) for chunk in chunks),
             len(chunks),
-            layout.query_bytes(cache, query, scale),
+            layout.query_bytes(cache, query, scale, sink_logits),
             layout.scoring_bytes(scoring),
             ctypes.c_float(which.weight),
             ctypes.c_int32(which.rotated),

@@ -37,6 +37,7 @@ const H2oEntry* h2o_layout_entries() {
       H2O_FIELD(H2oTensors, value),
       H2O_FIELD(H2oTensors, out),
       H2O_FIELD(H2oTensors, initial_score),
+      H2O_FIELD(H2oTensors, sink_logits),
       H2O_FIELD(H2oTensors, query_stride),
       H2O_FIELD(H2oTensors, key_stride),
       H2O_FIELD(H2oTensors, value_stride),

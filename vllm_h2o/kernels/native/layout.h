@@ -52,6 +52,7 @@ struct H2oTensors {
   const char* value;           // [T, H, D]
   char* out;                   // [T, Hq, D]
   const float* initial_score;  // [T, H], or null: zero
+  const float* sink_logits;    // [Hq], or null: no attention sinks
   int64_t query_stride;
   int64_t key_stride;
   int64_t value_stride;

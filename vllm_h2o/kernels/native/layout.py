@@ -16,6 +16,7 @@ import torch
 
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.sinks import SinkLogits
 
 HEAD_MULTIPLE = 16
 """What head sizes are whole multiples of."""
@@ -55,6 +56,7 @@ class H2oTensors(ctypes.Structure):
         ("value", c_void_p),
         ("out", c_void_p),
         ("initial_score", c_void_p),
+        ("sink_logits", c_void_p),
         ("query_stride", c_int64),
         ("key_stride", c_int64),
         ("value_stride", c_int64),
@@ -257,6 +259,7 @@ def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
         value.data_ptr(),
         out.data_ptr(),
         0 if initial is None else initial.data_ptr(),
+        _sinks(tensors.sink_logits, query),
         *strides,
         query.shape[1],
         TYPES[dtype],
@@ -266,14 +269,27 @@ def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
     )
 
 
-def query_bytes(cache: LayerCache, query: torch.Tensor, scale: float) -> bytes:
+def query_bytes(
+    cache: LayerCache, query: torch.Tensor, scale: float, sink_logits: SinkLogits = None
+) -> bytes:
     """Queries alone, as :func:`tensors_bytes` with nothing else."""
     (stride,) = _token_strides(cache, (query,))
     dtype = _computed(cache, query)
     if query.dtype is not dtype:
         raise ValueError(f"queries of {query.dtype} with a cache of {cache.key.dtype}")
     sizes = (stride, 0, 0, 0, query.shape[1], TYPES[dtype], 0, scale * cache.scales[0], 1.0)
-    return _TENSORS.pack(query.data_ptr(), 0, 0, 0, 0, *sizes)
+    return _TENSORS.pack(query.data_ptr(), 0, 0, 0, 0, _sinks(sink_logits, query), *sizes)
+
+
+def _sinks(sink_logits: SinkLogits, query: torch.Tensor) -> int:
+    """Address of the logits of attention sinks, checked: one for each query head."""
+    if sink_logits is None:
+        return 0
+    shape, is_plain = (query.shape[1],), sink_logits.is_contiguous()
+    if sink_logits.dtype is not torch.float32 or sink_logits.shape != shape or not is_plain:
+        found = f"{sink_logits.dtype} {tuple(sink_logits.shape)}"
+        raise ValueError(f"sinks are {found} with strides {sink_logits.stride()}, not {shape}")
+    return sink_logits.data_ptr()
 
 
 def _computed(cache: LayerCache, query: torch.Tensor) -> torch.dtype:

@@ -52,7 +52,7 @@ class Prefill {
     const int64_t width = round_up(visible, kKeyBlock);
     prompt_.read_queries(x, tile);
     prompt_.multiply_keys(x, tile, width, [&](int64_t slot) { hide_later(x, tile, slot); });
-    for (int64_t r = 0; r < num_rows; ++r) prompt_.template exponentiate<true>(x, r, width);
+    for (int64_t r = 0; r < num_rows; ++r) prompt_.template exponentiate<true>(x, tile, r, width);
     if (scoring_.power && prompt_.set_contributions(x, tile)) {
       if (scoring_.by_maximum) {
         add_columns<true>(thread, x, tile, width);

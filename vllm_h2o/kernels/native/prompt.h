@@ -40,7 +40,7 @@ struct TileRows {
   Element* query;       // [rows, depth]
   float* out;           // [rows, D]
   float* row_max;       // [rows, kLanes]
-  float* factor;        // [rows]: 1 / sum of the weights
+  float* factor;        // [rows]: 1 / sum of the weights, and of an attention sink's
   float* contribution;  // [rows]: the factor of a query that scores, 0 of another
 };
 
@@ -278,14 +278,21 @@ struct Prompt {
     for (int64_t i = std::max<int64_t>(start, 0); i < kKeyBlock; ++i) logits[i] = -kInfinity;
   }
 
+  // The logit of a row's attention sink, or null.
+  const float* sink(const QueryTile& tile, int64_t r) const {
+    const int64_t head = tile.head * group + tile.group_begin + r / tile_queries;
+    return tensors.sink_logits ? tensors.sink_logits + head : nullptr;
+  }
+
   // One row's logits [width] become weights: for products, for the scores, or for both.
   template <bool kMultiplied>
-  void exponentiate(const Rows& x, int64_t r, int64_t width) const {
+  void exponentiate(const Rows& x, const QueryTile& tile, int64_t r, int64_t width) const {
     float* logits = x.logits + r * stride;
     Element* weights = x.weights + r * stride;
     const bool keeps_floats = !(kMultiplied && kPaired) || scoring.power;
     const Floats scale = all(tensors.scale);
-    const Floats shift = all(largest_of(load(x.row_max + r * kLanes)) * tensors.scale);
+    const float row_max = largest_of(load(x.row_max + r * kLanes)) * tensors.scale;
+    const Floats shift = all(row_max);
     Floats sum = {};
     for (int64_t i = 0; i < width; i += kLanes) {
       const Floats p = exp_of(load(logits + i) * scale - shift);
@@ -293,7 +300,7 @@ struct Prompt {
       if (keeps_floats) put(logits + i, p);
       if constexpr (kMultiplied && kPaired) put(weights + i, p);
     }
-    x.factor[r] = 1.0f / sum_of(sum);
+    x.factor[r] = factor_of(sum_of(sum), row_max, sink(tile, r));
   }
 
   // Sets what each row's weights are multiplied by for the scores; whether any query scores.

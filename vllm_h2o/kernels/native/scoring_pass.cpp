@@ -34,7 +34,7 @@ class ScoringPass {
     const int64_t width = round_up(num_visible(chunk, query_end - 1), kKeyBlock);
     prompt_.read_queries(x, tile);
     prompt_.multiply_keys(x, tile, width, [&](int64_t slot) { hide_unseen(x, tile, slot); });
-    for (int64_t r = 0; r < num_rows; ++r) prompt_.template exponentiate<false>(x, r, width);
+    for (int64_t r = 0; r < num_rows; ++r) prompt_.template exponentiate<false>(x, tile, r, width);
     if (!prompt_.set_contributions(x, tile)) return;
     float* sums = prompt_.sums_of_tile(thread, tile);
     if (scoring_.by_maximum) {

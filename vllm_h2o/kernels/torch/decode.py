@@ -12,6 +12,8 @@ import torch
 
 from vllm_h2o.kernels.batch import DecodeBatch, Scoring
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.sinks import SinkLogits
+from vllm_h2o.kernels.torch.softmax import softmax
 from vllm_h2o.pages import num_pages
 
 PLAIN = Scoring()
@@ -99,6 +101,7 @@ def attend_and_score(
     query: torch.Tensor,
     scale: float,
     scoring: Scoring,
+    sink_logits: SinkLogits = None,
 ) -> torch.Tensor:
     """Attend to the resident slots and add the query's probabilities to their scores.
 
@@ -110,6 +113,7 @@ def attend_and_score(
         query: [B, Hq, D].
         scale: of the logits.
         scoring: what is added.
+        sink_logits: [Hq], float32, of attention sinks.
 
     Returns:
         [B, Hq, D], float32.
@@ -133,7 +137,8 @@ def attend_and_score(
     if cache.mass is not None:
         logits += cache.mass[rows].flatten(2)[:, :, None, :].log()
     logits.masked_fill_(hidden[:, :, None, :], float("-inf"))
-    probs = torch.softmax(logits, dim=-1)
+    sinks = None if sink_logits is None else sink_logits.view(num_kv_heads, -1)
+    probs = softmax(logits, sinks)
     # A slot that nobody owns may hold anything, a NaN too, and 0 * NaN is NaN.
     value.masked_fill_(hidden[..., None], 0.0)
     if scoring.power:

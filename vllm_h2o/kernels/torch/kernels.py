@@ -14,6 +14,7 @@ from vllm_h2o.kernels.batch import (
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.torch import decode, pack, prefill, scoring_pass
 from vllm_h2o.kernels.torch.merge import merge_victims
 
@@ -39,8 +40,8 @@ class TorchKernels:
         if scoring.merge:
             merge_victims(cache, batch, strips.rows, strips.length, slot, scoring.merge)
         decode.store(cache, batch, strips, slot, tensors.key[token], tensors.value[token], score)
-        query = tensors.query[token]
-        out = decode.attend_and_score(cache, batch, strips, slot, query, tensors.scale, scoring)
+        attending = (tensors.query[token], tensors.scale, scoring, tensors.sink_logits)
+        out = decode.attend_and_score(cache, batch, strips, slot, *attending)
         tensors.out[token] = out.to(tensors.out.dtype)
         decode.select_victims(cache, batch, strips, victims, scoring)
 
@@ -56,8 +57,8 @@ class TorchKernels:
             tokens, initial = chunk.tokens, tensors.initial_score
             score = None if initial is None else initial[tokens]
             prefill.store(cache, chunk, tensors.key[tokens], tensors.value[tokens], score)
-            query = tensors.query[tokens]
-            out = prefill.attend_and_score(cache, chunk, query, tensors.scale, scoring)
+            attending = (tensors.query[tokens], tensors.scale, scoring, tensors.sink_logits)
+            out = prefill.attend_and_score(cache, chunk, *attending)
             tensors.out[tokens] = out.to(tensors.out.dtype)
 
     def score_pass(
@@ -67,10 +68,11 @@ class TorchKernels:
         query: torch.Tensor,
         scale: float,
         which: ScoringPass,
+        sink_logits: SinkLogits = None,
     ) -> None:
         """Chunk by chunk."""
         for chunk in chunks:
-            scoring_pass.score(cache, chunk, query[chunk.tokens], scale, which)
+            scoring_pass.score(cache, chunk, query[chunk.tokens], scale, which, sink_logits)
 
     def pack_survivors(
         self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring

@@ -10,6 +10,8 @@ import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.sinks import SinkLogits
+from vllm_h2o.kernels.torch.softmax import softmax
 from vllm_h2o.pages import num_pages
 
 QUERY_TILE = 128
@@ -50,7 +52,12 @@ def store(
 
 
 def attend_and_score(
-    cache: LayerCache, chunk: PromptChunk, query: torch.Tensor, scale: float, scoring: Scoring
+    cache: LayerCache,
+    chunk: PromptChunk,
+    query: torch.Tensor,
+    scale: float,
+    scoring: Scoring,
+    sink_logits: SinkLogits = None,
 ) -> torch.Tensor:
     """Attend causally and add the scoring queries' probabilities to the scores.
 
@@ -60,6 +67,7 @@ def attend_and_score(
         query: [T, Hq, D].
         scale: of the logits.
         scoring: what is added.
+        sink_logits: [Hq], float32, of attention sinks.
 
     Returns:
         [T, Hq, D], float32.
@@ -78,9 +86,10 @@ def attend_and_score(
         visible = chunk.resident_start + stop
         index = torch.arange(start, stop, device=query.device)
         last_seen = chunk.resident_start + index
-        probs = probabilities(query[start:stop], key[:, :visible], last_seen, scale * key_scale)
-        tile = torch.matmul(probs.flatten(1, 2), value[:, :visible])  # [H, G * tile, D]
-        out[:, :, start:stop] = tile.unflatten(1, (-1, stop - start))
+        tile = (query[start:stop], key[:, :visible], last_seen, scale * key_scale)
+        probs = probabilities(*tile, sink_logits)
+        more_out = torch.matmul(probs.flatten(1, 2), value[:, :visible])  # [H, G * tile, D]
+        out[:, :, start:stop] = more_out.unflatten(1, (-1, stop - start))
         if scoring.power and stop > chunk.first_scoring_query:
             scores = slice(max(chunk.first_scoring_query - start, 0), None)
             query_position = chunk.logical_start + index[scores]
@@ -101,6 +110,7 @@ def column_scores(
     scoring: Scoring,
     first_query: int,
     sees_all: bool = False,
+    sink_logits: SinkLogits = None,
 ) -> torch.Tensor:
     """Scores that some queries give to every token, with nothing written.
 
@@ -112,6 +122,7 @@ def column_scores(
         scoring: what is added.
         first_query: queries from here on score.
         sees_all: whether they see later tokens than their own, too.
+        sink_logits: [Hq], float32, of attention sinks.
 
     Returns:
         [H, attended_len], float32: sums, or maxima, over the queries and the GQA group.
@@ -128,14 +139,18 @@ def column_scores(
         last_seen = chunk.resident_start + index
         if sees_all:
             last_seen = torch.full_like(index, chunk.attended_len - 1)
-        probs = probabilities(tile, key, last_seen, scale * cache.scales[0])
+        probs = probabilities(tile, key, last_seen, scale * cache.scales[0], sink_logits)
         more = contributions(probs, chunk.logical_start + index, position, scoring)
         columns = combined(columns, more, scoring)
     return columns
 
 
 def probabilities(
-    query: torch.Tensor, key: torch.Tensor, last_seen: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    last_seen: torch.Tensor,
+    scale: float,
+    sink_logits: SinkLogits = None,
 ) -> torch.Tensor:
     """``softmax(q K^T * scale)`` of a few queries, each over the slots that it sees.
 
@@ -144,6 +159,7 @@ def probabilities(
         key: [H, L, D], float32.
         last_seen: [T]: the last slot that each query sees.
         scale: of the logits.
+        sink_logits: [Hq], float32, of attention sinks.
 
     Returns:
         [H, G, T, L], float32: the queries of a GQA group side by side.
@@ -153,7 +169,8 @@ def probabilities(
     logits = torch.matmul(grouped.flatten(1, 2), key.transpose(1, 2))  # [H, G * T, L]
     logits = logits.unflatten(1, (-1, query.shape[0]))
     hidden = torch.arange(key.shape[1], device=key.device) > last_seen[:, None]
-    return torch.softmax(logits.masked_fill_(hidden, float("-inf")), dim=-1)
+    sinks = None if sink_logits is None else sink_logits.view(key.shape[0], -1, 1)
+    return softmax(logits.masked_fill_(hidden, float("-inf")), sinks)
 
 
 def contributions(

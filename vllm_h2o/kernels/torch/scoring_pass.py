@@ -9,6 +9,7 @@ import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.torch.pack import reached
 from vllm_h2o.kernels.torch.prefill import add_to_scores, chunk_slots, column_scores
 
@@ -19,6 +20,7 @@ def score(
     query: torch.Tensor,
     scale: float,
     scoring_pass: ScoringPass,
+    sink_logits: SinkLogits = None,
 ) -> None:
     """Add what the pass's queries give to the scores of all tokens up to the chunk's end.
 
@@ -28,11 +30,13 @@ def score(
         query: [T, Hq, D], its queries, at T positions later in a rotated pass.
         scale: of the logits.
         scoring_pass: which queries score, and what is added.
+        sink_logits: [Hq], float32, of attention sinks.
 
     """
     first_query, sees_all = chunk.first_query(scoring_pass), scoring_pass.rotated
     scoring = Scoring(scoring_pass.power, by_maximum=scoring_pass.by_maximum)
-    column = column_scores(cache, chunk, query, scale, scoring, first_query, sees_all)
+    asked = (query, scale, scoring, first_query, sees_all, sink_logits)
+    column = column_scores(cache, chunk, *asked)
     position = chunk_slots(cache, cache.position, chunk)
     if scoring_pass.by_maximum:
         column = reached(column, position, scoring_pass.reach)

@@ -3,7 +3,8 @@
 ::
 
     logits[g, j] = scale * q_g . k_j                    attend_split, over splits of the slots
-    P[g, j] = exp(logits[g, j] - lse_g); out = P V      merge_and_score: the splits merged
+    P[g, j] = exp(logits[g, j] - lse_g); out = P V      merge_and_score: the splits merged, and
+                                                        an attention sink, if there is one
     score[j] += sum_g P[g, j] ** power; victim = argmin merge_and_score, in the same pass
 
 Where victims are merged, a launch before the store finds out where to, and logits gain the
@@ -229,6 +230,7 @@ def attend_split(
 def merge_splits(
     partial_out_ptr,
     partial_max_sum_ptr,
+    sink_ptr,  # [G], of the KV head; read when HAS_SINKS
     partial,  # [G_PAD]: index of the first split of each query head
     num_splits,  # of this request: those with slots
     MAX_KV_SPLITS: tl.constexpr,
@@ -236,15 +238,21 @@ def merge_splits(
     G: tl.constexpr,
     group,
     dim,
+    HAS_SINKS: tl.constexpr,
 ):
     """The splits' means of V, weighted; and each query head's log-sum-exp of all logits."""
     split = tl.arange(0, MAX_KV_SPLITS)
     live = (split < num_splits)[:, None] & (group < G)[None, :]  # [MAX_KV_SPLITS, G_PAD]
     max_ptrs = partial_max_sum_ptr + (partial[None, :] + split[:, None] * G) * 2
     highest = tl.max(tl.load(max_ptrs, mask=live, other=float("-inf")), axis=0)  # [G_PAD]
+    if HAS_SINKS:
+        sinks = tl.load(sink_ptr + group, mask=group < G, other=float("-inf"))
+        highest = tl.maximum(highest, sinks)
     # Rows of the group's padding have no split: exp(-inf - -inf) would be NaN.
     row_max = tl.where(group < G, highest, 0.0)
     row_sum = tl.zeros(group.shape, tl.float32)
+    if HAS_SINKS:
+        row_sum = tl.exp(sinks - row_max)
     out = tl.zeros([group.shape[0], dim.shape[0]], tl.float32)
     group_mask = (group < G)[:, None] & (dim < D)[None, :]
     for s in range(num_splits):
@@ -268,6 +276,7 @@ def merge_and_score(
     fields_ptr,
     victims_ptr,  # written where a request selects
     first_rows_ptr,
+    sink_ptr,  # [Hq], float32; read when HAS_SINKS
     logits_ptr,
     partial_out_ptr,
     partial_max_sum_ptr,
@@ -293,6 +302,7 @@ def merge_and_score(
     BY_AGE: tl.constexpr,
     BY_MAXIMUM: tl.constexpr,
     CAN_SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Merge the splits of (request, KV head), add to scores, and find the next victim."""
     b, h = tl.program_id(0), tl.program_id(1)
@@ -311,8 +321,9 @@ def merge_and_score(
     num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
     partial = (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * G + group
     out, lse = merge_splits(
-        partial_out_ptr, partial_max_sum_ptr, partial, num_splits, MAX_KV_SPLITS, D, G, group, dim
-    )
+        partial_out_ptr, partial_max_sum_ptr, sink_ptr + h * G, partial, num_splits,
+        MAX_KV_SPLITS, D, G, group, dim, HAS_SINKS,
+    )  # fmt: skip
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=group_mask)
     selects = tl.load(fields + SELECTS * field_stride) != 0
     scores = tl.load(fields + SCORES * field_stride) != 0
@@ -375,6 +386,5 @@ def merge_and_score(
         if selects:
             equal = lowest == tl.min(lowest, axis=0)
             equal = equal & (newest == tl.max(tl.where(equal, newest, -1), axis=0))
-            victim = tl.max(tl.where(equal, lowest_slot, 0), axis=0)
-            first_block = tl.load(block_table).to(tl.int64)
-            tl.store(victims_ptr + first_block * num_kv_heads + h, victim)
+            victim_ptr = victims_ptr + tl.load(block_table).to(tl.int64) * num_kv_heads + h
+            tl.store(victim_ptr, tl.max(tl.where(equal, lowest_slot, 0), axis=0))

@@ -17,6 +17,7 @@ from vllm_h2o.kernels.batch import (
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.triton import decode, merge, pack, prefill, scoring_pass, share
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
 from vllm_h2o.kernels.triton.rehearsal import rehearse
@@ -50,7 +51,7 @@ class TritonKernels:
         num_heads: query heads, Hq.
         num_kv_heads: KV heads, H.
         head_size: D.
-        prompt_attention: attends prompts; the kernel of our own when None.
+        prompt_attention: attends prompts without attention sinks; the kernel of our own when None.
 
     """
 
@@ -99,7 +100,7 @@ class TritonKernels:
         num_requests, max_pages = batch.block_table.shape
         if num_requests > self.max_requests:
             raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
-        self._prepare(cache, query.dtype, initial is not None, scoring)
+        self._prepare(cache, tensors, scoring)
         shape = self._shape(cache)
         can_split = {"CAN_SPLIT": cache.first_rows is not None}
         first_rows = victims if cache.first_rows is None else cache.first_rows
@@ -134,14 +135,15 @@ class TritonKernels:
             KEEPS_LOGITS=scoring.power > 0, PRECISION=exact,
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
+        sinks, has_sinks = self._sinks(tensors.sink_logits)
         decode.merge_and_score[grid[:2]](
-            out, cache.score, cache.position, *request_args,
+            out, cache.score, cache.position, *request_args, sinks,
             self._logits, self._partial_out, self._partial_max_sum,
             out.stride(0), word_stride, *strides, num_kv_splits, scoring.skip_recent,
             **shape, **group, N_PAD=padded_block, PAGES=max(1, PAGE_LANES // padded_block),
             MAX_KV_SPLITS=MAX_KV_SPLITS,
             POWER=scoring.power, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
-            BY_MAXIMUM=scoring.by_maximum, **can_split,
+            BY_MAXIMUM=scoring.by_maximum, **can_split, **has_sinks,
         )  # fmt: skip
 
     def prefill(
@@ -167,7 +169,8 @@ class TritonKernels:
             sent.block_table.stride(0), *sizes,
             **self._shape(cache), **merges, TILE=STORE_TILE, HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
-        lse = self.prompt_attention(cache, chunks, tensors)
+        attend = self.prompt_attention if tensors.sink_logits is None else self._attend
+        lse = attend(cache, chunks, tensors)
         if not scoring.power:
             return
         _, by_key = self._prompt_options(cache, query)
@@ -186,17 +189,19 @@ class TritonKernels:
         query: torch.Tensor,
         scale: float,
         which: ScoringPass,
+        sink_logits: SinkLogits = None,
     ) -> None:
         """All chunks in one launch of each kernel."""
         self._check_heads(cache, query)
         sent, scale = self._sent(chunks), scale * cache.scales[0]
         sizes = (len(sent), self.num_kv_heads)
         by_query, by_key = self._prompt_options(cache, query)
+        sinks, has_sinks = self._sinks(sink_logits)
         lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
         scoring_pass.log_sum_exp[self._query_grid(sent, by_query)](
-            query, cache.key, sent.block_table, sent.fields, lse,
+            query, cache.key, sent.block_table, sent.fields, sinks, lse,
             scale, query.stride(0), lse.stride(0), cache.key.stride(0),
-            sent.block_table.stride(0), *sizes, **by_query, ROTATED=which.rotated,
+            sent.block_table.stride(0), *sizes, **by_query, **has_sinks, ROTATED=which.rotated,
         )  # fmt: skip
         scoring_pass.weighted_scores[self._key_grid(sent, by_key, which.reach)](
             query, cache.key, cache.score, cache.position, sent.block_table, sent.fields,
@@ -277,12 +282,14 @@ class TritonKernels:
         sent, query, out = self._sent(chunks), tensors.query, tensors.out
         by_query, _ = self._prompt_options(cache, query)
         key_scale, value_scale = cache.scales
+        sinks, has_sinks = self._sinks(tensors.sink_logits)
         lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
         prefill.attend[self._query_grid(sent, by_query)](
-            query, cache.key, cache.value, sent.block_table, sent.fields, out, lse,
+            query, cache.key, cache.value, sent.block_table, sent.fields, sinks, out, lse,
             tensors.scale * key_scale, value_scale,
             query.stride(0), out.stride(0), lse.stride(0), cache.key.stride(0),
             sent.block_table.stride(0), len(sent), self.num_kv_heads, **by_query,
+            **has_sinks,
         )  # fmt: skip
         return lse
 
@@ -295,6 +302,15 @@ class TritonKernels:
         if cache.mass is None:
             return cache.score, {"MERGES": False}
         return cache.mass, {"MERGES": True}
+
+    def _sinks(self, sink_logits: SinkLogits) -> tuple[torch.Tensor, dict[str, bool]]:
+        """Logits of attention sinks, or what stands in their place; and whether there are any."""
+        if sink_logits is None:
+            return self._partial_max_sum, {"HAS_SINKS": False}
+        if sink_logits.dtype != torch.float32 or sink_logits.shape != (self.num_heads,):
+            found = f"{sink_logits.dtype} {tuple(sink_logits.shape)}"
+            raise ValueError(f"sinks are {found} where there are {self.num_heads} query heads")
+        return sink_logits, {"HAS_SINKS": True}
 
     def _prompt_options(
         self, cache: LayerCache, query: torch.Tensor
@@ -333,16 +349,14 @@ class TritonKernels:
         strips = num_requests * self.num_kv_heads
         return num_splits(at_once * self._processors, strips, num_slots)
 
-    def _prepare(
-        self, cache: LayerCache, dtype: torch.dtype, has_initial_score: bool, scoring: Scoring
-    ) -> None:
+    def _prepare(self, cache: LayerCache, tensors: StepTensors, scoring: Scoring) -> None:
         """Room for the logits of a new pool; and the prompt's kernels, before a request waits."""
         num_logits = cache.num_blocks * self.num_heads * cache.block_size
         if self._logits.numel() == num_logits:
             return
         self._logits = torch.empty(num_logits, device=self.device)
         if self.device.type == "cuda":
-            rehearse(self, cache, self.group, dtype, has_initial_score, scoring)
+            rehearse(self, cache, tensors, scoring)
 
     def _check(self, cache: LayerCache, tensors: StepTensors) -> None:
         for tensor in (tensors.query, tensors.key, tensors.value):

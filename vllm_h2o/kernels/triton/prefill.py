@@ -3,6 +3,7 @@
 ::
 
     lse_g[i] = log sum_{j <= resident_start + i} exp(scale * q_g[i] . k[j])         attend
+               with e^sink_g in the sum, where there are attention sinks
     score[j] += sum_{i, g} exp(scale * q_g[i] . k[j] - lse_g[i]) ** power           column_scores
     score[j] = max(score[j], max_{i, g} of the same)                       with BY_MAXIMUM
 
@@ -18,6 +19,7 @@ import triton.language as tl
 
 from vllm_h2o.kernels.triton.tiles import (
     as_stored,
+    begin_softmax,
     combined,
     contributions,
     kv_offsets,
@@ -109,6 +111,7 @@ def attend(
     value_pages,
     block_table_ptr,
     fields_ptr,
+    sink_ptr,  # [Hq], float32; read when HAS_SINKS
     out_ptr,  # [T, Hq, D]: written
     lse_ptr,  # [Hq, T], float32: written
     scale,
@@ -127,6 +130,7 @@ def attend(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """TILE_Q queries of (chunk, query head): where FlashAttention is missing, or of no use."""
     t, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -141,8 +145,7 @@ def attend(
     dim = tl.arange(0, D_PAD)
     query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)  # [TILE_Q, D_PAD]
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
-    row_sum = tl.zeros([TILE_Q], tl.float32)
+    row_max, row_sum = begin_softmax(sink_ptr, head, TILE_Q, HAS_SINKS)
     out = tl.zeros([TILE_Q, D_PAD], tl.float32)
     visible = resident_start + tl.minimum((t + 1) * TILE_Q, num_tokens)
     for start in range(0, visible, TILE_K):

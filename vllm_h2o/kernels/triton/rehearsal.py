@@ -11,22 +11,13 @@ from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 
 
-def rehearse(
-    kernels: Kernels,
-    cache: LayerCache,
-    group: int,
-    dtype: torch.dtype,
-    has_initial_score: bool,
-    scoring: Scoring,
-) -> None:
+def rehearse(kernels: Kernels, cache: LayerCache, step: StepTensors, scoring: Scoring) -> None:
     """Run all that prompts will need.
 
     Args:
         kernels: whose.
         cache: a layer's; its shape and its kinds are taken, its pages left alone.
-        group: query heads of a KV head.
-        dtype: of queries, and of K and V before they are stored.
-        has_initial_score: whether tokens come with a score.
+        step: any; its dtypes and heads are taken, and what it has: scores, attention sinks.
         scoring: the policy's.
 
     """
@@ -37,8 +28,8 @@ def rehearse(
     splits = cache.first_rows is not None
     kinds = (splits, cache.mass is not None, cache.score_without_window is not None)
     own = LayerCache.of(kv_cache, head_size, *kinds, scales=cache.scales)
-    key = torch.zeros(2, num_kv_heads, head_size, dtype=dtype, device=device)
-    query = key.repeat(1, group, 1)
+    key = torch.zeros(2, num_kv_heads, head_size, dtype=step.key.dtype, device=device)
+    query = key.repeat(1, step.query.shape[1] // num_kv_heads, 1)
     chunk = PromptChunk(
         tokens=slice(0, 2),
         block_table=torch.arange(2, dtype=torch.int32, device=device),
@@ -47,11 +38,12 @@ def rehearse(
         num_survivors=1,
         recent_start=1,
     )
-    initial = key[:, :, 0].float() if has_initial_score else None
-    tensors = StepTensors(query, key, key, torch.empty_like(query), initial, 1.0)
+    initial = None if step.initial_score is None else key[:, :, 0].float()
+    sinks = step.sink_logits
+    tensors = StepTensors(query, key, key, torch.empty_like(query), initial, 1.0, sinks)
     kernels.prefill(own, [chunk], tensors, scoring)
     for which in scoring.passes:
-        kernels.score_pass(own, [chunk], query, 1.0, which)
+        kernels.score_pass(own, [chunk], query, 1.0, which, sinks)
     for reach in {scoring.reach, 0}:  # 0: several tokens that are evicted at a time
         kernels.pack_survivors([own], [chunk], replace(scoring, reach=reach))
     if splits:

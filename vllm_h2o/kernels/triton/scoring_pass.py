@@ -25,6 +25,7 @@ from vllm_h2o.kernels.triton.prefill import (
     TOKEN_START,
 )
 from vllm_h2o.kernels.triton.tiles import (
+    begin_softmax,
     combined,
     contributions,
     load_head,
@@ -40,6 +41,7 @@ def log_sum_exp(
     key_pages,
     block_table_ptr,  # [R, P], int32
     fields_ptr,  # [len(CHUNK_FIELDS), R], int32
+    sink_ptr,  # [Hq], float32; read when HAS_SINKS
     lse_ptr,  # [Hq, T], float32: written
     scale,
     query_stride,
@@ -56,6 +58,7 @@ def log_sum_exp(
     TILE_K: tl.constexpr,
     ROTATED: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Of TILE_Q queries of (chunk, query head), over the slots that they see."""
     t, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -72,8 +75,7 @@ def log_sum_exp(
     dim = tl.arange(0, D_PAD)
     query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)  # [TILE_Q, D_PAD]
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
-    row_sum = tl.zeros([TILE_Q], tl.float32)
+    row_max, row_sum = begin_softmax(sink_ptr, head, TILE_Q, HAS_SINKS)
     resident_start = tl.load(fields + RESIDENT_START * num_chunks)
     visible = resident_start + num_tokens
     if not ROTATED:

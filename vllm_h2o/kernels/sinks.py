@@ -1,0 +1,30 @@
+"""Attention sinks: a logit that each query head has learned, of a token that is not there.
+
+It has no V: it takes part in the sum of a softmax, and what it gets no token gets. gpt-oss has one
+for each head (arXiv 2508.10925). The first tokens of a sequence are called sinks, too; they are
+tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+SinkLogits = torch.Tensor | None
+"""Of a layer's query heads, [Hq], float32, added to no product and scaled by nothing; or None."""
+
+
+def softmax(logits: torch.Tensor, sink_logits: SinkLogits) -> torch.Tensor:
+    """``P[j] = exp(logits[j]) / (sum_k exp(logits[k]) + exp(sink))``.
+
+    Args:
+        logits: [..., L].
+        sink_logits: [...], or what broadcasts to it.
+
+    Returns:
+        [..., L]; with a sink less than 1 in sum.
+
+    """
+    if sink_logits is None:
+        return torch.softmax(logits, dim=-1)
+    sink = sink_logits.to(logits.dtype).expand(logits.shape[:-1])
+    return torch.softmax(torch.cat([logits, sink[..., None]], dim=-1), dim=-1)[..., :-1]
