@@ -1,4 +1,7 @@
-"""An environment for each peer, made once in the user's cache from the package registry."""
+"""An environment for each peer, made once in the user's cache from the package registry.
+
+``python -m benchmarks.peers.environments kvpress`` prints its interpreter.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,11 @@ OPENVINO = Environment(
     (TORCH, "openvino==2026.4.1", "openvino-genai==2026.4.1", "optimum-intel==2.2.0"),
     ("torchvision",),
 )
-KVPRESS = Environment("kvpress", (TORCH, "kvpress==0.5.5", "tokenizers"))
+KVPRESS = Environment(
+    "kvpress", (TORCH, "kvpress==0.5.5", "transformers==4.57.1", "tokenizers==0.22.1")
+)
 """Has transformers, too; for ``benchmarks.quality.presses``."""
+ENVIRONMENTS = {environment.name: environment for environment in (OPENVINO, KVPRESS)}
 
 
 def openvino_folder() -> Path:
@@ -69,3 +75,7 @@ def openvino_folder() -> Path:
         subprocess.run(command, check=True)
         partial.rename(folder)
     return folder
+
+
+if __name__ == "__main__":
+    print(ENVIRONMENTS[sys.argv[1]].python())

@@ -8,9 +8,11 @@ A worker is a module of this folder that runs in the environment of its engine::
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ class Result:
         versions: of the engine and what it computes with.
         tokens: generated, by request.
         seconds: from the first request to the last token.
+        processor_seconds: likewise, of all processes of the engine: on one core that others use,
+            too, what it would have taken alone.
         mean_sequences: that got a token, over the steps in which any did.
         peak_sequences: at once.
         preempted: sequences that were thrown out and computed again; -1: the engine does not say.
@@ -66,6 +70,7 @@ class Result:
     versions: str
     tokens: list[list[int]]
     seconds: float
+    processor_seconds: float
     mean_sequences: float
     peak_sequences: int
     preempted: int
@@ -81,6 +86,42 @@ def work(run: Callable[[Job], Result]) -> None:
     """Be a worker: do the job that the command line names, and write what came of it."""
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     Path(sys.argv[2]).write_text(json.dumps(asdict(run(job))))
+
+
+@dataclass
+class Stopwatch:
+    """Seconds since it was made.
+
+    Args:
+        wall: on the clock.
+        processor: of this process and those that it started, where they still run.
+
+    """
+
+    wall: float = field(default_factory=time.perf_counter)
+    processor: float = field(default_factory=lambda: processor_seconds())
+
+    def read(self) -> tuple[float, float]:
+        """Of both kinds."""
+        return time.perf_counter() - self.wall, processor_seconds() - self.processor
+
+
+def processor_seconds() -> float:
+    """What this process and those that it started, and that still run, have used until now."""
+    parents, used = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        parents[int(path.parent.name)] = int(fields[1])
+        used[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    members: set[int] = set()
+    found = {os.getpid()}
+    while found:
+        members |= found
+        found = {p for p, parent in parents.items() if parent in members} - members
+    return sum(used.get(p, 0) for p in members) / os.sysconf("SC_CLK_TCK")
 
 
 def widths(steps: Sequence[int]) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: ``python -m benchmarks.peers.step --csv FILE``.
+"""Where the processor time of a decode step goes: ``python -m benchmarks.peers.step --csv FILE``.
 
 One process runs everything, so parts can be timed from within it; a part that contains another is
 given without it. Steps in which every sequence gets one token count.
@@ -43,9 +43,9 @@ PARTS = (
 
 
 class Clock:
-    """Seconds inside functions, less those in functions that these call.
+    """Processor seconds inside functions of one thread, less those in functions that these call.
 
-    ``spent`` is by part, since it was last cleared.
+    ``spent`` is by part, since it was last cleared. What others do on the core does not count.
     """
 
     def __init__(self) -> None:
@@ -57,11 +57,11 @@ class Clock:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0.0)
-            start = time.perf_counter()
+            start = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                whole = time.perf_counter() - start
+                whole = time.thread_time() - start
                 self.spent[part] = self.spent.get(part, 0.0) + whole - self._inner.pop()
                 if self._inner:
                     self._inner[-1] += whole

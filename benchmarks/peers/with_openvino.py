@@ -6,13 +6,11 @@ of the arithmetic and the cache (f32).
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import openvino
 import openvino_genai as genai
 
-from benchmarks.peers.job import BLOCK_SIZE, Job, Result, widths, work
+from benchmarks.peers.job import BLOCK_SIZE, Job, Result, Stopwatch, widths, work
 
 
 def pipeline(job: Job) -> genai.ContinuousBatchingPipeline:
@@ -58,7 +56,7 @@ def run(job: Job) -> Result:
     """Add all requests, then step until none is left."""
     pipe = pipeline(job)
     pipe.generate([tensor(job.prompts[0][:BLOCK_SIZE])], [greedy(2)])
-    start = time.perf_counter()
+    watch = Stopwatch()
     handles = [
         pipe.add_request(i, tensor(prompt), greedy(job.output_len))
         for i, prompt in enumerate(job.prompts)
@@ -75,11 +73,11 @@ def run(job: Job) -> Result:
                     said += output.generated_ids
                     width += 1
         steps.append(width)
-    seconds = time.perf_counter() - start
+    seconds, processor = watch.read()
     mean, peak = widths(steps)
     versions = f"openvino-genai {genai.__version__}"
     peak_bytes = round(usage / 100 * job.pool_bytes)
-    return Result(versions, tokens, seconds, mean, peak, -1, peak_bytes)
+    return Result(versions, tokens, seconds, processor, mean, peak, -1, peak_bytes)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 import transformers
 
-from benchmarks.peers.job import Job, Result, widths, work
+from benchmarks.peers.job import Job, Result, Stopwatch, widths, work
 
 
 @torch.inference_mode()
@@ -26,17 +24,19 @@ def run(job: Job) -> Result:
     model.generate(torch.tensor([job.prompts[0][:32]]), do_sample=False, max_new_tokens=2)
     tokens: list[list[int]] = []
     steps: list[int] = []
-    start = time.perf_counter()
+    watch = Stopwatch()
     for i in range(0, len(job.prompts), size):
         batch = torch.tensor(job.prompts[i : i + size])
         mask = torch.ones_like(batch)
         said = model.generate(batch, attention_mask=mask, **options)
         tokens += said[:, batch.shape[1] :].tolist()
         steps += [len(batch)] * job.output_len
-    seconds = time.perf_counter() - start
+    seconds, processor = watch.read()
     mean, peak = widths(steps)
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    return Result(versions, tokens, seconds, mean, peak, 0, size * length * job.bytes_per_token)
+    return Result(
+        versions, tokens, seconds, processor, mean, peak, 0, size * length * job.bytes_per_token
+    )
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from importlib.metadata import version
 
 from vllm import LLM, SamplingParams
 
-from benchmarks.peers.job import BLOCK_SIZE, Job, Result, work
+from benchmarks.peers.job import BLOCK_SIZE, Job, Result, Stopwatch, work
 from benchmarks.quality.forced import in_process
 from benchmarks.throughput.watch import watching
 from vllm_h2o import __version__
@@ -59,9 +58,9 @@ def run(job: Job) -> Result:
     with engine as llm:
         _warm(llm, job)
         with watching() as watch:
-            start = time.perf_counter()
+            stopwatch = Stopwatch()
             outputs = llm.generate(prompts, asked, use_tqdm=False)
-            seconds = time.perf_counter() - start
+            seconds, processor = stopwatch.read()
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
     summary = watch.summary()
     versions = f"vLLM {version('vllm')}" + (f", vllm-h2o {__version__}" if policy else "")
@@ -69,6 +68,7 @@ def run(job: Job) -> Result:
         versions,
         tokens,
         seconds,
+        processor,
         summary["mean_sequences"],
         int(summary["peak_sequences"]),
         int(summary["preemptions"]),
