@@ -135,7 +135,12 @@ def run(
     )
     python = str(side.environment.python()) if side.environment else sys.executable
     environment = {**os.environ, **ENVIRONMENT, **ON_CPU, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "VLLM_CPU_KVCACHE_SPACE": str(1 + (pool_bytes >> 30)),
+        # On one core nothing runs next to the engine: one process for all is the fastest.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     with tempfile.TemporaryDirectory() as name, log.open("a") as file:
         paths = Path(name) / "job.json", Path(name) / "result.json"
         job.write(paths[0])

@@ -127,15 +127,17 @@ def measure(
 
     """
     options: dict[str, Any] = {}
+    length = max(map(len, prompts)) + output_len
     if policy:
         options = {"kv_policy": policy, "kv_policy_config": {"budget": budget}}
     engine = in_process(
         model=str(model_dir("float32")),
         dtype="float32",
         enforce_eager=True,
-        max_model_len=max(map(len, prompts)) + output_len,
+        max_model_len=length,
         max_num_seqs=len(prompts),
         block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=1 + len(prompts) * -(-length // BLOCK_SIZE),
         enable_prefix_caching=False,
         disable_log_stats=False,
         **options,
