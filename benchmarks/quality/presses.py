@@ -1,6 +1,7 @@
 """kvpress beside it: ``python -m benchmarks.quality.presses``, in an environment of its own.
 
 A press compresses a context once, at its end; what is forced afterwards is added to what it left.
+Ada-KV leaves other tokens in each head, as many on average; kvpress keeps them all and masks those.
 The environment: see benchmarks/README.md (kvpress wants another transformers than vLLM does).
 """
 
@@ -31,6 +32,13 @@ PRESSES = {
     "KeyDiff": kvpress.KeyDiffPress,
     "ExpectedAttention": kvpress.ExpectedAttentionPress,
 }
+MASKING = {
+    "Ada-KV, SnapKV": lambda **how: kvpress.AdaKVPress(kvpress.SnapKVPress(**how)),
+    "Ada-KV, ExpectedAttention": lambda **how: kvpress.AdaKVPress(
+        kvpress.ExpectedAttentionPress(**how)
+    ),
+}
+"""Presses that mask; they refuse eager attention, which ObservedAttention needs."""
 BATCH = 4
 """Contexts at once: eager attention holds all probabilities of a layer."""
 
@@ -46,6 +54,7 @@ class Several(kvpress.BasePress):  # type: ignore[misc]
     def __init__(self, presses: Mapping[Any, Any]) -> None:
         self.presses = presses
         self.caches = {key: DynamicCache() for key in presses}
+        self.masks: dict[Any, dict[Any, Any]] = {key: {} for key in presses}
 
     def post_init_from_model(self, model: Any) -> None:
         """Show each press the model."""
@@ -59,7 +68,33 @@ class Several(kvpress.BasePress):  # type: ignore[misc]
         for key, press in self.presses.items():
             left = press.compress(module, hidden, keys, values, attentions, kwargs)
             self.caches[key].update(*left, module.layer_idx)
+            if module.masked_key_indices is not None:
+                self.masks[key][module] = module.masked_key_indices
+                module.masked_key_indices = None
         return keys, values
+
+    def left(self, key: Any) -> set[int]:
+        """How many tokens a press left, by layer, on average over heads and contexts."""
+        found = set()
+        masked = [len(mask[0]) for mask in self.masks[key].values()]
+        for number, layer in enumerate(self.caches[key].layers):
+            batch, heads, length, _ = layer.keys.shape
+            found.add(length - (masked[number] // (batch * heads) if masked else 0))
+        return found
+
+    def go_on(self, model: Any, key: Any, tail: torch.Tensor, position: torch.Tensor) -> Any:
+        """[B, S, V] logits of a tail's tokens, from what a press left."""
+        how = {"past_key_values": self.caches[key]}
+        if not self.masks[key]:
+            return model(tail, position_ids=position, **how).logits
+        for module, mask in self.masks[key].items():
+            module.masked_key_indices = mask
+        # A key that no query of a call sees has to be found: one token at a time makes it sure.
+        steps = zip(tail.split(1, 1), position.split(1, 1), strict=True)
+        logits = [model(token, position_ids=at, **how).logits for token, at in steps]
+        for module in self.masks[key]:
+            module.masked_key_indices = None
+        return torch.cat(logits, 1)
 
 
 Wanted = tuple[str, int]
@@ -71,7 +106,7 @@ def judge(model: Any, wanted: Sequence[Wanted], task: Task) -> dict[Wanted, list
     """The figures of a task, by press and tokens left of each context.
 
     Args:
-        model: of transformers, with eager attention.
+        model: of transformers, with eager attention but for presses that mask.
         wanted: what to compare.
         task: contexts and tails.
 
@@ -83,7 +118,9 @@ def judge(model: Any, wanted: Sequence[Wanted], task: Task) -> dict[Wanted, list
         # int(n * (1 - ratio)) tokens stay: the half keeps rounding from taking one.
         several = Several(
             {
-                (name, kept): PRESSES[name](compression_ratio=1 - (kept + 0.5) / length)
+                (name, kept): {**PRESSES, **MASKING}[name](
+                    compression_ratio=1 - (kept + 0.5) / length
+                )
                 for name, kept in wanted
                 if name != "full"
             }
@@ -93,10 +130,12 @@ def judge(model: Any, wanted: Sequence[Wanted], task: Task) -> dict[Wanted, list
             guess = model(context, past_key_values=cache, logits_to_keep=1).logits
         position = torch.arange(length, length + size - 1).expand(len(tail), -1)
         for key in wanted:
-            left = several.caches.get(key, cache)
-            if any(layer.keys.shape[2] != min(key[1], length) for layer in left.layers):
-                raise RuntimeError(f"{key[0]} did not leave {key[1]} of {length} tokens")
-            rest = model(tail[:, :-1], past_key_values=left, position_ids=position).logits
+            if key[0] == "full":
+                rest = model(tail[:, :-1], past_key_values=cache, position_ids=position).logits
+            else:
+                if several.left(key) != {key[1]}:
+                    raise RuntimeError(f"{key[0]} did not leave {key[1]} of {length} tokens")
+                rest = several.go_on(model, key, tail[:, :-1], position)
             logits = torch.cat([guess, rest], 1)
             loss = torch.nn.functional.cross_entropy(logits.mT, tail, reduction="none")
             nats[key].append(loss)
@@ -111,21 +150,25 @@ def main() -> None:
     )
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     parser.add_argument("--facts", nargs="*", default=[], choices=FACTS, help="instead of the rest")
+    parser.add_argument("--masking", action="store_true", help="Ada-KV, instead of the rest")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     folder = model_dir("float32")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder,
+        dtype=torch.float32,
+        attn_implementation="sdpa" if args.masking else "eager",
     )
+    presses = MASKING if args.masking else PRESSES
     by, rows = f"kvpress {version('kvpress')}", []
     asked = [(FACTS[name].make, FACTS[name].shares) for name in args.facts]
     for make, given in asked or [(make, SHARES_AFTER) for make in AFTER]:
         task = make(tokenizer)
         shares = {slots(share, task.length): share for share in given}
         full = ("full", task.length)
-        wanted = [full, *((name, kept) for name in PRESSES for kept in shares)]
+        wanted = [full, *((name, kept) for name in presses for kept in shares)]
         figures = judge(model, wanted, task)
         for key in wanted:
             share = shares.get(key[1], 1.0)
