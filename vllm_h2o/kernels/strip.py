@@ -78,11 +78,10 @@ class Strip:
 
     def taken(self, slots: Sequence[int]) -> Strip:
         """The tokens in these slots, in this order."""
-        at = list(slots)
-        views = (self.key, self.value, self.score, self.position, self.mass)
-        return Strip(
-            *(view[at] for view in views), self.score_without_window[at], self.keeps_scores
-        )
+        at, without = list(slots), self.score_without_window
+        views = (self.key, self.value, self.score, self.position, self.mass, without)
+        key, value, score, position, mass, without = (view[at] for view in views)
+        return Strip(key, value, score, position, mass, without, self.keeps_scores)
 
     def in_order(self) -> Strip:
         """Its tokens in order of position; no slot is empty."""

@@ -195,8 +195,10 @@ class HeavyHitterManager(FullAttentionManager):
         if held and self.ledger.goes_on(request_id, held.logical_len, num_tokens):
             return self._go_on(request_id)
         start = len(self.req_to_blocks[request_id]) * self.block_size
-        if held or entry:
-            start = held.logical_len if held else entry.turn.logical_len
+        if held:
+            start = held.logical_len
+        elif entry:
+            start = entry.turn.logical_len
         plan, info = self._preview(request_id, start, num_tokens)
         num_slots = self.ledger.num_row_blocks(plan) * self.block_size
         new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
