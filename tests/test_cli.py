@@ -240,13 +240,13 @@ def test_check_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     own = tmp_path / "template"
     own.write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] | trim"
-        " }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+        " }}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\\n' }}"
     )
     assert main(["check-template", model, "--chat-template", str(own)]) == 0
     printed = capsys.readouterr().out
     assert "a plain answer: continues\n" in printed
     assert "begins with its thoughts: begins again\n" in printed
-    assert "generated '<think>\\nWho was there?\\n'" in printed and printed.count("again") == 2
+    assert "generated '<think>\\nWho was there?'" in printed and printed.count("again") == 2
     own.write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
     assert main(["check-template", model, "--chat-template", str(own)]) == 1
     assert main(["check-template", str(tmp_path)]) == 2
