@@ -13,6 +13,7 @@ import transformers
 
 from tests.house_rules import ROOT
 from vllm_h2o.cli import main
+from vllm_h2o.template import ANSWERS
 
 MEMORY = ("--kv-memory", "64MiB")
 
@@ -226,3 +227,27 @@ def test_a_plan_loads_no_vllm(model: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_check_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A template that gives answers back, and one that trims them; a model without any."""
+    from benchmarks.smollm2 import model_dir
+
+    model = str(model_dir("float32", progress=False))
+    assert main(["check-template", model]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": continues") == 4 == len(ANSWERS)
+    own = tmp_path / "template"
+    own.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] | trim"
+        " }}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\\n' }}"
+    )
+    assert main(["check-template", model, "--chat-template", str(own)]) == 0
+    printed = capsys.readouterr().out
+    assert "a plain answer: continues\n" in printed
+    assert "begins with its thoughts: begins again\n" in printed
+    assert "generated '<think>\\nWho was there?'" in printed and printed.count("again") == 2
+    own.write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
+    assert main(["check-template", model, "--chat-template", str(own)]) == 1
+    assert main(["check-template", str(tmp_path)]) == 2
+    assert "name a chat model, or give --chat-template" in capsys.readouterr().err

@@ -35,6 +35,8 @@ REPORT = PolicyStats(
     resident_tokens=24,
     logical_tokens=90,
     saved_bytes=3 * 2**20,
+    continuation_queries=500,
+    continuation_hits=400,
 )
 POLICY = {"kv_policy": {"name": "h2o", "budget": 12}}
 

@@ -1,4 +1,4 @@
-"""``vllm-h2o``: how much fits, and what is kept."""
+"""``vllm-h2o``: how much fits, what is kept, and whether conversations are continued."""
 
 from __future__ import annotations
 
@@ -35,13 +35,19 @@ Runs one prompt in the engine with a policy and writes one HTML page, which need
 text, shaded by how many layers and KV heads kept each token, step by step, with the scores. What
 fits into its budget is not scored.
 """
+_TEMPLATE = """\
+Says whether the next turn of a conversation begins with the last one, to the token, when a model's
+chat template has made it of the messages: then, with --kv-policy-config.continuation true, it
+begins from that turn's cache. Reads the tokenizer alone.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit status: 1 for a plan of which nothing starts; 2, and a message in four parts, for
+        The exit status: 1 for a plan of which nothing starts, and a template with which plain
+        answers are not continued; 2, and a message in four parts, for
         what cannot be done.
 
     """
@@ -49,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_trace(commands)
+    _add_check_template(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -249,7 +256,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     _check_folder("--out", arguments.out)
     text = arguments.prompt
     if text is None:
-        text = _read(arguments.prompt_file)
+        text = _read(arguments.prompt_file, "--prompt-file")
     trace = record.run(
         arguments.model,
         text,
@@ -272,6 +279,45 @@ def _trace(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_check_template(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check-template",
+        help="whether the next turn begins with the last one",
+        description=_TEMPLATE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder with a tokenizer, or a name")
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="in place of the model's own"
+    )
+    parser.set_defaults(run=_check_template)
+
+
+def _check_template(arguments: argparse.Namespace) -> int:
+    from transformers import AutoTokenizer
+
+    from vllm_h2o.template import findings
+
+    path = arguments.chat_template
+    template = None if path is None else _read(path, "--chat-template")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        found = findings(tokenizer, template)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the chat template of {arguments.model}",
+            str(error),
+            "conversations are made of messages by it",
+            "name a chat model, or give --chat-template",
+        ) from error
+    for each in found:
+        print(f"{each.what}: {'continues' if each.continues else 'begins again'}")
+        if not each.continues:
+            print(f"  {each.num_begun} of {each.num_tokens} tokens are the same; then")
+            print(f"  generated {each.expected!r}\n  template  {each.found!r}")
+    return int(not found[0].continues)
+
+
 def _check_folder(flag: str, path: Path | None) -> None:
     """Refuse a file that cannot be written, before any work is done for it."""
     if path is None or (path.parent.is_dir() and not path.is_dir()):
@@ -284,12 +330,12 @@ def _check_folder(flag: str, path: Path | None) -> None:
     )
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, flag: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--prompt-file {path}", str(error), "the prompt is read from it", "give a text file"
+            f"{flag} {path}", str(error), "a text is read from it", "give a text file"
         ) from error
 
 

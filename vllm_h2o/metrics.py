@@ -34,6 +34,9 @@ COUNTERS = {
     "pressure_packs": "Packs past a prompt: requests that fell back to their budget because "
     "memory was short.",
     "pressure_evicted_tokens": "Tokens evicted by those packs.",
+    "continuation_queries": "With continuation: tokens of the requests that were admitted.",
+    "continuation_hits": "Of those, tokens that conversations had left, and that were not computed "
+    "again.",
 }
 """Field of PolicyStats -> what ``vllm:kv_policy_<field>_total`` counts."""
 
@@ -59,7 +62,8 @@ class PolicyStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
-        self._policy = KVPolicyConfig.required(vllm_config).name
+        config = KVPolicyConfig.required(vllm_config)
+        self._policy, self._continues = config.name, config.continuation
         # vLLM's own line is missing then, too: each process sees a part of the reports.
         self._logs = vllm_config.parallel_config._api_process_count == 1
         self._unsaid: dict[int, PolicyStats] = {}
@@ -119,6 +123,14 @@ class PolicyStatLogger(AggregateStatLoggerBase):
                 stats.pages_freed_early,
                 stats.saved_bytes / 2**20,
             )
+            if self._continues:
+                logger.info(
+                    "Engine %03d: KV policy %s: %d of %d admitted tokens continued",
+                    engine_idx,
+                    self._policy,
+                    stats.continuation_hits,
+                    stats.continuation_queries,
+                )
         self._unsaid.clear()
 
     def log_engine_initialized(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from copy import copy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from vllm_h2o.errors import IntegrityError
 
@@ -184,17 +184,41 @@ class RequestPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """What one request begins with, before a step: a copy of what an earlier one has left.
+
+    Args:
+        source: ids of the pages that hold it.
+        blocks: ids of the request's own first pages.
+        num_slots: slots of it that were in use, free ones included.
+        num_free_slots: where pages are evicted, slots of the victim block that were free.
+        restored_end: the tokens [0, restored_end), a prompt's, are ranked without what its
+            observation window gave from now on. 0: nothing changes.
+
+    """
+
+    source: tuple[int, ...]
+    blocks: tuple[int, ...]
+    num_slots: int
+    num_free_slots: int = 0
+    restored_end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyPlan:
     """One step: a plan for each scheduled request.
 
     Args:
         requests: by request id, but for those that go on.
         ongoing: requests whose plan is that of their last step, a token later.
+        continued: requests that begin with the cache of another; copied before all else, and read
+            before anything is written.
 
     """
 
     requests: Mapping[str, RequestPlan]
     ongoing: Iterable[str] = ()
+    continued: Mapping[str, Continuation] = field(default_factory=dict)
 
 
 class Plans:
@@ -231,7 +255,7 @@ class Plans:
                 own = self._own[request_id] = copy(self._told[request_id])
             own.go_on()
             whole[request_id] = own
-        return ResidencyPlan(whole)
+        return ResidencyPlan(whole, continued=plan.continued)
 
 
 _SEEDS_PER_POSITION = 0xD6E8FEB86659FD93 * pow(0x9E3779B97F4A7C15, -1, 1 << 64) % (1 << 64)
@@ -266,6 +290,9 @@ class PolicyStats:
             stock vLLM would hold.
         saved_bytes: bytes of the pages that stock vLLM would hold for these now, less those of the
             pages that are held; negative where nothing is evicted, for scores and positions.
+        continuation_queries: tokens of the requests that were admitted since the last report, where
+            conversations are continued.
+        continuation_hits: of those, tokens that were not computed again.
 
     """
 
@@ -278,6 +305,8 @@ class PolicyStats:
     resident_tokens: int
     logical_tokens: int
     saved_bytes: int
+    continuation_queries: int = 0
+    continuation_hits: int = 0
 
     def put_into(self, carrier: MutableMapping[str, int]) -> None:
         """Add the numbers to a mapping that travels anyway."""

@@ -146,7 +146,9 @@ class Oracle:
                 both = zip((key[tokens], value[tokens]), cache.scales, strict=True)
                 new = (query[tokens], *(as_read(x, cache.key.dtype, scale) for x, scale in both))
                 self.num_scaled += cache.scales != (1.0, 1.0)
-                if where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
+                if request_id in step.plan.continued:
+                    self.heads[where] = self._next_turn(where, plan)
+                elif where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
                     self.heads[where] = self._head(impl, metadata, plan, cache, rows[head])
                     if impl.sink_logits is not None:
                         own = impl.sink_logits.chunk(impl.num_kv_heads)[head]
@@ -177,6 +179,10 @@ class Oracle:
                     num_slots = len(strip) * cache.block_size - plan.splits
                 victim = None if victims is None else victims[head]
                 self._compare((layer_name, head, request_id), plan, cache, strip, num_slots, victim)
+
+    def _next_turn(self, where: Where, plan: RequestPlan) -> Head:
+        """Where conversations are continued: what came of an earlier request."""
+        raise NotImplementedError
 
     def _settle(
         self, impl: HeavyHitterImpl, where: Where, plan: RequestPlan, scoring: Scoring

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,6 +19,8 @@ ENGINE = ("--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-
 EXAMPLE = ROOT / "examples/serve.md"
 MODEL, URL = "facebook/opt-6.7b", "http://localhost:8000"
 """What stands for the model and the address in the example."""
+TIMEOUT = 300
+"""Seconds for one command."""
 
 
 class Block(NamedTuple):
@@ -62,3 +66,15 @@ class Completing(Server):
             data=json.dumps({"model": self.model, "temperature": 0, **body}).encode(),
             headers={"Content-Type": "application/json"},
         )
+
+
+def run(block: Block, server: Completing) -> str:
+    """What a block prints, with the server's own address and model."""
+    code = block.code.replace(URL, server.url).replace(MODEL, server.model)
+    command = {
+        "bash": ["bash", "-o", "pipefail", "-c", code],
+        "python": [sys.executable, "-c", code],
+    }[block.language]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

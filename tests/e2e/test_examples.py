@@ -16,10 +16,9 @@ from vllm import SamplingParams
 from benchmarks.smollm2 import model_dir
 from benchmarks.soak.server import ENVIRONMENT, ROOT, write_model
 from tests.e2e.harness import engine
-from tests.e2e.server import EXAMPLE, MODEL, URL, Block, Completing, blocks
+from tests.e2e.server import EXAMPLE, TIMEOUT, Block, Completing, blocks, run
 
 SERVED = blocks(EXAMPLE)[1:]
-TIMEOUT = 300
 
 
 def test_offline(tmp_path: Path) -> None:
@@ -73,18 +72,6 @@ def test_lamp_room(policy: str, answer: str) -> None:
         greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
         (output,) = llm.generate([prompt], greedy, use_tqdm=False)
     assert tokenizer.decode(output.outputs[0].token_ids).split()[0] == answer
-
-
-def run(block: Block, server: Completing) -> str:
-    """What a block prints, with the server's own address and model."""
-    code = block.code.replace(URL, server.url).replace(MODEL, server.model)
-    command = {
-        "bash": ["bash", "-o", "pipefail", "-c", code],
-        "python": [sys.executable, "-c", code],
-    }[block.language]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.parametrize("block", SERVED, ids=[f"{n}-{b.language}" for n, b in enumerate(SERVED)])

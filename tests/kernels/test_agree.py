@@ -274,22 +274,25 @@ def test_pack(make: Callable[[Shape], Kernels], ranked: str, negative: bool, rea
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("reach", [0, WINDOW_REACH])
-def test_pack_long(make: Callable[[Shape], Kernels], reach: int) -> None:
-    """More slots than a program holds at once."""
+@pytest.mark.parametrize("holes", [False, True])
+def test_pack_long(make: Callable[[Shape], Kernels], reach: int, holes: bool) -> None:
+    """More slots than a program holds at once; in a later turn they do not hold every position."""
     shape = Shape(num_kv_heads=1, group=1, head_size=32, block_size=128)
     num_blocks, length = 40, 5000
     theirs = filled(shape, num_blocks, seed=8)
     theirs.score.copy_(torch.rand(theirs.score.shape))
-    theirs.position.copy_(torch.arange(num_blocks * 128).view(num_blocks, 128))
+    position = torch.arange(num_blocks * 128)
+    position += position // 3 * holes
+    theirs.position.copy_(position.view(num_blocks, 128))
     ours = copied(theirs, shape)
     table = torch.arange(num_blocks, dtype=torch.int32)
     chunk = PromptChunk(
         tokens=slice(0, 9),
         block_table=table,
         resident_start=length - 9,
-        logical_start=length - 9,
+        logical_start=int(position[length - 9]),
         num_survivors=2047,
-        recent_start=length - 500,
+        recent_start=int(position[length - 500]),
         num_sinks=4,
     )
     TorchKernels().pack_survivors([theirs], [chunk], Scoring(reach=reach))

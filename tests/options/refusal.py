@@ -36,3 +36,8 @@ ROLLING_REFUSED = tuple(
     )
 )
 """What does not go with positions that roll."""
+
+CONTINUATION_REFUSED = tuple(
+    f"continuation, and {what}" for what in ("speculative decoding", "sliding windows")
+)
+"""What does not go with conversations that are continued."""

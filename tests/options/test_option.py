@@ -20,6 +20,7 @@ CONFLICTING = (
     {"split": True, "eviction": "pressure"},
     {"split": True, "evict_every": 4},
     {"split": True, "prefill": "chunked"},
+    {"split": True, "continuation": True},
     {"budget": 64, "budget_basis": "prompt"},
     {"name": "local", "prefill": "window"},
     {"observation_window": 16},
@@ -38,6 +39,10 @@ CONFLICTING = (
     {"positions": "rolling", "prefill": "chunked", "score": "second_pass"},
     {"positions": "rolling", "prefill": "chunked", "granularity": "block"},
     {"positions": "rolling", "prefill": "chunked", "merge": 0.9},
+    {"continuation": True, "eviction": "pressure"},
+    {"continuation": True, "budget_basis": "prompt"},
+    {"continuation": True, "merge": 0.9},
+    {"continuation": True, "positions": "rolling", "prefill": "chunked"},
     {"pressure_watermark": 0.1},
 )
 """Of each conflict, in the order of the table, a configuration that has it and no earlier one."""

@@ -10,7 +10,7 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.options.refusal import FLOAT8_REFUSED, ROLLING_REFUSED
+from tests.options.refusal import CONTINUATION_REFUSED, FLOAT8_REFUSED, ROLLING_REFUSED
 from tests.tiny_models import engine_config, folder
 from tools.docs import refusals
 from vllm_h2o.errors import ConfigError, UnsupportedError
@@ -302,7 +302,7 @@ def test_shared_prefixes_under_pressure(models: Path, policy: dict[str, Any]) ->
 def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
     tested = {what for what, *_ in [*REFUSED, *TURNED]} | {"a platform other than CPU and CUDA"}
-    tested |= {WINDOWS, PRESSED, *FLOAT8_REFUSED, *ROLLING_REFUSED}
+    tested |= {WINDOWS, PRESSED, *FLOAT8_REFUSED, *ROLLING_REFUSED, *CONTINUATION_REFUSED}
     tested |= {f"speculative decoding, and {what}" for *_, what in DRAFTING if what}
     assert tested == {refusal.what for refusal in REFUSALS}
 

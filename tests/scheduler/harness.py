@@ -188,7 +188,7 @@ class Simulation:
         whole = self.told.complete(output.residency_plan, output.finished_req_ids)
         # Those of ongoing requests change in the next step, and outputs are read after it.
         copies = {request_id: copy(plan) for request_id, plan in whole.requests.items()}
-        output.residency_plan = ResidencyPlan(copies)
+        output.residency_plan = ResidencyPlan(copies, continued=whole.continued)
         self.count["preempt"] += len(before - {r.request_id for r in scheduler.running})
         self.count["resume"] += len(output.scheduled_cached_reqs.resumed_req_ids)
         plans = output.residency_plan.requests.values()
@@ -288,14 +288,19 @@ class Simulation:
                 for priority in range(op[3]):
                     most = min(op[2], MAX_MODEL_LEN - prompt_len)
                     self.add(prompt_len, most, -priority, fork=op[4])
-            elif op[0] == "steps":
-                for _ in range(op[1]):
-                    self.step()
-            elif op[0] == "reset":
-                self.reset()
-            elif live := sorted(self.scheduler.requests):
-                self.abort([live[op[1] % len(live)]])
+            else:
+                self.run_one(op)
         self.drain()
+
+    def run_one(self, op: tuple) -> None:
+        """Steps, a reset, or an abort."""
+        if op[0] == "steps":
+            for _ in range(op[1]):
+                self.step()
+        elif op[0] == "reset":
+            self.reset()
+        elif live := sorted(self.scheduler.requests):
+            self.abort([live[op[1] % len(live)]])
 
     def drain(self, limit: int = 2000) -> None:
         """Run until nothing is left."""

@@ -102,12 +102,14 @@ class Schedule:
 
 
 def schedules(
-    block_sizes: Sequence[int] = (1, 4, 8), policies: Sequence[str] = ("fcfs", "priority")
+    block_sizes: Sequence[int] = (1, 4, 8),
+    policies: Sequence[str] = ("fcfs", "priority"),
+    ops: st.SearchStrategy = operations,
 ) -> st.SearchStrategy[Schedule]:
     """Any of them."""
     return st.builds(
         Schedule,
-        ops=operations,
+        ops=ops,
         block_size=st.sampled_from(block_sizes),
         stop_rate=st.sampled_from([0.0, 0.05]),
         policy=st.sampled_from(policies),

@@ -147,11 +147,7 @@ def pack_survivors(
         return candidate, -float(ranks[slot]) if candidate else 0.0
 
     best = sorted(slots, key=rank)[:num_survivors]
-    survivors = sorted(best, key=lambda slot: int(strip.position[slot]))
-    views = (strip.key, strip.value, strip.score, strip.position, strip.mass)
-    kept = Strip(*(view[survivors] for view in views))
-    kept.score_without_window = strip.score_without_window[survivors]
-    return kept
+    return strip.taken(sorted(best, key=lambda slot: int(strip.position[slot])))
 
 
 def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Tensor:
@@ -203,7 +199,7 @@ def random_score(seed: int, layer: int, head: int, position: int) -> float:
 
 @dataclass
 class Head:
-    """One layer, one KV head, one request, from its first prompt token on.
+    """One layer, one KV head, one request, or a conversation, from its first prompt token on.
 
     Args:
         strip: what is held.
@@ -351,9 +347,19 @@ class Head:
                 self.pack()
             elif not self.next_offset:
                 self._select()
-        if not self.in_prompt and self.logical_len - self.prompt_len == self.window_lifetime > 0:
+        if not self.in_prompt and self.logical_len - self.prompt_len == self.window_lifetime:
             self.strip.restore_scores(self.prompt_len)
         return out
+
+    def begin_turn(self) -> None:
+        """A conversation goes on: next come chunks of a prompt, after all that is held.
+
+        So a conversation of k turns is one request that is evicted from at the end of each turn's
+        prompt. An observation window's lifetime is over, and the next victim is kept.
+        """
+        self.strip.restore_scores(self.prompt_len)
+        self.strip = self.strip.in_order()
+        self.victim, self.survivor, self.next_offset, self.in_prompt = None, None, 0, True
 
     def _vacate(self) -> int:
         """The slot of the next token; its page is emptied when it is the first there."""

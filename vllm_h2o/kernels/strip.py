@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ class Strip:
         mass: [L], tokens that each stands for; ones where it is left out.
         score_without_window: [L], of a prompt's tokens, what they get back when the lifetime of its
             observation window is over; zeros where it is left out.
+        keeps_scores: whether they will get that back.
 
     """
 
@@ -36,6 +37,7 @@ class Strip:
     position: torch.Tensor
     mass: torch.Tensor = field(default_factory=lambda: torch.ones(()))
     score_without_window: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    keeps_scores: bool = False
 
     def __post_init__(self) -> None:
         for name in ("mass", "score_without_window"):
@@ -74,6 +76,18 @@ class Strip:
             self.key[slot], self.value[slot] = key, value
             self.score[slot], self.position[slot], self.mass[slot] = score, position, 1.0
 
+    def taken(self, slots: Sequence[int]) -> Strip:
+        """The tokens in these slots, in this order."""
+        at, without = list(slots), self.score_without_window
+        views = (self.key, self.value, self.score, self.position, self.mass, without)
+        key, value, score, position, mass, without = (view[at] for view in views)
+        return Strip(key, value, score, position, mass, without, self.keeps_scores)
+
+    def in_order(self) -> Strip:
+        """Its tokens in order of position; no slot is empty."""
+        order = self.position.argsort()
+        return self.taken(order[self.position[order] >= 0].tolist())
+
     def renumber(self, end: int, rotate_back: Rotation, by_age: bool) -> int:
         """Give tokens positions 0, 1, ... in their order; keys are rotated back by the difference.
 
@@ -101,11 +115,12 @@ class Strip:
 
     def keep_scores(self) -> None:
         """Before an observation window scores: what tokens have without it."""
-        self.score_without_window = self.score
+        self.score_without_window, self.keeps_scores = self.score, True
 
     def restore_scores(self, prompt_len: int) -> None:
-        """Give the tokens of a prompt that again."""
-        of_prompt = self.position < prompt_len
+        """Give the tokens of a prompt that again, once."""
+        of_prompt = (self.position < prompt_len) & self.keeps_scores
+        self.keeps_scores = False
         self.score = torch.where(of_prompt, self.score_without_window, self.score)
 
     def merge(self, survivor: int, victim: int) -> None:

@@ -31,6 +31,13 @@ def check_fields(config: Any) -> None:
             "there is no such choice",
             "give true or false, in lower case",
         )
+    if not isinstance(config.continuation, bool):
+        raise ConfigError(
+            f"continuation={config.continuation!r}",
+            "conversations are continued, or they are not",
+            "there is no such choice",
+            "give true or false, in lower case",
+        )
     for check in (_check_count, _check_fraction, _check_choice):
         for field in fields(config):
             check(field, getattr(config, field.name))

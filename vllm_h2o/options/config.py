@@ -137,6 +137,10 @@ class KVPolicyConfig:
         "a query scores tokens that are at least so many positions older; scoring passes score all",
         bits=31,
     )
+    continuation: bool = option(
+        False,
+        "whether the next turn of a conversation begins from what the last one held when it ended",
+    )
     split: bool | None = option(
         None,
         "whether a layer's KV heads share its slots, in whole pages, by how many of the layer's "

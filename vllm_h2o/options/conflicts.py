@@ -57,6 +57,7 @@ UNSPLIT: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_has_pressure, "eviction={c.eviction!r}"),
     (_evicts_together, "evict_every={c.evict_every!r} packs again and again"),
     (lambda c: c.prefill == "chunked", "prefill={c.prefill!r} evicts before the prompt is known"),
+    (lambda c: c.continuation, "continuation=true attends to what is held from a prompt"),
 )
 """What heads that share slots do not go with: their pages stay their own from the prompt's end."""
 
@@ -179,6 +180,30 @@ CONFLICTS = (
         lambda c: c.rolls and c.merges,
         "positions={c.positions!r}",
         "merge={c.merge!r} makes keys of several positions one",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.continuation and _has_pressure(c),
+        "continuation=true",
+        "eviction={c.eviction!r} keeps every token while there is room",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.continuation and _has_basis(c),
+        "continuation=true",
+        "budget_basis={c.budget_basis!r} gives each turn a budget of its own",
+        "a turn continues only from one of the same budget",
+    ),
+    Conflict(
+        lambda c: c.continuation and c.merges,
+        "continuation=true",
+        "merge={c.merge!r} makes tokens stand for several, which prompts do not attend to",
+        NOT_BUILT,
+    ),
+    Conflict(
+        lambda c: c.continuation and c.rolls,
+        "continuation=true",
+        "positions={c.positions!r} change while a conversation goes on",
         NOT_BUILT,
     ),
     Conflict(

@@ -281,6 +281,18 @@ REFUSALS: tuple[Refusal, ...] = (
         ANOTHER_MODEL_ROLLS,
     ),
     Refusal(
+        "continuation, and speculative decoding",
+        lambda c: policy_of(c).continuation and c.speculative_config is not None,
+        "it has not been tried",
+        "leave --speculative-config or --kv-policy-config.continuation out",
+    ),
+    Refusal(
+        "continuation, and sliding windows",
+        lambda c: policy_of(c).continuation and slides(c),
+        "the layers that slide give back the pages of all that they have passed",
+        "leave --kv-policy-config.continuation out",
+    ),
+    Refusal(
         "a KV cache quantised to anything but fp8 with one scale for each layer's K and V",
         lambda c: c.cache_config.cache_dtype not in CACHE_DTYPES,
         "a slot of the policy's page has no scales of its own, and a byte holds one number",

@@ -32,6 +32,7 @@ BUDGET_OPTIONS = frozenset(
         "evict_every",
         "positions",
         "position_limit",
+        "continuation",
     }
 )
 """What every policy reads that evicts."""

@@ -12,7 +12,6 @@ neither previewed nor committed, but just go on; and so it is told.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -49,6 +48,7 @@ class Ledger:
         under_pressure: whether a request is evicted from only when memory is short.
         num_drafts: most drafts that a step computes past a request's next token.
         position_limit: one past the last position that a token may have; None: there is none.
+        continues: whether a request may continue from what another has left: every one is scored.
 
     Attributes:
         falling_back: requests past their prompts that fall back to their budget when their next
@@ -74,6 +74,7 @@ class Ledger:
         under_pressure: bool = False,
         num_drafts: int = 0,
         position_limit: int | None = None,
+        continues: bool = False,
     ) -> None:
         self.budget = budget
         self.block_size = block_size
@@ -92,6 +93,7 @@ class Ledger:
         self.position_limit = position_limit
         # Else a victim is not always one token, or positions are renumbered.
         self._may_go_on = not (evicts_blocks or num_drafts) and position_limit is None
+        self.continues = continues
         self.falling_back: set[str] = set()
         self.is_short = False
         self.stats = LedgerStats()
@@ -118,17 +120,23 @@ class Ledger:
         start = plan.pack_block_idx or plan.first_block_idx
         return max(needed, start + self.num_pages(plan.held_end))
 
-    def _budget_of(self, info: RequestInfo) -> Budget:
+    def budget_of(self, info: RequestInfo) -> Budget:
         """A request's own, or that of all."""
         return info.budget or self.budget
 
+    def seed_of(self, info: RequestInfo) -> int:
+        """A request's own, or that of all."""
+        return int64(self.seed if info.seed is None else info.seed)
+
     def fits(self, info: RequestInfo) -> bool:
-        """Whether nothing of a request is ever evicted."""
+        """Whether nothing of a request is ever evicted, nor of one that continues from it."""
+        if self.continues:
+            return False
         limits = [] if info.max_len is None else [info.max_len]
         if self.max_blocks_per_request is not None:
             # No request outgrows its row, whatever it may ask for.
             limits.append(self.max_blocks_per_request * self.block_size)
-        budget = self._budget_of(info)
+        budget = self.budget_of(info)
         return bool(limits) and budget.holds(info.prompt_len, min(limits))
 
     def shared_end(self, info: RequestInfo) -> int:
@@ -141,7 +149,7 @@ class Ledger:
             return 0
         if self.max_blocks_per_request is None:
             return info.prompt_len
-        budget = self._budget_of(info)
+        budget = self.budget_of(info)
         left = self.max_blocks_per_request - self.num_pages(budget.capacity)
         return min(info.prompt_len, max(left, 0) * self.block_size)
 
@@ -244,15 +252,9 @@ class Ledger:
             num_unscored=held.num_unscored,
             is_split=held.is_split,
             splits=self.splits and packs and end > budget.kept,
-            restored_end=self._restored_end(held, num_computed, num_tokens),
+            restored_end=held.restored_end(num_tokens, self.window_lifetime),
         )
         return held.with_positions(plan, self.position_limit)
-
-    def _restored_end(self, held: RequestState, num_computed: int, num_tokens: int) -> int:
-        """Tokens of a prompt whose observation window's lifetime ends here; 0: it does not."""
-        end = held.prompt_end + self.window_lifetime
-        scored = self.window_lifetime > 0 and held.prompt_end > 1 and not held.fits
-        return held.prompt_end if scored and num_computed < end <= num_tokens else 0
 
     def commit(self, request_id: str, plan: RequestPlan, info: RequestInfo | None) -> None:
         """Enter a plan, previewed with the same info, whose pages were granted.
@@ -287,24 +289,13 @@ class Ledger:
             num_unscored=plan.num_new if plan.has_drafts else 0,
             offset=plan.offset,
         )
-        state.ongoing_end = self._ongoing_end(plan, state)
+        if self._may_go_on:
+            state.ongoing_end = state.end_of_ongoing(plan, self.window_lifetime)
         self._states[request_id] = state
 
     def _check_once(self, request_id: str) -> None:
         if self.is_scheduled(request_id):
             raise IntegrityError(f"request {request_id} is scheduled twice in one step")
-
-    def _ongoing_end(self, plan: RequestPlan, state: RequestState) -> int:
-        """Tokens until which a request's steps are as the one of this plan, each a token later."""
-        moves = plan.num_survivors or plan.restored_end or plan.grows or plan.num_new > 1
-        if plan.in_prompt or moves or not self._may_go_on or state.budget.evict_every > 1:
-            return 0
-        lifetime_end = state.prompt_end + self.window_lifetime
-        in_lifetime = self.window_lifetime > 0 and plan.logical_end < lifetime_end
-        end = lifetime_end - 1 if in_lifetime else sys.maxsize
-        # The step that takes the last slot selects a victim, unlike those before it.
-        left = sys.maxsize if plan.overwrites else plan.capacity - 1 - plan.resident_end
-        return min(end, plan.logical_end + left)
 
     def goes_on(self, request_id: str, num_computed: int, num_tokens: int) -> bool:
         """Whether computing tokens [num_computed, num_tokens) is as a request's last step was."""
@@ -369,12 +360,10 @@ class Ledger:
         step, self._step = self._step, {}
         ongoing, self._ongoing = self._ongoing, {}
         self.stats.evicted_tokens += sum(ongoing.values())
-        for plan in step.values():
-            self.stats.evicted_tokens += plan.num_evicted
-            self.stats.packs += plan.num_survivors > 0
-            if plan.falls_back:
-                self.stats.pressure_packs += 1
-                self.stats.pressure_evicted_tokens += plan.num_evicted
+        for request_id, plan in step.items():
+            self.stats.count(plan)
+            if self.continues:
+                self.stats.count_begun(plan, self._states[request_id])
         return ResidencyPlan(step, tuple(ongoing))
 
     def _window_start(self, held: RequestState) -> int:
@@ -382,26 +371,28 @@ class Ledger:
         return max(held.prompt_end - self.observation_window, 0)
 
     def _fresh(self, request_id: str, info: RequestInfo | None, num_cached: int) -> RequestState:
-        """The state of a request that holds nothing but what it found in the prefix cache."""
-        if (
-            info is None
-            or num_cached > self.max_cached_tokens(info)
-            or num_cached % self.block_size
+        """The state of a request that holds nothing but what it found, in one cache or another."""
+        turn = info.turn if info and info.continues_at(num_cached) else None
+        if info is None or (
+            turn is None
+            and (num_cached > self.max_cached_tokens(info) or num_cached % self.block_size)
         ):
             raise IntegrityError(
                 f"request {request_id} holds nothing and brings {info}; {num_cached} of its "
                 "tokens are said to be computed"
             )
         fits = self.fits(info)
+        resident_len = turn.resident_len if turn else num_cached
         return RequestState(
             logical_len=num_cached,
-            resident_len=num_cached,
-            held_len=num_cached,
+            resident_len=resident_len,
+            held_len=resident_len,
             prompt_end=info.prompt_len,
-            budget=self._budget_of(info),
-            seed=int64(self.seed if info.seed is None else info.seed),
+            budget=self.budget_of(info),
+            seed=self.seed_of(info),
             fits=fits,
-            shared_end=0 if fits else self.shared_end(info),
+            shared_end=0 if fits or turn else self.shared_end(info),
             grows=self.under_pressure and not fits,
             max_len=info.max_len,
+            turn_start=num_cached if turn else 0,
         )

@@ -14,12 +14,13 @@ from vllm.v1.request import Request
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.conversations import Conversations, Entry
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.pressure import pages_to_admit
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import RequestInfo
 from vllm_h2o.scheduler.windows import Windows
-from vllm_h2o.wire import RequestPlan
+from vllm_h2o.wire import Continuation, RequestPlan
 
 BudgetOf = Callable[[Request], Budget | None]
 """A request's own budget."""
@@ -59,6 +60,9 @@ class HeavyHitterManager(FullAttentionManager):
         self._packed: list[str] = []
         self._unwritten: set[int] = set()
         self._reserved = 0
+        self._conversations: Conversations | None = None
+        self._entries: dict[str, Entry] = {}
+        self._continued: dict[str, Continuation] = {}
 
     def bind(
         self,
@@ -68,6 +72,7 @@ class HeavyHitterManager(FullAttentionManager):
         largest_chunk: int = 0,
         max_overshoot: int = 0,
         windows: Windows | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         """Give the manager what it counts with.
 
@@ -75,9 +80,10 @@ class HeavyHitterManager(FullAttentionManager):
             ledger: the lengths.
             requests: vLLM's live requests, by id.
             budget_of: a request's own budget; None where all have the ledger's.
-            largest_chunk: most tokens of one step; read where chunks are packed.
+            largest_chunk: most tokens of one step.
             max_overshoot: tokens that may be computed after a request's last, and are thrown away.
             windows: the groups of layers with a sliding window; None where there are none.
+            conversations: what requests leave; None where nobody continues.
 
         """
         self._ledger, self._requests = ledger, requests
@@ -85,6 +91,7 @@ class HeavyHitterManager(FullAttentionManager):
         self._largest_chunk = largest_chunk
         self._max_overshoot = max_overshoot
         self._windows = windows or Windows()
+        self._conversations = conversations
 
     def reserve(self, num_pages: int) -> None:
         """Keep pages that running requests will take from those that this step admits."""
@@ -110,7 +117,38 @@ class HeavyHitterManager(FullAttentionManager):
             max_len=request.num_prompt_tokens + request.max_tokens + self._max_overshoot,
             seed=params.seed if params else None,
             budget=self._budget_of(request),
+            turn=entry.turn if (entry := self._entries.get(request.request_id)) else None,
         )
+
+    def continue_from(self, request: Request, num_cached: int) -> int:
+        """Look for what a request continues from, if it has more than it finds in other caches.
+
+        Args:
+            request: one that holds nothing.
+            num_cached: tokens that it finds as they were computed, with nothing evicted.
+
+        Returns:
+            The tokens that it begins with; ``num_cached`` where it continues from nothing.
+
+        """
+        self._entries.pop(request.request_id, None)
+        if self._conversations is None:
+            return num_cached
+        info, ledger = self.info_of(request), self.ledger
+        entry = self._conversations.find(request, ledger.budget_of(info), ledger.seed_of(info))
+        if entry is None or entry.turn.logical_len <= num_cached:
+            return num_cached
+        first_chunk = min(info.prompt_len - entry.turn.logical_len, self._largest_chunk)
+        needed = ledger.num_pages(entry.turn.resident_len + first_chunk)
+        if needed >= self.block_pool.num_gpu_blocks:  # with chunks that are packed, as it may be
+            return num_cached
+        self._entries[request.request_id] = entry
+        return entry.turn.logical_len
+
+    def take_continued(self) -> dict[str, Continuation]:
+        """Requests of the step that is being scheduled that begin with the cache of another."""
+        continued, self._continued = self._continued, {}
+        return continued
 
     def _preview(
         self, request_id: str, num_computed: int, num_tokens: int
@@ -153,15 +191,22 @@ class HeavyHitterManager(FullAttentionManager):
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         """Take the pages and commit the plan."""
-        held = self.ledger.states.get(request_id)
+        held, entry = self.ledger.states.get(request_id), self._entries.get(request_id)
         if held and self.ledger.goes_on(request_id, held.logical_len, num_tokens):
             return self._go_on(request_id)
-        cached = len(self.req_to_blocks[request_id]) * self.block_size
-        plan, info = self._preview(request_id, held.logical_len if held else cached, num_tokens)
+        start = len(self.req_to_blocks[request_id]) * self.block_size
+        if held:
+            start = held.logical_len
+        elif entry:
+            start = entry.turn.logical_len
+        plan, info = self._preview(request_id, start, num_tokens)
         num_slots = self.ledger.num_row_blocks(plan) * self.block_size
         new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
         self.ledger.commit(request_id, plan, info)
         state = self.ledger.states[request_id]
+        if entry:
+            del self._entries[request_id]
+            self._continued[request_id] = entry.continued(new_blocks)
         if plan.num_survivors and not state.in_prompt and not plan.evicts_together:
             self._packed.append(request_id)
         if self.ledger.under_pressure:
@@ -229,8 +274,21 @@ class HeavyHitterManager(FullAttentionManager):
             held = {block.block_id for block in self.req_to_blocks.get(request_id, ())}
             self.block_pool.evict_blocks(held & self._unwritten)
             self._unwritten -= held
+        self._remember(request_id)
+        self._entries.pop(request_id, None)
+        self._continued.pop(request_id, None)
         self.ledger.close(request_id)
         return super().pop_blocks_for_free(request_id)
+
+    def _remember(self, request_id: str) -> None:
+        """Leave what a request holds that ends past its prompt to who continues it."""
+        state = self.ledger.states.get(request_id)
+        if self._conversations is None or state is None or state.in_prompt:
+            return
+        turn = state.left(self.ledger.victim_size, self.ledger.window_lifetime)
+        start, num_pages = state.first_block_idx, self.ledger.num_pages(turn.num_slots)
+        blocks = self.req_to_blocks[request_id][start : start + num_pages]
+        self._conversations.add(self._requests[request_id], state, turn, blocks)
 
     def num_held(self) -> int:
         """Pages that requests hold; a shared one counts for each of them."""
@@ -274,6 +332,8 @@ class HeavyHitterManager(FullAttentionManager):
                 f"lengths) that do not fit: {misfits}; (group, request, blocks) of sliding windows "
                 f"that do not fit: {off_windows}"
             )
+        if self._conversations is not None:
+            self._conversations.check_integrity()
 
     def _private(self, request_id: str) -> list[KVCacheBlock]:
         """Pages that a request writes to, or has published nothing of."""

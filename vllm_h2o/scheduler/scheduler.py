@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -25,7 +27,8 @@ from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import asked_budget, budget_of
 from vllm_h2o.pages import num_pages
-from vllm_h2o.policy import Budget
+from vllm_h2o.policy import Budget, ScoreKind
+from vllm_h2o.scheduler.conversations import Conversations
 from vllm_h2o.scheduler.footprint import Pool, row_bytes
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.manager import HeavyHitterManager
@@ -63,6 +66,7 @@ class HeavyHitterScheduler(AsyncScheduler):
             under_pressure=config.eviction == "pressure",
             num_drafts=self.num_spec_tokens,
             position_limit=config.position_limit,
+            continues=config.continuation,
         )
         # A liberty: the switch of a seam for Mamba, at which a chunk of a prompt may end early.
         self.need_mamba_block_aligned_split = (
@@ -74,7 +78,13 @@ class HeavyHitterScheduler(AsyncScheduler):
         # vLLM stops in time with three steps in flight; each more may compute a token too many.
         max_overshoot = max(self.vllm_config.max_concurrent_batches - 3, 0)
         self.manager.bind(
-            self.ledger, self.requests, self._budget_of, largest_chunk, max_overshoot, self.windows
+            self.ledger,
+            self.requests,
+            self._budget_of,
+            largest_chunk,
+            max_overshoot,
+            self.windows,
+            self._conversations() if config.continuation else None,
         )
         # A block id names one page in each layer of a group; groups may be filled up with none.
         groups = self.kv_cache_config.kv_cache_groups
@@ -88,7 +98,8 @@ class HeavyHitterScheduler(AsyncScheduler):
             self._relieve_pressure()
         output = super().schedule(throttle_prefills)
         # A liberty: an attribute added to an object of vLLM's, which reaches every worker.
-        output.residency_plan = self.ledger.take_step(output.num_scheduled_tokens)
+        plan = self.ledger.take_step(output.num_scheduled_tokens)
+        output.residency_plan = replace(plan, continued=self.manager.take_continued())
         return output
 
     def update_from_output(
@@ -221,6 +232,9 @@ class HeavyHitterScheduler(AsyncScheduler):
             if num_cached > limit:
                 blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, limit)
                 num_cached = limit
+        num_begun = self.manager.continue_from(request, num_cached)
+        if num_begun > num_cached:
+            return self.kv_cache_manager.empty_kv_cache_blocks, num_begun, *rest
         return blocks, num_cached, *rest
 
     def _mamba_block_aligned_split(
@@ -323,6 +337,12 @@ class HeavyHitterScheduler(AsyncScheduler):
             # A liberty: vLLM does this where caches differ in their dtype.
             self.needs_kv_cache_zeroing = other._record_new_block_ids = True
         return manager, Windows(managers)
+
+    def _conversations(self) -> Conversations:
+        hash_fn = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
+        by_seed = self.policy_config.policy.score is ScoreKind.RANDOM
+        manager = self.manager
+        return Conversations(manager.block_pool, manager.kv_cache_group_id, hash_fn, by_seed)
 
     def _log_meaning(self, config: KVPolicyConfig) -> None:
         budget, spec = self.ledger.budget, self.manager.kv_cache_spec

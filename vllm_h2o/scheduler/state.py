@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.wire import RequestPlan
+
+
+@dataclass(frozen=True)
+class Left:
+    """What an earlier request has left, from which one continues.
+
+    Args:
+        logical_len: tokens computed.
+        num_slots: slots in use, free ones of a victim block included.
+        num_free_slots: those.
+        restored_end: tokens of its prompt, where they are to be ranked without what its observation
+            window gave: its lifetime ends here. 0: they are already.
+
+    """
+
+    logical_len: int
+    num_slots: int
+    num_free_slots: int = 0
+    restored_end: int = 0
+
+    @property
+    def resident_len(self) -> int:
+        """Slots that a copy takes: it has none that are free."""
+        return self.num_slots - self.num_free_slots
 
 
 @dataclass(frozen=True)
@@ -19,6 +44,7 @@ class RequestInfo:
         max_len: tokens of its prompt and all that may follow; None where nothing limits it.
         seed: its own, if it has one.
         budget: its own, if it has one.
+        turn: from what it continues; None: from nothing.
 
     """
 
@@ -26,6 +52,12 @@ class RequestInfo:
     max_len: int | None = None
     seed: int | None = None
     budget: Budget | None = None
+    turn: Left | None = None
+
+    def continues_at(self, num_computed: int) -> bool:
+        """Whether it brings so many tokens of an earlier request, and has more of its own."""
+        turn = self.turn
+        return turn is not None and turn.logical_len == num_computed < self.prompt_len
 
 
 @dataclass
@@ -53,6 +85,7 @@ class RequestState:
             soon as it is known; their queries have not scored yet.
         offset: what a token's position is less than its index.
         ongoing_end: tokens computed until which each step is as its last one, a token later.
+        turn_start: tokens that it began with, where it continues a conversation.
 
     """
 
@@ -72,6 +105,7 @@ class RequestState:
     num_unscored: int = 0
     offset: int = 0
     ongoing_end: int = 0
+    turn_start: int = 0
 
     @property
     def in_prompt(self) -> bool:
@@ -164,6 +198,61 @@ class RequestState:
         offset = self.logical_len - self.resident_len
         return replace(plan, offset=offset, renumbers_from=self.logical_len - self.offset)
 
+    def window_end(self, lifetime: int) -> int:
+        """Tokens computed when what its observation window gave counts no more; 0: there is none.
+
+        Args:
+            lifetime: tokens after the prompt for which it counts; 0: for good.
+
+        """
+        scored = lifetime > 0 and self.prompt_end - self.turn_start > 1 and not self.fits
+        return self.prompt_end + lifetime if scored else 0
+
+    def restored_end(self, num_tokens: int, lifetime: int) -> int:
+        """Tokens of its prompt, where the window's lifetime ends in its next step; else 0.
+
+        Args:
+            num_tokens: computed after that step.
+            lifetime: in tokens after the prompt; 0: for good.
+
+        """
+        ends = self.logical_len < self.window_end(lifetime) <= num_tokens
+        return self.prompt_end if ends else 0
+
+    def end_of_ongoing(self, plan: RequestPlan, lifetime: int) -> int:
+        """Tokens until which its steps are as the one of this plan, each a token later; or 0.
+
+        Args:
+            plan: of its last step.
+            lifetime: of what an observation window gives, in tokens after the prompt; 0: for good.
+
+        """
+        moves = plan.num_survivors or plan.restored_end or plan.grows or plan.num_new > 1
+        if plan.in_prompt or moves or self.budget.evict_every > 1:
+            return 0
+        lifetime_end = self.prompt_end + lifetime
+        in_lifetime = lifetime > 0 and plan.logical_end < lifetime_end
+        end = lifetime_end - 1 if in_lifetime else sys.maxsize
+        # The step that takes the last slot selects a victim, unlike those before it.
+        left = sys.maxsize if plan.overwrites else plan.capacity - 1 - plan.resident_end
+        return min(end, plan.logical_end + left)
+
+    def left(self, block_size: int, lifetime: int) -> Left:
+        """What another request may continue from; the prompt is complete.
+
+        Args:
+            block_size: slots that are evicted together.
+            lifetime: of what an observation window gives, in tokens after the prompt; 0: for good.
+
+        """
+        counts = self.logical_len < self.window_end(lifetime)
+        return Left(
+            self.logical_len,
+            self.resident_len,
+            -self.next_offset % block_size,
+            self.prompt_end if counts else 0,
+        )
+
     def num_sharable(self, num_tokens: int) -> int:
         """Of the first ``num_tokens`` tokens, those that may lie in pages that others read."""
         return num_tokens if self.fits else min(num_tokens, self.shared_end)
@@ -181,6 +270,22 @@ class LedgerStats:
     pages_freed_early: int = 0
     pressure_packs: int = 0
     pressure_evicted_tokens: int = 0
+    continuation_queries: int = 0
+    continuation_hits: int = 0
+
+    def count(self, plan: RequestPlan) -> None:
+        """What one request gives up in a step."""
+        self.evicted_tokens += plan.num_evicted
+        self.packs += plan.num_survivors > 0
+        if plan.falls_back:
+            self.pressure_packs += 1
+            self.pressure_evicted_tokens += plan.num_evicted
+
+    def count_begun(self, plan: RequestPlan, state: RequestState) -> None:
+        """Of a request that is admitted in this step, its tokens, and those it begins with."""
+        if plan.in_prompt and plan.logical_start == state.turn_start:
+            self.continuation_queries += state.prompt_end
+            self.continuation_hits += state.turn_start
 
 
 def check_span(

@@ -23,6 +23,7 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
 from vllm_h2o.worker.packing import Packing, Restoring
 from vllm_h2o.worker.renumbering import Rolled
+from vllm_h2o.worker.turns import begin_turns
 
 DraftQueries = dict[str, dict[str, torch.Tensor]]
 """Of requests whose last step had drafts, by request id: the queries of that step by layer,
@@ -164,6 +165,7 @@ class PublishesSteps:
         order, kept = rows(self.model_runner), self._draft_queries
         plan = self._plans.complete(scheduler_output.residency_plan, gone)
         scheduler_output.residency_plan = plan
+        begin_turns(plan.continued.values(), self.model_runner)
         step = Step(plan, order, draft_queries=kept)
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]

@@ -25,14 +25,16 @@ inline uint64_t rank(bool safe, float score, int64_t slot) {
   return level << 31 | static_cast<uint64_t>(slot);
 }
 
-// W[j] = the largest of the scores U[j - reach ... j]. Slots of a prompt are in order of position,
-// and hold every position; from the last one on, none is read that has been written.
+// W[j] = the largest of the scores of positions j - reach ... j, of those that are held. Slots of a
+// prompt are in order of position; from the last one on, none is read that has been written.
 template <class T>
 void extend_scores(const Strip<T>& strip, int64_t length, int64_t reach) {
   const int64_t n = strip.block_size;
   for (int64_t slot = length - 1; slot > 0; --slot) {
     float largest = strip.scores(slot / n)[slot % n];
+    const int64_t first = strip.positions(slot / n)[slot % n] - reach;
     for (int64_t other = std::max<int64_t>(slot - reach, 0); other < slot; ++other) {
+      if (strip.positions(other / n)[other % n] < first) continue;
       largest = std::max(largest, strip.scores(other / n)[other % n]);
     }
     strip.scores(slot / n)[slot % n] = largest;

@@ -71,6 +71,7 @@ def ranked_tile(
 @triton.jit
 def extend_scores(
     scores,
+    positions,
     block_table,
     length,
     word_stride,
@@ -80,16 +81,20 @@ def extend_scores(
     TILE: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """``W[j] = max(U[j - REACH], ..., U[j])``, in place: tiles from the last to the first."""
+    """``W[j] = max(U[j - REACH], ..., U[j])``, by position; in place: from the last tile on."""
     num_tiles = tl.cdiv(length, TILE)
     for t in range(num_tiles):
         slot = (num_tiles - 1 - t) * TILE + tl.arange(0, TILE)
         live = slot < length
         largest = tl.full([TILE], float("-inf"), tl.float32)
+        row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
+        first = tl.load(positions + row * word_stride + offset, mask=live, other=0) - REACH
         for d in tl.static_range(REACH + 1):
             there = live & (slot >= d)
             row, offset = locate(block_table, slot - d, there, h, num_kv_heads, N)
-            score = tl.load(scores + row * word_stride + offset, mask=there, other=float("-inf"))
+            word = row * word_stride + offset
+            near = there & (tl.load(positions + word, mask=there, other=0) >= first)
+            score = tl.load(scores + word, mask=near, other=float("-inf"))
             largest = tl.maximum(largest, score)
         row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
         # Other threads of this program may still read what is written, then what was written.
@@ -133,7 +138,9 @@ def select_survivors(
     if REACH > 0:
         # Where all survive, scores stay as they are; where heads share slots, it is done.
         length = tl.where((num_survivors < attended_len) & (splits == 0), attended_len, 0)
-        extend_scores(scores, block_table, length, word_stride, num_kv_heads, h, N, TILE, REACH)
+        extend_scores(
+            scores, positions, block_table, length, word_stride, num_kv_heads, h, N, TILE, REACH
+        )
     if CAN_SPLIT:
         first_rows = tl.load(first_row_bases + layer).to(tl.pointer_type(tl.int32))
         bounds = first_rows + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1) + h

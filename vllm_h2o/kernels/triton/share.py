@@ -97,8 +97,9 @@ def share_rows(
     if REACH > 0:
         for h in range(num_kv_heads):
             extend_scores(
-                scores, block_table, attended_len, word_stride, num_kv_heads, h, N, TILE, REACH
-            )
+                scores, positions, block_table, attended_len, word_stride, num_kv_heads, h, N,
+                TILE, REACH,
+            )  # fmt: skip
     num_heavy = num_survivors - num_sinks - (logical_end - recent_start)
     wanted = num_heavy * num_kv_heads
     # The largest threshold that at least `wanted` candidates of all heads reach.

@@ -1,0 +1,111 @@
+"""A conversation is one request that is evicted from at the end of each turn's prompt."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from tests.e2e.conversations import ConversationOracle, converse, own_text
+from tests.e2e.harness import Probe, engine, generate, smollm2, tiny_llama, token_ids
+from tests.e2e.server import MODEL, Completing, blocks, run
+from tests.house_rules import ROOT
+from vllm_h2o.cli import main
+
+SMALL = {"block_size": 16, "num_gpu_blocks_override": 120, "max_num_batched_tokens": 128}
+WHAT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("h2o", {"kernels": "torch"}),
+    ("h2o", {"granularity": "block", "recent_ratio": 0.2}),
+    ("h2o", {"score": "mean", "prefill": "chunked"}),
+    ("h2o", {"prefill": "window", "observation_window": 6}),
+    ("h2o", {"evict_every": 5}),
+    ("h2o2", {"observation_window": 4, "window_lifetime": 9}),
+    ("h2o2", {"observation_window": 4, "window_lifetime": 40}),
+    ("streaming", {}),
+    ("local", {}),
+    ("random", {}),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of two KV heads."""
+    return tiny_llama(tmp_path_factory.mktemp("llama"), 4, 2)
+
+
+@pytest.mark.parametrize(("policy", "options"), WHAT, ids=[f"{p} {o}" for p, o in WHAT])
+def test_conversations_are_one_request(
+    policy: str, options: dict[str, Any], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set for set, and attention output by attention output; turns of one token, too."""
+    own = {"budget": 64, "continuation": True, **options}
+    with monkeypatch.context() as patch, engine(model, policy, own, **SMALL) as llm:
+        probe = Probe(llm)
+        oracle = ConversationOracle(probe.scheduler).install(patch)
+        texts = [own_text(index, length) for index, length in enumerate((5, 63, 64, 90))]
+        lengths = [len(text) for text in texts]
+        for turn in converse(llm, texts, turns=(0, 1, 30, 7), max_tokens=21):
+            found = [output.num_cached_tokens for output in turn]
+            prompts = [len(output.prompt_token_ids or ()) for output in turn]
+            assert found in ([0] * 4, lengths)
+            lengths = [length + 21 - 1 for length in prompts]
+        assert found[0] > 0
+        assert probe.num_free == probe.num_total
+    assert oracle.num_turns == 4 * 4 * 2 * 2
+    assert oracle.num_victims > 0 or policy == "h2o" and options.get("evict_every")
+    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
+    assert oracle.max_error < 1e-4
+
+
+CHAT = ROOT / "examples/chat.md"
+SMALL_SERVER = ("--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=16")
+
+
+def test_chat(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The page's commands, on a real server and a real template, as a reader would run them."""
+    check, start, chat, metrics = blocks(CHAT)
+    model = smollm2()
+    assert main(shlex.split(check.code.replace(MODEL, model))[1:]) == 0
+    assert "a plain answer: continues" in capfd.readouterr().out
+    _, _, served, *flags = shlex.split(start.code)
+    assert served == MODEL
+    with Completing(Path(model), tmp_path / "log", [*SMALL_SERVER, *flags]) as server:
+        said = re.findall(r"(\d+) tokens, (\d+) of them continued", run(chat, server))
+        prompts, cached = ([int(n) for n in each] for each in zip(*said, strict=True))
+        counted = run(metrics, server)
+    assert cached == [0, prompts[0] + 23, prompts[1] + 23] and len(prompts) == 3
+    hits = re.search(r"^vllm:kv_policy_continuation_hits_total\{.*\} ([\d.]+)$", counted, re.M)
+    assert hits and float(hits[1]) == sum(cached)
+
+
+def test_branches_regenerations_and_budgets(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several go on from one entry at once, and none from one of another budget or salt."""
+    own = {"budget": 64, "continuation": True}
+    with monkeypatch.context() as patch, engine(model, "h2o", own, **SMALL) as llm:
+        oracle = ConversationOracle(Probe(llm).scheduler).install(patch)
+        small = {"extra_args": {"kv_budget": 32}}
+        text = own_text(0, 90)
+        for budget in ({}, small):
+            (first,) = generate(llm, [text], 20, **budget)
+            assert first.num_cached_tokens == 0
+        said = [*text, *first.outputs[0].token_ids]
+        branches = [[*said, *own_text(seed, 9)] for seed in (1, 2)]
+        again = generate(llm, [*branches, branches[0]], 5, n=2, temperature=1, seed=1, **small)
+        assert [output.num_cached_tokens for output in again] == [109] * 3
+        assert token_ids(again)[0] == token_ids(again)[2] != token_ids(again)[1]
+        (other,) = generate(llm, branches[:1], 5)
+        assert other.num_cached_tokens in (0, 109)  # 109 if both budgets said the same
+        (salted,) = llm.generate(
+            [{"prompt_token_ids": branches[0], "cache_salt": "mine"}],
+            SamplingParams(max_tokens=2, temperature=0, detokenize=False, **small),
+            use_tqdm=False,
+        )
+        assert salted.num_cached_tokens == 0
+        llm.reset_prefix_cache()
+        (anew,) = generate(llm, branches[:1], 5, **small)
+        assert anew.num_cached_tokens == 0
+    assert oracle.max_error < 1e-4 and oracle.num_turns >= 3 * 2 * 4

@@ -1,0 +1,216 @@
+"""Random conversations: who said what to whom is told from the tokens, not from the plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from tests.scheduler.harness import MAX_MODEL_LEN, STOP, Simulation
+from tests.scheduler.shadow import ShadowPool
+from vllm_h2o.wire import Continuation, RequestPlan
+
+
+class Tenant(NamedTuple):
+    """With whom a request shares nothing that differs in one of these."""
+
+    salt: str | None = None
+    adapter: str | None = None
+    budget: int | None = None
+
+
+TENANTS = (Tenant(), Tenant(salt="a"), Tenant(adapter="b"), Tenant(budget=40))
+
+
+class ConversationPool(ShadowPool):
+    """Names a token by its tenant, all tokens up to it, and where turns before it were packed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tenants: dict[str, Tenant] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.packed: dict[str, tuple[int, ...]] = {}
+        self.victims_by_block: dict[int, int] = {}
+        self.requests: dict[str, Request] = {}
+
+    def _token(self, request_id: str, position: int) -> tuple[object, int]:
+        text = tuple(self.texts[request_id][: position + 1])
+        assert len(text) == position + 1
+        packed = tuple(end for end in self.packed[request_id] if end <= position)
+        tenant = self.tenants[request_id]
+        # What nothing was evicted before is the same whatever the budget.
+        return (tenant if packed else tenant._replace(budget=None), text, packed), position
+
+    def execute(self, output: SchedulerOutput) -> None:
+        """Begin the lives of this step, copy what they continue from, and run the plans."""
+        cached = output.scheduled_cached_reqs
+        begun = [new.req_id for new in output.scheduled_new_reqs]
+        for request_id in [*begun, *cached.resumed_req_ids]:
+            self.texts[request_id] = list(self.requests[request_id].all_token_ids)
+            self.packed[request_id] = (len(self.texts[request_id]),)
+        plan = output.residency_plan
+        rows = {new.req_id: new.block_ids[0] for new in output.scheduled_new_reqs}
+        granted = (ids and ids[0] for ids in cached.new_block_ids)
+        rows |= dict(zip(cached.req_ids, granted, strict=True))
+        read = {i: self._left(c, plan.requests[i]) for i, c in plan.continued.items()}
+        for request_id, tokens in read.items():
+            each = plan.continued[request_id]
+            assert list(each.blocks) == rows[request_id][: len(each.blocks)]
+            for index, token in enumerate(tokens):
+                block = each.blocks[index // self.block_size]
+                self.slots[block, index % self.block_size] = token
+            (_, _, packed), last = tokens[-1]
+            assert last == plan.requests[request_id].logical_start - 1
+            self.packed[request_id] = (*packed, *self.packed[request_id])
+            positions = {position for _, position in tokens}
+            life = self.lives[request_id] + 1
+            self.held[request_id] = (life, positions)
+            self.positions[request_id, life] = {p: p for p in positions}
+        super().execute(output)
+
+    def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
+        """What slots held before this step, in order of position, but for free ones."""
+        slots = range(each.num_slots)
+        if each.num_free_slots:
+            end = self.victims_by_block[each.source[0]] + self.victim_size
+            slots = [s for s in slots if not end - each.num_free_slots <= s < end]
+        size = self.block_size
+        tokens = [self.slots[each.source[slot // size], slot % size] for slot in slots]
+        assert len(tokens) == plan.resident_start
+        return sorted(tokens, key=lambda token: token[1])
+
+    def _run(self, request_id: str, plan: RequestPlan) -> None:
+        super()._run(request_id, plan)
+        if plan.selects:
+            first = self.tables[request_id][plan.first_block_idx]
+            self.victims_by_block[first] = self.victims[request_id]
+
+
+class Talking(Simulation):
+    """A simulation whose requests go on from what others have said."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        draws = self.pool.random
+        self.pool = ConversationPool(0, self.scheduler.manager.block_size)
+        self.pool.random = draws
+        self.pool.victim_size = self.scheduler.ledger.victim_size
+        self.pool.requests = self.scheduler.requests
+        self.said: list[tuple[Tenant, list[int]]] = []
+        self.all: dict[str, Request] = {}
+
+    def say(self, prompt: Sequence[int], max_tokens: int, tenant: Tenant, priority: int = 0) -> str:
+        """A new request."""
+        request_id = f"r{self.count['add']}"
+        self.count["add"] += 1
+        extra = None if tenant.budget is None else {"kv_budget": tenant.budget}
+        params = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP], extra_args=extra
+        )
+        adapter = tenant.adapter and LoRARequest(tenant.adapter, 1, "/nowhere")
+        request = self.all[request_id] = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=params,
+            pooling_params=None,
+            priority=priority,
+            lora_request=adapter,
+            cache_salt=tenant.salt,
+            block_hasher=self.hasher,
+        )
+        self.pool.tenants[request_id] = tenant
+        self.scheduler.add_request(request)
+        return request_id
+
+    def step(self) -> SchedulerOutput:
+        """One step, and what has been said when requests end in it."""
+        output = super().step()
+        self.count["continue"] += len(output.residency_plan.continued)
+        self.remember()
+        return output
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests; what they said is said."""
+        super().abort(request_ids)
+        self.remember()
+
+    def remember(self) -> None:
+        """Let others go on from requests that have ended."""
+        for request_id in [i for i in self.all if i not in self.scheduler.requests]:
+            request = self.all.pop(request_id)
+            self.said.append((self.pool.tenants[request_id], list(request.all_token_ids)))
+
+    def _sample(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        sampled = super()._sample(output)
+        for request_id, tokens in zip(sampled.req_ids, sampled.sampled_token_ids, strict=True):
+            self.pool.texts[request_id] += tokens
+        return sampled
+
+    def _token(self) -> int:
+        return STOP if self.random.random() < self.stop_rate else self.random.choice((7, 8))
+
+    def run(self, ops: Sequence[tuple]) -> None:
+        """Do what a random schedule says, then all that is left.
+
+        Args:
+            ops: those of a simulation, where forks are tenants, and ("go on", from whom, tokens
+                less, tokens more, most tokens, requests, tenant or None: the same).
+
+        """
+        for op in ops:
+            if op[0] == "add":
+                prompt = [10 + i for i in range(min(op[1], 24))]
+                for _ in range(op[3]):
+                    self.say(prompt, op[2], TENANTS[(op[4] or 0) % len(TENANTS)])
+            elif op[0] == "go on":
+                self.go_on(*op[1:])
+            else:
+                self.run_one(op)
+        self.drain()
+
+    def go_on(
+        self, whom: int, less: int, more: int, most: int, num: int, tenant: int | None
+    ) -> None:
+        """The next turn of what somebody said, as it was or a little less, perhaps elsewhere."""
+        if not self.said:
+            return
+        own, text = self.said[-1 - whom % len(self.said)]
+        prompt = [*text[: max(len(text) - less, 1)], *range(100, 100 + more)]
+        prompt = prompt[: MAX_MODEL_LEN - 4]
+        for _ in range(num):
+            most = min(most, MAX_MODEL_LEN - len(prompt))
+            self.say(prompt, most, own if tenant is None else TENANTS[tenant])
+
+
+_add = st.tuples(
+    st.just("add"),
+    st.integers(1, 24),
+    st.integers(1, 16),
+    st.integers(1, 3),
+    st.one_of(st.none(), st.integers(0, 3)),
+)
+_go_on = st.tuples(
+    st.just("go on"),
+    st.integers(0, 5),
+    st.sampled_from([0, 0, 0, 0, 1, 2, 5]),
+    st.sampled_from([0, 1, 2, 5, 9, 15]),
+    st.integers(1, 16),
+    st.integers(1, 4),
+    st.sampled_from([None, None, None, 0, 1, 2, 3]),
+)
+_steps = st.tuples(st.just("steps"), st.integers(5, 25))
+_breaks = st.one_of(
+    st.tuples(st.just("abort"), st.integers(0, 1000)),
+    st.tuples(st.just("abort"), st.integers(0, 1000)),
+    st.tuples(st.just("reset")),
+)
+conversations = st.lists(
+    st.one_of(_add, _go_on, _steps, _go_on, _steps, _breaks), min_size=8, max_size=40
+)
+"""What :meth:`Talking.run` reads."""

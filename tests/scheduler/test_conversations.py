@@ -1,0 +1,163 @@
+"""Who continues from whom: random schedules, in which nobody ever reads another's cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.request import Request
+
+from tests.scheduler.conversations import TENANTS, Talking, Tenant, conversations
+from tests.scheduler.harness import vllm_config
+from tests.scheduler.schedules import (
+    _PREFIXES,
+    OPTIONS,
+    Schedule,
+    many,
+    overlaps,
+    schedules,
+)
+from vllm_h2o.scheduler.conversations import Conversations
+
+ON = ("continuation", True)
+SHARING = (
+    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
+    (_PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
+)
+
+totals: Counter[str] = Counter()
+
+
+@many(500)
+@given(
+    schedule=schedules(ops=conversations),
+    budget=st.sampled_from([12, 12, 20]),
+    options=st.sampled_from(OPTIONS + SHARING),
+    max_batched=st.sampled_from([8, 20, 64]),
+    num_pages=st.sampled_from([16, 18, 20, 60]),
+    overlap=overlaps,
+)
+def random_conversations(
+    schedule: Schedule,
+    budget: int,
+    options: tuple[tuple[str, object], ...],
+    max_batched: int,
+    num_pages: int,
+    overlap: tuple[int, bool],
+) -> None:
+    """Each slot that a request attends to holds what it would have computed itself, or inherited.
+
+    By text, tenant and the ends of turns; the pool is short for some, and wide enough for others.
+    """
+    if ("granularity", "block") in options:
+        budget, num_pages = 32, max(num_pages, 20)
+    max_batched = max(max_batched, 12) if ("observation_window", 5) in options else max_batched
+    config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], (ON, *options))
+    talking = schedule.play(Talking, config, schedule.num_blocks(num_pages), overlap[0])
+    totals.update(talking.count)
+    totals["evict"] += talking.pool.num_evictions
+
+
+def test_no_cache_is_another_s() -> None:
+    """Admit, preempt, resume, abort, reset, continue, in any order: each really happened."""
+    totals.clear()
+    random_conversations()
+    events = "add chunk decode preempt resume abort finish pack evict reset continue next_offset"
+    for event in events.split():
+        assert totals[event] >= 50, (event, totals)
+
+
+def talk(depth: int = 1, num_blocks: int = 200, **options: object) -> Talking:
+    """Conversations in a pool that holds them all, unless told otherwise."""
+    own = (ON, *options.items())
+    config = vllm_config(12, 64, 8, "fcfs", async_scheduling=depth > 1, options=own)
+    return Talking(config, num_blocks, depth)
+
+
+def first_turn(talking: Talking, tenant: Tenant = TENANTS[0]) -> list[int]:
+    """Said, with 30 tokens of prompt and 6 more."""
+    talking.say(range(10, 40), 6, tenant)
+    talking.drain()
+    return talking.said[-1][1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("tenant", TENANTS)
+def test_the_next_turn_begins_where_the_last_one_ended(depth: int, tenant: Tenant) -> None:
+    """Also of several at once, again and again, and one that has less to say."""
+    talking = talk(depth)
+    text = first_turn(talking, tenant)
+    for more, num in ((1, 1), (3, 3), (0, 2), (9, 1)):
+        before = talking.count["continue"]
+        for _ in range(num):
+            talking.say([*text, *range(100, 100 + more)], 2, tenant)
+        talking.drain()
+        assert talking.count["continue"] == before + num
+    talking.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("other", TENANTS[1:])
+def test_nobody_goes_on_from_another_tenant_s(other: Tenant) -> None:
+    """Of another salt, adapter or budget: either way round."""
+    for one, two in ((TENANTS[0], other), (other, TENANTS[0])):
+        talking = talk()
+        text = first_turn(talking, one)
+        talking.say([*text, 100], 2, two)
+        talking.say(text[:-2], 2, one)  # it ends before what was computed does
+        talking.say([*text[:20], 5, *text[21:], 5], 2, one)
+        talking.drain()
+        assert talking.count["continue"] == 0
+
+
+def test_the_longest_wins_and_a_taken_page_is_gone() -> None:
+    """A branch goes on from where it left; who takes one page of an entry ends all of it."""
+    talking = talk()
+    text = first_turn(talking)
+    longer = [*text, 100, 101]
+    talking.say(longer, 3, TENANTS[0])
+    talking.drain()
+    second = talking.said[-1][1]
+    for prompt, begun in (([*second, 1], len(second) - 1), ([*text, 1, 2], len(text) - 1)):
+        request_id = talking.say(prompt, 1, TENANTS[0])
+        output = talking.step()
+        assert output.residency_plan.requests[request_id].logical_start == begun
+        talking.drain()
+    entries = talking.scheduler.manager._conversations
+    assert isinstance(entries, Conversations)
+    request = _request_of(talking, [*text, 1, 2, 3])
+    entry = entries.find(request, talking.scheduler.ledger.budget, 0)
+    assert entry is not None and entry.turn.logical_len == len(text) + 2
+    pool = talking.scheduler.manager.block_pool
+    pool.evict_blocks({entry.blocks[-1].block_id})
+    assert not entry.is_whole
+
+
+def _request_of(talking: Talking, prompt: list[int]) -> Request:
+    request_id = talking.say(prompt, 1, TENANTS[0])
+    request = talking.scheduler.requests[request_id]
+    talking.abort([request_id])
+    return request
+
+
+def test_a_reset_ends_them_all() -> None:
+    """As vLLM does when its weights change, or it sleeps."""
+    talking = talk()
+    text = first_turn(talking)
+    assert talking.scheduler.reset_prefix_cache()
+    talking.say([*text, 1], 2, TENANTS[0])
+    talking.drain()
+    assert talking.count["continue"] == 0
+
+
+def test_what_is_seen() -> None:
+    """Tokens that were asked for, and those that were there."""
+    talking = talk()
+    text = first_turn(talking)
+    talking.say([*text, 1], 2, TENANTS[0])
+    talking.drain()
+    stats = talking.scheduler.stats_reporter.report()
+    assert stats.continuation_queries == 30 + len(text) + 1
+    assert stats.continuation_hits == len(text) - 1
+    assert talking.scheduler.stats_reporter.report().continuation_queries == 0
