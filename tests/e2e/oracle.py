@@ -17,7 +17,7 @@ from tests.kernels.truth import follow_merge
 from vllm_h2o.kernels.batch import Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.float8 import as_read
-from vllm_h2o.kernels.reference import Head, page_sums, random_score
+from vllm_h2o.kernels.reference import Head, random_score
 from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.wire import RequestPlan
@@ -46,8 +46,7 @@ class Oracle:
         num_together: packs of every few tokens that were compared.
         num_ties: victims that differ, between scores closer than ``TIE``.
         num_merged: victims that went to the nearest key; their K, V and masses are compared.
-        num_merge_ties: those that went to another key than the reference's, as near: in a model's
-            first layer the same token as far before the victim as behind it is.
+        num_merge_ties: those that went to another key than the reference's, as near.
         num_unequal: times that KV heads of a layer got unequal numbers of slots.
         num_accepted: drafts that were accepted, and followed.
         num_rejected: drafts that were rejected.
@@ -165,9 +164,7 @@ class Oracle:
             if plan.has_drafts:
                 continue
             if plan.splits:
-                heads = [
-                    self.heads[layer_name, head, request_id] for head in range(impl.num_kv_heads)
-                ]
+                heads = [self.heads[layer_name, h, request_id] for h in range(impl.num_kv_heads)]
                 pack_layer(heads, cache.block_size)
                 self.num_unequal += len({head.capacity for head in heads}) > 1
             own = table[plan.pack_block_idx :]
@@ -197,8 +194,7 @@ class Oracle:
         self.num_rejected += last.num_new - plan.num_unscored
         for i in range(plan.num_unscored):
             one = replace(last, logical_start=last.logical_start + i, num_new=1)
-            own = tuple(t[i : i + 1] for t in tensors)
-            self._follow_tokens(impl, where, one, own, scoring)
+            self._follow_tokens(impl, where, one, tuple(t[i : i + 1] for t in tensors), scoring)
 
     def _follow_tokens(
         self,
@@ -359,9 +355,8 @@ class Oracle:
         assert cache.mass is not None
         num_slots = len(rows) * cache.block_size if plan.is_split else plan.resident_end
         tokens = (cache.key, cache.value, cache.score, cache.position, cache.mass)
-        key, value, score, position, mass = (
-            view[rows].flatten(0, 1)[:num_slots] for view in tokens
-        )
+        parts = (view[rows].flatten(0, 1)[:num_slots] for view in tokens)
+        key, value, score, position, mass = parts
         held = Strip(key.double(), value.double(), score.double(), position.long(), mass)
         merged, tied = follow_merge(self.heads[where], held, cache.key.dtype)
         self.num_merged += merged
@@ -375,7 +370,7 @@ class Oracle:
         chosen = head.strip.position.tolist().index(position)
         ranks = head.strip.ranks(head.logical_len, head.by_age)
         if head.page_size > 1:
-            ranks = page_sums(head.strip, head.page_size)
+            ranks = head.strip.page_sums(head.page_size)
         lowest, other = float(ranks[head.victim]), float(ranks[chosen])
         assert abs(other - lowest) <= TIE * abs(lowest), (where, lowest, other)
         self.num_ties += 1

@@ -11,7 +11,7 @@ from tests.kernels.harness import LAYER_INDEX, Layer, Life, views
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import as_read
 from vllm_h2o.kernels.merge import cosines
-from vllm_h2o.kernels.reference import Head, page_sums, random_score
+from vllm_h2o.kernels.reference import Head, random_score
 from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.policy import POLICIES, ScoreKind
@@ -203,7 +203,7 @@ def follow_merge(head: Head, strip: Strip, dtype: torch.dtype) -> tuple[bool, bo
 def ranks(head: Head, strip: Strip) -> torch.Tensor:
     """[L]: what the head compares, of a strip of its tokens."""
     if head.page_size > 1:
-        return page_sums(strip, head.page_size)
+        return strip.page_sums(head.page_size)
     return strip.ranks(head.logical_len, head.by_age)
 
 

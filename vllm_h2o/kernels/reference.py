@@ -166,12 +166,6 @@ def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Te
     return score.expand_as(within).masked_fill(~within, float("-inf")).amax(dim=1)
 
 
-def page_sums(strip: Strip, page_size: int) -> torch.Tensor:
-    """[L]: of each slot, the sum of the scores in its page."""
-    sums = [part.sum().expand_as(part) for part in strip.score.split(page_size)]
-    return torch.cat(sums) if sums else strip.score
-
-
 def select_page(
     strip: Strip, logical_len: int, num_recent: int, num_sinks: int, page_size: int
 ) -> int:
@@ -181,7 +175,7 @@ def select_page(
     """
     able = (strip.position >= num_sinks) & (strip.position < logical_len - num_recent)
     starts = [s for s in range(0, len(strip), page_size) if able[s : s + page_size].all()]
-    sums = page_sums(strip, page_size)
+    sums = strip.page_sums(page_size)
     return min(starts, key=lambda slot: (float(sums[slot]), -int(strip.position[slot])))
 
 
@@ -383,7 +377,7 @@ class Head:
         limits = (self.num_recent, self.num_sinks, self.by_age)
         held = self.strip
         if self.page_size > 1:
-            ranked = Strip(held.key, held.value, page_sums(held, self.page_size), held.position)
+            ranked = Strip(held.key, held.value, held.page_sums(self.page_size), held.position)
         else:
             ranked = held
         num_survivors = self.capacity - self.evict_every

@@ -76,6 +76,11 @@ class Strip:
             self.key[slot], self.value[slot] = key, value
             self.score[slot], self.position[slot], self.mass[slot] = score, position, 1.0
 
+    def page_sums(self, page_size: int) -> torch.Tensor:
+        """[L]: of each slot, the sum of the scores in its page."""
+        sums = [part.sum().expand_as(part) for part in self.score.split(page_size)]
+        return torch.cat(sums) if sums else self.score
+
     def taken(self, slots: Sequence[int]) -> Strip:
         """The tokens in these slots, in this order."""
         at, without = list(slots), self.score_without_window

@@ -297,12 +297,8 @@ class HeavyHitterScheduler(AsyncScheduler):
     def _budget_of(self, request: Request) -> Budget | None:
         """A request's own budget, from its original prompt: the same when it is resumed."""
         params = request.sampling_params
-        lengths = (
-            self.max_model_len,
-            self.manager.block_size,
-            request.num_prompt_tokens,
-            request.max_tokens,
-        )
+        engine = (self.max_model_len, self.manager.block_size)
+        lengths = (*engine, request.num_prompt_tokens, request.max_tokens)
         try:
             asked = asked_budget(params.extra_args) if params else None
             budget = budget_of(self.policy_config, *lengths, asked)
