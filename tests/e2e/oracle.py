@@ -152,9 +152,6 @@ class Oracle:
                     if impl.sink_logits is not None:
                         own = impl.sink_logits.chunk(impl.num_kv_heads)[head]
                         self.heads[where].sink_logits = own.double()
-                if plan.in_prompt and not self.heads[where].in_prompt:
-                    # The next part of a session: more of the prompt, and no victim.
-                    self.heads[where].in_prompt, self.heads[where].victim = True, None
                 self._settle(impl, where, plan, metadata.scoring)
                 out = output[tokens].view(*query[tokens].shape)
                 if plan.has_drafts:
@@ -185,6 +182,9 @@ class Oracle:
         self, impl: HeavyHitterImpl, where: Where, plan: RequestPlan, scoring: Scoring
     ) -> None:
         """Follow the tokens of the last step that were accepted, one by one, as without drafts."""
+        if plan.in_prompt and not self.heads[where].in_prompt:
+            # The next part of a session: more of the prompt, and no victim.
+            self.heads[where].in_prompt, self.heads[where].victim = True, None
         last, tensors = self.drafted.pop(where, (plan, ()))
         if plan.in_prompt or not tensors:
             assert plan.num_unscored == 0
