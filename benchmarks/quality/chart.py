@@ -70,6 +70,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def _fill(axis: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Draw one panel; its lines by their labels."""
     costs = name.startswith("prose")
+    # Of two full caches, the engine's.
+    rows = sorted(rows, key=lambda row: row["by"].startswith("engine"))
     column, unit = ("above_full", 1) if costs else ("mean", 100)
     last = {(row["policy"], 100 * float(row["share"])): unit * float(row[column]) for row in rows}
     pressed = [row["policy"] for row in rows if row["by"].startswith("kvpress")]
