@@ -24,7 +24,7 @@ def ratios(rows: list[dict[str, Any]], profile: Profile) -> list[float]:
 
 
 def draw(path: Path, target: Path) -> None:
-    """Write ``target``.png and .svg: a bar for each profile, its pairs as points.
+    """Write ``target``.png and .svg: a bar for each profile, its pairs as points; or nothing.
 
     Args:
         path: the CSV.
@@ -41,7 +41,9 @@ def draw(path: Path, target: Path) -> None:
         rows = list(csv.DictReader(file))
     known = {p.id for p in (*CPU, *GPU)}
     rows = [row for row in rows if row["profile"] in known]
-    profiles = [p for p in (*CPU, *GPU) if ratios(rows, p)]
+    profiles = [p for p in (*CPU, *GPU) if rows and ratios(rows, p)]
+    if not profiles:
+        return
     figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.5 * len(profiles)))
     for i, profile in enumerate(profiles):
         points = ratios(rows, profile)
