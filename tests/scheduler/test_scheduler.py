@@ -203,6 +203,31 @@ def test_a_streaming_input_with_a_token_too_many_begins_again() -> None:
     simulation.abort([session])
 
 
+@pytest.mark.parametrize(
+    ("options", "pages"),
+    [
+        ((*CHUNKED, ("merge", 0.9)), 40),  # a chunk takes each token for one
+        (CHUNKED, -(-(BUDGET - 1 + 9) // BLOCK_SIZE)),  # of a chunk and the survivors, no more
+        ((*CHUNKED, ("positions", "rolling"), ("position_limit", BUDGET - 1 + 9)), 40),
+    ],
+    ids=["merged", "no pages", "no positions"],
+)
+def test_a_streaming_input_that_finds_no_room_begins_again(options: Any, pages: int) -> None:
+    """What it holds when it has generated is more than what a chunk of its prompt leaves."""
+    config = vllm_config(BUDGET, 9, 8, "fcfs", False, options)
+    simulation = Simulation(config, 1 + pages, depth=1)
+    session = simulation.add(30, 7, resumable=True)
+    while simulation.scheduler.requests[session].status != WAITS:
+        simulation.step()
+    assert simulation.scheduler.ledger.states[session].resident_len == BUDGET
+    simulation.add(20, 7, resumable=True, request_id=session)
+    assert simulation.step().residency_plan.requests[session].logical_start == 0
+    while simulation.scheduler.requests[session].status != WAITS:
+        simulation.step()
+    simulation.abort([session])
+    assert simulation.num_free == simulation.num_total
+
+
 def test_a_streaming_input_fills_a_budget_of_all() -> None:
     """Where requests enter, a prompt is shorter than the longest sequence; its parts are not."""
     config = vllm_config(1.0, 64, 8, "fcfs", async_scheduling=False)
@@ -247,7 +272,7 @@ def test_lengths_outlive_nothing() -> None:
 def test_a_prompt_of_three_times_the_pool() -> None:
     """Packed after each chunk, a request holds C - 1 tokens and a chunk at the most."""
     config = vllm_config(BUDGET, 8, 8, "fcfs", False, (("prefill", "chunked"),))
-    num_pages = -(-(BUDGET - 1 + 8) // BLOCK_SIZE)
+    num_pages = -(-(BUDGET - 1 + 9) // BLOCK_SIZE)
     simulation = Simulation(config, 1 + num_pages, depth=1)
     request = simulation.add(prompt_len=60, max_tokens=4)
     assert 3 * num_pages * BLOCK_SIZE == 60

@@ -56,6 +56,11 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks", "c7ce5341a1a0"),
     Symbol(f"{_MANAGER}.add_local_computed_blocks", "327a7998ba35"),
     Symbol(f"{_MANAGER}.cache_blocks", {"0.32": "9b9881457015", "0.33": "d474d54eb43c"}),
+    # A page that bears a hash loses it when it is taken, and when the cache is reset.
+    Symbol("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "df67f9d983f2"),
+    Symbol("vllm.v1.core.block_pool:BlockPool._maybe_evict_cached_block", "a58d3b176096"),
+    Symbol("vllm.v1.core.block_pool:BlockPool._remove_cached_block_hashes", "f6ae046351bd"),
+    Symbol("vllm.v1.core.block_pool:BlockPool.reset_prefix_cache", "ee9fe2283939"),
     # What make_stats() returns reaches record(), which asks the loggers in their order.
     Symbol(f"{_SCHEDULER}.make_stats", "9accb27a065c"),
     Symbol("vllm.v1.metrics.loggers:StatLoggerManager.record", "3a2ba9e58c58"),

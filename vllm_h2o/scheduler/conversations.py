@@ -16,6 +16,7 @@ texts of one hash are taken for the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -118,6 +119,7 @@ class Conversations:
         self._numbers = count()
         self._found: dict[Start, dict[End, Entry]] = {}
         self._owners: dict[int, Entry] = {}
+        self._num_blocks: Counter[int] = Counter()  # of how many entries, by their whole blocks
 
     def add(
         self, request: Request, state: RequestState, turn: Left, blocks: Sequence[KVCacheBlock]
@@ -156,6 +158,7 @@ class Conversations:
             block.set_block_hash(mark)
             self._owners[block.block_id] = entry
         self._found.setdefault(start, {})[end] = entry
+        self._num_blocks[turn.logical_len // self._block_size] += 1
 
     def find(self, request: Request, budget: Budget, seed: int) -> Entry | None:
         """The longest entry that a request's tokens begin with, and have more.
@@ -170,7 +173,9 @@ class Conversations:
             return None
         self._update_hashes(request)
         longest = request.num_tokens - 1
-        for num_blocks in range(longest // self._block_size, -1, -1):
+        for num_blocks in sorted(self._num_blocks, reverse=True):
+            if num_blocks > longest // self._block_size:
+                continue
             known = self._found.get(self._start(request, budget, seed, num_blocks), {})
             for end in sorted(known, key=lambda end: -len(end[0])):
                 length = num_blocks * self._block_size + len(end[0])
@@ -217,6 +222,10 @@ class Conversations:
         known = self._found.get(start, {})
         if known.get(end) is entry:
             del known[end]
+            num_blocks = entry.turn.logical_len // self._block_size
+            self._num_blocks[num_blocks] -= 1
+            if not self._num_blocks[num_blocks]:
+                del self._num_blocks[num_blocks]
             if not known:
                 del self._found[start]
         for block, mark in zip(entry.blocks, entry.marks, strict=True):

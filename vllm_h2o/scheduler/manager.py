@@ -145,6 +145,32 @@ class HeavyHitterManager(FullAttentionManager):
         self._entries[request.request_id] = entry
         return entry.turn.logical_len
 
+    def extend(self, session: Request) -> bool:
+        """Go on with a session's next part after what it holds, as with one more chunk.
+
+        Args:
+            session: a request whose prompt is longer now.
+
+        Returns:
+            Whether it does. Not where a prompt's end has done what is not done again, where what is
+            held was chosen for another budget, or where there are no pages or positions for it.
+
+        """
+        ledger, info = self.ledger, self.info_of(session)
+        held = ledger.states.get(session.request_id)
+        scores_once = not ledger.observation_window and not ledger.second_pass_chunk
+        alone = not ledger.prefix_caching and not ledger.num_drafts and ledger.victim_size == 1
+        if held is None or not (ledger.packs_chunks and scores_once and alone):
+            return False
+        # What it holds may be more than what a chunk of its prompt has left.
+        most = held.resident_len + min(info.prompt_len - held.logical_len, self._largest_chunk)
+        room = len(self.req_to_blocks[session.request_id]) + self.block_pool.get_num_free_blocks()
+        limit = most if ledger.position_limit is None else ledger.position_limit
+        if ledger.num_pages(most) > room or most > limit:
+            return False
+        num_computed, budget = session.num_computed_tokens, ledger.budget_of(info)
+        return held.extend(num_computed, info, budget, ledger.fits(info))
+
     def take_continued(self) -> dict[str, Continuation]:
         """Requests of the step that is being scheduled that begin with the cache of another."""
         continued, self._continued = self._continued, {}

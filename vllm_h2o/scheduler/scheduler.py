@@ -97,8 +97,8 @@ class HeavyHitterScheduler(AsyncScheduler):
         if self.ledger.under_pressure:
             self._relieve_pressure()
         output = super().schedule(throttle_prefills)
-        # A liberty: an attribute added to an object of vLLM's, which reaches every worker.
         plan = self.ledger.take_step(output.num_scheduled_tokens)
+        # A liberty: an attribute added to an object of vLLM's, which reaches every worker.
         output.residency_plan = replace(plan, continued=self.manager.take_continued())
         return output
 
@@ -276,23 +276,10 @@ class HeavyHitterScheduler(AsyncScheduler):
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """A streaming input's next part: after what is resident, or all of it from the start."""
         super()._update_request_as_session(session, update)
-        held, info = self.ledger.states.get(session.request_id), self.manager.info_of(session)
-        now = (info, info.budget or self.ledger.budget, self.ledger.fits(info))
-        if not (held and self._extends and held.extend(session.num_computed_tokens, *now)):
+        # Chunks of a prompt take every token for one.
+        if self.policy_config.merges or not self.manager.extend(session):
             self._free_request_blocks(session)
             session.num_computed_tokens = 0
-
-    @property
-    def _extends(self) -> bool:
-        """Whether a part of a prompt may follow what was evicted from: where chunks are packed.
-
-        And where a prompt's queries score once, when they are computed, and nothing waits that its
-        end would have done.
-        """
-        ledger = self.ledger
-        scores_once = not ledger.observation_window and not ledger.second_pass_chunk
-        alone = not ledger.prefix_caching and not ledger.num_drafts and ledger.victim_size == 1
-        return ledger.packs_chunks and scores_once and alone
 
     def _budget_of(self, request: Request) -> Budget | None:
         """A request's own budget, from its original prompt: the same when it is resumed."""
