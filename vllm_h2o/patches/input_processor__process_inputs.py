@@ -18,13 +18,15 @@ from typing import Any
 
 from vllm_h2o.options.request import check_request
 from vllm_h2o.patches._patch import Patch, Symbol
-from vllm_h2o.planner.model import window_pages
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """``original``, and a check of what it returns."""
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not before the first request: nothing heavy is loaded where there is no policy.
+        from vllm_h2o.planner.model import window_pages
+
         config = self.vllm_config
         return check_request(original(self, *args, **kwargs), config, partial(window_pages, config))
 

@@ -113,7 +113,7 @@ def test_score_pass(
             expected = Strip(*(getattr(before[head], name)[:LENGTH] for name in VIEWS))
             own = query.double().unflatten(1, (2, 3))[:, head]
             if first_query < num_tokens:
-                score_pass(own[first_query:], expected, 0.2, which)
+                score_pass(own[first_query:], expected, 0.2, which, None)
             torch.testing.assert_close(strip.score, expected.score, rtol=1e-5, atol=1e-6)
             after = strips(cache, BLOCKS, 64)[head].score[LENGTH:]
             torch.testing.assert_close(after, before[head].score[LENGTH:], equal_nan=True)
