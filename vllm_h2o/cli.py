@@ -64,13 +64,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="how many sequences fit, by budget",
-        description=_PLAN,
+def _command(commands: Any, name: str, help_: str, description: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help_,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    return parser
+
+
+def _add_plan(commands: Any) -> None:
+    parser = _command(commands, "plan", "how many sequences fit, by budget", _PLAN)
     parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
@@ -117,12 +122,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_trace(commands: Any) -> None:
-    parser = commands.add_parser(
-        "trace",
-        help="an HTML page of what was kept, step by step",
-        description=_TRACE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _command(commands, "trace", "an HTML page of what was kept, step by step", _TRACE)
     parser.add_argument("model", metavar="MODEL", help="a folder or a name, as for vLLM")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
@@ -280,11 +280,8 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 
 def _add_check_template(commands: Any) -> None:
-    parser = commands.add_parser(
-        "check-template",
-        help="whether the next turn begins with the last one",
-        description=_TEMPLATE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = _command(
+        commands, "check-template", "whether the next turn begins with the last one", _TEMPLATE
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with a tokenizer, or a name")
     parser.add_argument(

@@ -225,8 +225,7 @@ class Plans:
     """The last plan of each request, kept by whoever is told of those that change alone."""
 
     def __init__(self) -> None:
-        self._told: dict[str, RequestPlan] = {}
-        self._own: dict[str, RequestPlan] = {}
+        self._last: dict[str, RequestPlan] = {}
 
     def complete(self, plan: ResidencyPlan, gone: Iterable[str] = ()) -> ResidencyPlan:
         """The same step with every request's plan; those of ongoing ones change in the next step.
@@ -240,21 +239,16 @@ class Plans:
 
         """
         for request_id in gone:
-            self._told.pop(request_id, None)
-            self._own.pop(request_id, None)
-        for request_id, new in plan.requests.items():
-            self._told[request_id] = new
-            self._own.pop(request_id, None)
-        whole = dict(plan.requests)
+            self._last.pop(request_id, None)
+        # Those that are told may be the sender's.
+        self._last |= {request_id: copy(new) for request_id, new in plan.requests.items()}
         for request_id in plan.ongoing:
-            own = self._own.get(request_id)
-            if own is None:
-                if request_id not in self._told:
-                    raise IntegrityError(f"request {request_id} goes on, and has no plan")
-                # The one that was told may be the sender's.
-                own = self._own[request_id] = copy(self._told[request_id])
-            own.go_on()
-            whole[request_id] = own
+            if request_id not in self._last:
+                raise IntegrityError(f"request {request_id} goes on, and has no plan")
+            self._last[request_id].go_on()
+        whole = {
+            request_id: self._last[request_id] for request_id in (*plan.requests, *plan.ongoing)
+        }
         return ResidencyPlan(whole, continued=plan.continued)
 
 

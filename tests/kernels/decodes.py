@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from tests.kernels.caches import copied, on_triton, same
+from tests.kernels.caches import copied, filled, on_triton, same
 from tests.kernels.harness import Shape
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
@@ -57,6 +57,21 @@ def decode_batch(
     # They lie as a graph's buffer has them, request by request.
     table = torch.tensor(tables, dtype=torch.int32)
     return DecodeBatch(table, torch.tensor(fields).T), owned
+
+
+def compare_a_batch(
+    make: Callable[[Shape], Kernels],
+    shape: Shape,
+    scoring: Scoring,
+    sink_logits: torch.Tensor | None = None,
+) -> None:
+    """One batch of all kinds of requests, and victims for those that overwrite."""
+    batch, owned = decode_batch(shape, scoring, seed=1)
+    theirs = filled(shape, owned + 1, seed=2, merges=scoring.merge > 0)
+    victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
+    victims[batch.first_block_ids[2]] = torch.tensor([0, shape.block_size])
+    victims[batch.first_block_ids[5]] = torch.tensor([7 * shape.block_size, 3 * shape.block_size])
+    compare_decodes(make, shape, scoring, batch, theirs, victims, sink_logits)
 
 
 def compare_decodes(

@@ -19,7 +19,7 @@ from tests.kernels.caches import (
     prompt_chunks,
     same,
 )
-from tests.kernels.decodes import KERNELS, compare_decodes, decode_batch
+from tests.kernels.decodes import KERNELS, compare_a_batch, compare_decodes, decode_batch
 from tests.kernels.harness import Shape
 from tests.kernels.native.cases import threads
 from vllm_h2o.kernels.batch import (
@@ -63,12 +63,7 @@ SCORINGS = [
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     """Outputs, pages and victims; of padding, a row of zeros and nothing else."""
-    batch, owned = decode_batch(SHAPE, scoring, seed=1)
-    theirs = filled(SHAPE, owned + 1, seed=2, merges=scoring.merge > 0)
-    victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
-    victims[batch.first_block_ids[2]] = torch.tensor([0, SHAPE.block_size])
-    victims[batch.first_block_ids[5]] = torch.tensor([7 * SHAPE.block_size, 3 * SHAPE.block_size])
-    compare_decodes(make, SHAPE, scoring, batch, theirs, victims)
+    compare_a_batch(make, SHAPE, scoring)
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from tests.kernels.caches import SHAPE, copied, filled, number, prompt_chunks, same
-from tests.kernels.decodes import KERNELS, compare_decodes, decode_batch
+from tests.kernels.decodes import KERNELS, compare_a_batch
 from tests.kernels.harness import Layer, Shape
 from tests.kernels.lives import SCALES, make_lives, merging, pool_size
 from tests.kernels.native.cases import threads
@@ -102,13 +102,8 @@ SCORINGS = [
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     """Outputs, scores and victims are the torch kernels', where strips are cut, too."""
-    batch, owned = decode_batch(SHAPE, scoring, seed=1)
-    theirs = filled(SHAPE, owned + 1, seed=2, merges=scoring.merge > 0)
-    victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
-    victims[batch.first_block_ids[2]] = torch.tensor([0, SHAPE.block_size])
-    victims[batch.first_block_ids[5]] = torch.tensor([7 * SHAPE.block_size, 3 * SHAPE.block_size])
     with threads(3):
-        compare_decodes(make, SHAPE, scoring, batch, theirs, victims, SINKS)
+        compare_a_batch(make, SHAPE, scoring, SINKS)
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)

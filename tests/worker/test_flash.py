@@ -70,10 +70,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_prompts(name: str) -> None:
-    """Outputs and scores are those of the torch kernels, however the chunks lie."""
-    chunks, num_calls, num_paged = CASES[name]
+def prefilled(chunks: list[PromptChunk], sink_logits: torch.Tensor | None = None) -> Varlen:
+    """What was asked of it, when outputs and pages were those of the torch kernels."""
     theirs = filled(SHAPE, 20, seed=1)
     number(theirs, chunks)
     ours = copied(theirs, SHAPE)
@@ -82,28 +80,25 @@ def test_prompts(name: str) -> None:
     varlen = Varlen()
     flash = TritonKernels(CPU, 8, 6, 2, 64, FlashPrompt(varlen, 3))
     for kernels, cache, out in zip((TorchKernels(), flash), (theirs, ours), outs, strict=True):
-        kernels.prefill(cache, chunks, StepTensors(query, key, value, out, None, 0.2), Scoring())
-    assert (varlen.num_calls, varlen.num_paged) == (num_calls, num_paged)
+        tensors = StepTensors(query, key, value, out, None, 0.2, sink_logits)
+        kernels.prefill(cache, chunks, tensors, Scoring())
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
     same(ours, theirs, 20)
+    return varlen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prompts(name: str) -> None:
+    """Outputs and scores are those of the torch kernels, however the chunks lie."""
+    chunks, num_calls, num_paged = CASES[name]
+    varlen = prefilled(chunks)
+    assert (varlen.num_calls, varlen.num_paged) == (num_calls, num_paged)
 
 
 def test_attention_sinks() -> None:
     """What it makes of them has not been tried: our own kernel attends."""
     chunks, _, _ = CASES["one prompt"]
-    theirs, sinks = filled(SHAPE, 20, seed=1), torch.linspace(-1.0, 3.0, 6)
-    number(theirs, chunks)
-    ours = copied(theirs, SHAPE)
-    query, (key, value) = torch.randn(50, 6, 64), torch.randn(2, 50, 2, 64)
-    outs = [torch.full_like(query, 7.0) for _ in range(2)]
-    varlen = Varlen()
-    flash = TritonKernels(CPU, 8, 6, 2, 64, FlashPrompt(varlen, 3))
-    for kernels, cache, out in zip((TorchKernels(), flash), (theirs, ours), outs, strict=True):
-        tensors = StepTensors(query, key, value, out, None, 0.2, sinks)
-        kernels.prefill(cache, chunks, tensors, Scoring())
-    assert varlen.num_calls == 0
-    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
-    same(ours, theirs, 20)
+    assert prefilled(chunks, torch.linspace(-1.0, 3.0, 6)).num_calls == 0
 
 
 def test_sent_once_a_step() -> None:

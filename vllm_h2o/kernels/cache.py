@@ -169,3 +169,22 @@ def cache_rows(block_table: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """
     heads = torch.arange(num_kv_heads, dtype=torch.int64, device=block_table.device)
     return block_table.to(torch.int64)[..., None, :] * num_kv_heads + heads[:, None]
+
+
+def first_slots(
+    cache: LayerCache, blocks: torch.Tensor, num_slots: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index into a layer's views, of the first slots of some blocks, for each KV head.
+
+    Args:
+        cache: of the layer.
+        blocks: [P], integers: block ids.
+        num_slots: those.
+
+    Returns:
+        [H, num_slots] rows, and offsets in them.
+
+    """
+    rows = cache_rows(blocks, cache.num_kv_heads)
+    slot = torch.arange(num_slots, device=rows.device)
+    return rows[:, slot // cache.block_size], (slot % cache.block_size).expand(len(rows), -1)

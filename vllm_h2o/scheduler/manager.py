@@ -18,7 +18,7 @@ from vllm_h2o.scheduler.conversations import Conversations, Entry
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.pressure import pages_to_admit
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
-from vllm_h2o.scheduler.state import RequestInfo
+from vllm_h2o.scheduler.state import Left, RequestInfo, RequestState
 from vllm_h2o.scheduler.windows import Windows
 from vllm_h2o.wire import Continuation, RequestPlan
 
@@ -138,8 +138,7 @@ class HeavyHitterManager(FullAttentionManager):
         entry = self._conversations.find(request, ledger.budget_of(info), ledger.seed_of(info))
         if entry is None or entry.turn.logical_len <= num_cached:
             return num_cached
-        first_chunk = min(info.prompt_len - entry.turn.logical_len, self._largest_chunk)
-        needed = ledger.num_pages(entry.turn.resident_len + first_chunk)
+        needed = ledger.num_pages(self._slots_with_a_chunk(info, entry.turn))
         if needed >= self.block_pool.num_gpu_blocks:  # with chunks that are packed, as it may be
             return num_cached
         self._entries[request.request_id] = entry
@@ -163,13 +162,17 @@ class HeavyHitterManager(FullAttentionManager):
         if held is None or not (ledger.packs_chunks and scores_once and alone):
             return False
         # What it holds may be more than what a chunk of its prompt has left.
-        most = held.resident_len + min(info.prompt_len - held.logical_len, self._largest_chunk)
+        most = self._slots_with_a_chunk(info, held)
         room = len(self.req_to_blocks[session.request_id]) + self.block_pool.get_num_free_blocks()
         limit = most if ledger.position_limit is None else ledger.position_limit
         if ledger.num_pages(most) > room or most > limit:
             return False
         num_computed, budget = session.num_computed_tokens, ledger.budget_of(info)
         return held.extend(num_computed, info, budget, ledger.fits(info))
+
+    def _slots_with_a_chunk(self, info: RequestInfo, held: RequestState | Left) -> int:
+        """Slots of what a request holds, and of the next chunk of its prompt, at the most."""
+        return held.resident_len + min(info.prompt_len - held.logical_len, self._largest_chunk)
 
     def take_continued(self) -> dict[str, Continuation]:
         """Requests of the step that is being scheduled that begin with the cache of another."""

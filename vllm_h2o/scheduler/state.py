@@ -230,9 +230,8 @@ class RequestState:
         moves = plan.num_survivors or plan.restored_end or plan.grows or plan.num_new > 1
         if plan.in_prompt or moves or self.budget.evict_every > 1:
             return 0
-        lifetime_end = self.prompt_end + lifetime
-        in_lifetime = lifetime > 0 and plan.logical_end < lifetime_end
-        end = lifetime_end - 1 if in_lifetime else sys.maxsize
+        window_end = self.window_end(lifetime)
+        end = window_end - 1 if plan.logical_end < window_end else sys.maxsize
         # The step that takes the last slot selects a victim, unlike those before it.
         left = sys.maxsize if plan.overwrites else plan.capacity - 1 - plan.resident_end
         return min(end, plan.logical_end + left)

@@ -114,7 +114,7 @@ class CopiedBatches:
 
     def _batch(self, rows: Rows, group: list[int]) -> DecodeBatch:
         plans = [rows.plans[row] for row in group]
-        width = max(map(self._num_pages, plans))
+        width = _num_columns(plans, self.block_size)
         fields = torch.tensor([rows.fields(row) for row in group])
         if self.prefix_caching:
             table = _own_blocks(rows.block_table[group], plans)[:, :width]
@@ -195,7 +195,7 @@ class PersistentBatch:
         if len(rows.decoding) < len(rows.plans):
             # A row has columns for the longest text. On a GPU their number splits the work.
             if not self.prefix_caching and not table.is_cuda:
-                table = table[:, : self._width(rows.decode_plans)]
+                table = table[:, : _num_columns(rows.decode_plans, self.block_size)]
             chosen = torch.tensor(rows.decoding, pin_memory=_pins(device))
             table = table[chosen.to(device, non_blocking=True)]
         table = table[: rows.num_padded]
@@ -203,16 +203,17 @@ class PersistentBatch:
             table = self._kept(_own_blocks(table, rows.decode_plans))
         return [DecodeBatch(table, fields.T)]
 
-    def _width(self, plans: Sequence[RequestPlan]) -> int:
-        """Columns up to the last that these requests use."""
-        return max((num_pages(p.attended_len, self.block_size) for p in plans), default=0)
-
     def _kept(self, table: torch.Tensor) -> torch.Tensor:
         """A copy of ``table`` in the buffer that graphs read."""
         if self._block_table.shape[1] != table.shape[1]:
             shape = (len(self._fields), table.shape[1])
             self._block_table = torch.zeros(shape, dtype=table.dtype, device=table.device)
         return self._block_table[: len(table)].copy_(table)
+
+
+def _num_columns(plans: Sequence[RequestPlan], block_size: int) -> int:
+    """Columns of the block table up to the last that these requests use, from their first on."""
+    return num_pages(max((plan.attended_len for plan in plans), default=0), block_size)
 
 
 def _own_blocks(table: torch.Tensor, plans: Sequence[RequestPlan]) -> torch.Tensor:

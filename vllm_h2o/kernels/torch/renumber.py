@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.cache import LayerCache, first_slots
 from vllm_h2o.kernels.strip import Rotation
 
 
@@ -34,9 +34,7 @@ def renumber(
             after it now, itself among them.
 
     """
-    rows = cache_rows(blocks, cache.num_kv_heads)
-    slot = torch.arange(num_slots, device=rows.device)
-    at = (rows[:, slot // cache.block_size], (slot % cache.block_size).expand(len(rows), -1))
+    at = first_slots(cache, blocks, num_slots)
     position = cache.position[at].to(torch.int64)  # [H, num_slots]
     rank = position.argsort(dim=1).argsort(dim=1)
     rotated = rotate_back(cache.key[at].to(torch.float32), position - rank)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.cache import LayerCache, cache_rows, first_slots
 
 LAST = 2**31 - 1
 """Where a slot is free, in the place of a position: after all others."""
@@ -77,10 +77,7 @@ class HeldTokens:
             blocks: [P], integers: those that hold the slots from now on.
 
         """
-        num_tokens = self.views[0].shape[1]
-        slot = torch.arange(num_tokens, device=blocks.device)
-        rows = cache_rows(blocks, cache.num_kv_heads)
-        at = (rows[:, slot // cache.block_size], (slot % cache.block_size).expand(len(rows), -1))
+        at = first_slots(cache, blocks, self.views[0].shape[1])
         for view, held in zip(_views(cache), self.views, strict=True):
             view[at] = held
 
