@@ -138,22 +138,22 @@ def test_smollm2() -> None:
     """The real model: one long prompt, three questions; budget 100 % is stock vLLM's text."""
     model = smollm2()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    text = tokenizer(TEXT)["input_ids"][:400]
+    text = tokenizer(TEXT)["input_ids"][:224]
     asked = [tokenizer(q)["input_ids"] for q in (" In short,", " The licensor", " A contributor")]
     prompts = [text + question for question in asked]
     for budget in (1.0, 0.25):
         options = {"budget": budget, "prefill": "window"}
         stock = (None, None) if budget == 1.0 else ("h2o", options)
         with engine(model, *stock, block_size=32) as llm:
-            cold = token_ids(generate(llm, prompts, 40))
+            cold = token_ids(generate(llm, prompts, 24))
         with engine(model, "h2o", options, block_size=32, enable_prefix_caching=True) as llm:
             # All at once: none finds what another computes in the same step.
-            assert token_ids(generate(llm, prompts, 40)) == cold
+            assert token_ids(generate(llm, prompts, 24)) == cold
             assert llm.reset_prefix_cache()
             for n, prompt in enumerate(prompts):
-                output = generate(llm, [prompt], 40)
+                output = generate(llm, [prompt], 24)
                 assert token_ids(output) == [cold[n]]
-                assert (output[0].num_cached_tokens or 0) >= (320 if n else 0)
+                assert (output[0].num_cached_tokens or 0) >= (160 if n else 0)
 
 
 def test_sums_over_every_query_are_refused(tmp_path: Path) -> None:
