@@ -55,11 +55,13 @@ class Judged:
     Args:
         nll: nats, one for each.
         first: whether it was the model's own choice.
+        num_cached_tokens: of the prompt, those that were not computed again.
 
     """
 
     nll: list[float]
     first: list[bool]
+    num_cached_tokens: int
 
 
 @contextmanager
@@ -112,11 +114,10 @@ def forced_engine(
         dtype=dtype,
         enforce_eager=True,
         max_model_len=max_model_len,
-        enable_prefix_caching=False,
         skip_tokenizer_init=True,
         logits_processors=[ForcedTokens],
         logprobs_mode="raw_logprobs",
-        **{**settings, **engine},
+        **{"enable_prefix_caching": False, **settings, **engine},
     )
 
 
@@ -169,4 +170,5 @@ def _judged(output: Any, forced: Sequence[int]) -> Judged:
     if list(said.token_ids) != list(forced):
         raise RuntimeError(f"request {output.request_id} said other tokens than it was made to")
     entries = [at[token] for at, token in zip(said.logprobs, forced, strict=True)]
-    return Judged([-entry.logprob for entry in entries], [entry.rank == 1 for entry in entries])
+    nll, first = [-entry.logprob for entry in entries], [entry.rank == 1 for entry in entries]
+    return Judged(nll, first, output.num_cached_tokens or 0)

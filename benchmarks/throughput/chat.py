@@ -6,7 +6,7 @@ equal bytes. In this process, so that each token is timed as the engine hands it
 Usage::
 
     python -m benchmarks.throughput.chat [--quick] [--rounds 1] [--conversations 32] [--turns 8]
-        [--budget 256] [--dtype float32] [--out FOLDER]
+        [--budget 256] [--dtype float32] [--sides stock] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from statistics import quantiles
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; or it wants nearly all memory
 
 from vllm import LLM, SamplingParams  # noqa: E402 (reads it)
 
@@ -184,6 +185,7 @@ def rows_of(side: str, load: Load, heard: Heard, pages: int) -> list[dict[str, A
     answered = load.conversations * load.turns * load.answered
     later = sum(n for turn, n in heard.asked.items() if turn)
     hits = sum(n for turn, n in heard.found.items() if turn)
+    said_before = later - (load.turns - 1) * load.conversations * load.asked
     rows = []
     for turn, seconds in sorted(heard.first.items()):
         cuts = quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else seconds * 99
@@ -195,6 +197,7 @@ def rows_of(side: str, load: Load, heard: Heard, pages: int) -> list[dict[str, A
                 "ttft_p99_s": round(cuts[98], 4),
                 "found": round(heard.found[turn] / heard.asked[turn], 4),
                 "found_after_turn_1": round(hits / max(later, 1), 4),
+                "found_of_said_before": round(hits / max(said_before, 1), 4),
                 "tokens_per_s": round(answered / heard.seconds, 2),
                 "pool_pages": pages,
                 **{name: getattr(load, name) for name in ("conversations", "turns", "budget")},
@@ -225,6 +228,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side (1)")
     parser.add_argument("--conversations", type=int, default=32)
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--budget", type=int, default=256, help="slots of a sequence (256)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument("--model", type=Path, help="another one's folder")
@@ -237,7 +241,7 @@ def main() -> None:
     csv = args.out / ("chat-quick.csv" if args.quick else "chat-cpu.csv")
     rows: list[dict[str, Any]] = []
     for number in range(args.rounds):
-        for side in SIDES:
+        for side in args.sides:
             size = MODELS[name].bytes_per_slot
             heard = run(side, load, model, size, args.dtype)
             about = {"round": number, "machine": machine_name(), "dtype": args.dtype}
