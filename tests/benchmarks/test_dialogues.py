@@ -1,0 +1,49 @@
+"""Dialogues that go on from an evicted cache, next to ones that are computed again, in small."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.dialogues import Turn, prompts, rows, spans, table
+from tests.e2e.harness import tiny_llama
+
+
+def test_answers_are_spans_of_the_passage() -> None:
+    """Of what several people have marked, one after the other, the first's."""
+    passage = "In May she left, with her dog. Her dog was old."
+    answers = (
+        "possible answers for question1:\nIn May she left, In May she left, with her dog,\n"
+        "possible answers for question2:\nHer dog was old. dog was old.\n"
+        "possible answers for question3:\nCANNOTANSWER CANNOTANSWER"
+    )
+    assert spans(passage, answers) == [
+        "In May she left",
+        "Her dog was old.",
+        "The text does not say.",
+    ]
+
+
+def test_rows(tmp_path: Path) -> None:
+    """The first turn is the same on both sides; later ones begin from what was left."""
+    draw = random.Random(0)
+    talks = [
+        [
+            Turn([draw.randrange(256) for _ in range(num)], [draw.randrange(256) for _ in range(9)])
+            for num in (60, 12, 20)
+        ]
+        for _ in range(3)
+    ]
+    assert [len(prompt) for prompt, _ in prompts(talks, 2)] == [60 + 9 + 12 + 9 + 20] * 3
+    found = list(rows(tiny_llama(tmp_path, 4, 2), ["h2o"], [32], talks))
+    assert [row["turn"] for row in found] == [1, 2, 3]
+    first, *later = found
+    assert first["found"] == 0 and first["continued_each"] == first["recomputed_each"]
+    for row, before in zip(later, (60 + 9, 60 + 9 + 12 + 9), strict=True):
+        # The last token of an answer was never computed.
+        assert row["found"] == pytest.approx((before - 1) / row["prompt_tokens"], abs=1e-3)
+        assert row["difference"] != 0
+        assert row["full"] > 0
+    assert table(found).count("| h2o | 32 |") == 3
