@@ -51,7 +51,7 @@ def stream(tokenizer: Tokenizer, task: Facts, preamble: int) -> tuple[list[int],
     """Token ids of a preamble and all prompts with their answers, and where these are."""
     tokens, asked = text(tokenizer, preamble) if preamble else [], list[Asked]()
     between = encode(tokenizer, "\n\n")
-    for context, tail, answers in zip(task.contexts, task.tail, task.answers, strict=True):
+    for context, tail, answers in zip(task.context, task.tail, task.answers, strict=True):
         of_fact = (answers == 0).nonzero()[:, 0].tolist()
         start, tail_start = len(tokens) + len(between), len(tokens) + len(between) + len(context)
         tokens += between + context.tolist() + tail[: of_fact[-1] + 1].tolist()

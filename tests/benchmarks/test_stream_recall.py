@@ -12,9 +12,10 @@ from benchmarks.quality.facts import facts
 from benchmarks.quality.phrasings import CONFIRMATION
 from benchmarks.quality.texts import TextsUnavailableError, archive
 from benchmarks.smollm2 import model_dir
-from benchmarks.stream_recall import CSV, parse, run, stream, summary
+from benchmarks.stream_recall import parse, run, stream, summary
 
-QUICK = "--questions 3 --prompt 160 --preamble 700 --warm-up 100 --cache 256 --chunk 128".split()
+QUICK = ["--questions", "3", "--prompt", "160", "--preamble", "700", "--warm-up", "100"]
+SHAPE = ["--cache", "256", "--chunk", "128", "--limit", "512"]
 
 
 @pytest.mark.timeout(1200)
@@ -32,8 +33,8 @@ def test_far_and_afresh(tmp_path: Path) -> None:
         assert fact.value in tokenizer.decode(tokens[one.start : one.answer])
     assert len(tokens) == asked[-1].end
     table = tmp_path / "recall.csv"
-    flags = ["--limit", "512", "--policies", "streaming", "--csv", str(table)]
-    rows = list(run(parse([*QUICK, *flags])))
+    flags = ["--policies", "streaming", "--csv", str(table)]
+    rows = list(run(parse([*QUICK, *SHAPE, *flags])))
     assert [row["start"] for row in rows] == [one.start for one in asked]
     assert rows[-1]["renumbered"] >= 3
     for row in rows:
