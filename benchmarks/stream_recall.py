@@ -28,7 +28,8 @@ from benchmarks.record import append_rows, machine_name
 from benchmarks.smollm2 import MODEL, model_dir
 from benchmarks.streams import VARIANTS, engine, read, text
 
-CSV = Path(__file__).parent / "results/stream-recall.csv"
+TRAINED = 8192
+"""Positions that the model knows."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "policy": name,
                     "cache": arguments.cache,
                     "chunk": arguments.chunk,
+                    "position_limit": arguments.limit or TRAINED,
                     "prompt": arguments.prompt,
                     **row,
                 }
