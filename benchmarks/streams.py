@@ -54,6 +54,7 @@ class Progress:
     Args:
         start: tokens computed before it.
         nll: nats of each token that follows one of the step's.
+        first: whether each of these is the model's own first choice.
         position: of the step's last token, as the model sees it.
         resident: tokens in the cache after it.
         renumbered: times that the request was renumbered so far.
@@ -64,6 +65,7 @@ class Progress:
 
     start: int
     nll: torch.Tensor
+    first: torch.Tensor
     position: int
     resident: int
     renumbered: int
@@ -119,9 +121,9 @@ def timed_renumberings() -> Iterator[list[float]]:
     """Seconds of each renumbering of this process, as long as the context lasts."""
     run, seconds = Renumbering.run, list[float]()
 
-    def timed(self: Renumbering, by_age: bool) -> None:
+    def timed(self: Renumbering, accumulates: bool) -> None:
         start = time.perf_counter()
-        run(self, by_age)
+        run(self, accumulates)
         seconds.append(time.perf_counter() - start)
 
     Renumbering.run = timed  # type: ignore[method-assign]
@@ -165,9 +167,10 @@ def read(llm: LLM, tokens: Sequence[int]) -> Iterator[Progress]:
         if states and states[0].offset != offset:
             offset, renumbered = states[0].offset, renumbered + 1
         assert judged is not None
-        nll = -judged.logprobs[before : min(done, len(tokens) - 1), 0].clone()
+        own = slice(before, min(done, len(tokens) - 1))
+        nll, first = -judged.logprobs[own, 0], judged.selected_token_ranks[own] == 1
         position = done - 1 - offset
-        yield Progress(before, nll, position, resident, renumbered, seconds, sum(times))
+        yield Progress(before, nll, first, position, resident, renumbered, seconds, sum(times))
 
 
 def text(tokenizer: Tokenizer, length: int) -> list[int]:

@@ -325,6 +325,20 @@ def test_positions_that_roll(at_every_step: bool) -> None:
     close(one.strip.value.sum(0), inputs.value[[i for i, _ in held]].sum(0))
 
 
+@pytest.mark.parametrize("limit", [None, 24])
+def test_a_sum_of_long_ago_fades_where_positions_roll(limit: int | None) -> None:
+    """A heavy hitter that nothing attends to any more is evicted in the end; else it stays."""
+    one = head(capacity=9, num_recent=4)
+    one.position_limit, one.rotate_back = limit, lambda key, _: key
+    hitter, other = torch.eye(8, dtype=torch.float64)[:2]
+    for index in range(600):
+        query = 40 * (hitter if index < 100 else other)
+        key = other if index else hitter
+        one.step(query.expand(1, 1, 8), key[None], key[None], ends_prompt=index == 0)
+    stays = bool((one.strip.value == hitter).all(1).any())
+    assert stays == (limit is None)
+
+
 def test_random_scores() -> None:
     """In [0, 1), a function of its arguments, different in each, near enough to uniform."""
     drawn = [

@@ -75,4 +75,4 @@ def test_keys_that_nothing_rotates() -> None:
     layer = type("Layer", (), {"impl": impl})()
     renumbering = Renumbering(PLANS[0], torch.zeros(1), ["layer 0"], {"layer 0": layer})
     with pytest.raises(IntegrityError, match="nothing rotates the keys of layer 0"):
-        renumbering.run(by_age=False)
+        renumbering.run(accumulates=False)

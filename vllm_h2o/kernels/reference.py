@@ -282,7 +282,7 @@ class Head:
         assert self.rotate_back is not None
         if self.at_every_step and self.victim is not None:
             self.strip.position[self.victim] = -1
-        start = self.strip.renumber(self.end, self.rotate_back, self.by_age)
+        start = self.strip.renumber(self.end, self.rotate_back, self.power > 0)
         self.offset = self.logical_len - start
 
     def step(

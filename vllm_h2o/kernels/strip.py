@@ -93,16 +93,18 @@ class Strip:
         order = self.position.argsort()
         return self.taken(order[self.position[order] >= 0].tolist())
 
-    def renumber(self, end: int, rotate_back: Rotation, by_age: bool) -> int:
+    def renumber(self, end: int, rotate_back: Rotation, accumulates: bool) -> int:
         """Give tokens positions 0, 1, ... in their order; keys are rotated back by the difference.
 
-        With ``by_age`` a mean stays what it was: a score is multiplied by the new age over the old
-        one, each the number of queries from the token's own on. So the past counts for less.
+        What attention accumulated is multiplied by the new age over the old one, each the number
+        of queries from the token's own on. So a mean stays what it was; and a sum is what the token
+        got per query, times the queries that its new position says: the past counts for less. Else
+        sums of long ago would freeze what is kept, however far a text goes.
 
         Args:
             end: one past the position of the newest token.
             rotate_back: what the rotary embedding makes of keys some positions earlier.
-            by_age: whether means are compared, over the queries since a token was stored.
+            accumulates: whether scores are of attention, as sums or means.
 
         Returns:
             How many tokens there are.
@@ -113,7 +115,7 @@ class Strip:
         rank = self.position.argsort().argsort() - (len(self) - num_live)
         rank = torch.where(live, rank, -1)
         self.key = rotate_back(self.key, torch.where(live, self.position - rank, 0))
-        if by_age:
+        if accumulates:
             self.score = self.score * ((num_live - rank) / (end - self.position))
         self.position = rank
         return num_live

@@ -272,7 +272,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             if plan.renumbers_from:
                 blocks = row[: num_pages(plan.resident_start, self.spec.block_size)]
                 renumbering = Renumbering(plan, blocks, list(self.layer_index), self.layers)
-                renumbering.run(self.scoring.by_age)
+                renumbering.run(self.scoring.power > 0)
         if any(isinstance(packing, Rolled) for packing in step.packings):
             raise IntegrityError("positions of a step roll twice")
         rolled = Rolled.of(plans, common.positions, limit)

@@ -35,11 +35,11 @@ class Renumbering:
     layer_names: Sequence[str]
     layers: Mapping[str, Any]
 
-    def run(self, by_age: bool) -> None:
+    def run(self, accumulates: bool) -> None:
         """Give its tokens positions by rank, in every layer and KV head.
 
         Args:
-            by_age: whether scores are ranked as means over the queries since a token was stored.
+            accumulates: whether scores are of attention, as sums or means.
 
         Raises:
             IntegrityError: when nothing rotates a layer's keys.
@@ -51,7 +51,7 @@ class Renumbering:
             if layer.impl.rotate_back is None:
                 raise IntegrityError(f"positions roll, and nothing rotates the keys of {name}")
             cache = layer.impl.cache_of(layer.kv_cache)
-            renumber(cache, self.blocks, *held, layer.impl.rotate_back, by_age)
+            renumber(cache, self.blocks, *held, layer.impl.rotate_back, accumulates)
 
 
 @dataclass(frozen=True)

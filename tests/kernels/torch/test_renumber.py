@@ -22,9 +22,9 @@ def rotate_back(key: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-@pytest.mark.parametrize("by_age", [False, True])
+@pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("num_slots", [BLOCK, 21, 24])
-def test_pages_are_the_references_strip(num_slots: int, by_age: bool) -> None:
+def test_pages_are_the_references_strip(num_slots: int, accumulates: bool) -> None:
     """Slots in any order of position, in any pages; nothing else of the cache is touched."""
     torch.manual_seed(num_slots)
     words = torch.randn(NUM_BLOCKS, HEADS, BLOCK, 2 * SIZE + 2)
@@ -48,9 +48,9 @@ def test_pages_are_the_references_strip(num_slots: int, by_age: bool) -> None:
     for head in range(HEADS):
         key, value, score, position = held(before, head)
         strip = Strip(key.double(), value.double(), score.double(), position.long())
-        assert strip.renumber(end, rotate_back, by_age) == num_slots
+        assert strip.renumber(end, rotate_back, accumulates) == num_slots
         strips.append(strip)
-    renumber(cache, blocks, num_slots, end, rotate_back, by_age)
+    renumber(cache, blocks, num_slots, end, rotate_back, accumulates)
     after = [cache.key, cache.value, cache.score, cache.position]
     for head, strip in enumerate(strips):
         key, value, score, position = held(after, head)
@@ -59,7 +59,7 @@ def test_pages_are_the_references_strip(num_slots: int, by_age: bool) -> None:
         torch.testing.assert_close(key.double(), strip.key, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(value.double(), strip.value, rtol=0, atol=0)
         torch.testing.assert_close(score.double(), strip.score, rtol=1e-5, atol=1e-6)
-        if by_age:  # a mean stays what it was
+        if accumulates:  # what it got per query stays what it was
             old = held(before, head)
             mean, was = score / (num_slots - position), old[2] / (end - old[3])
             torch.testing.assert_close(mean, was, rtol=1e-5, atol=1e-6)

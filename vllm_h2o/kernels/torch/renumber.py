@@ -19,19 +19,19 @@ def renumber(
     num_slots: int,
     end: int,
     rotate_back: Rotation,
-    by_age: bool = False,
+    accumulates: bool = False,
 ) -> None:
     """Give the tokens of one request positions [0, num_slots) in each KV head, in their order.
 
     Args:
-        cache: K, positions and, with ``by_age``, scores are written.
+        cache: K, positions and, with ``accumulates``, scores are written.
         blocks: [P], integers: the request's, which hold its slots.
         num_slots: those in use.
         end: one past the position of the newest token, before.
         rotate_back: what the layer's rotary embedding makes of a key some positions earlier.
-        by_age: whether scores are ranked as means over the queries since a token was stored: a
-            token keeps its mean, as if it had been stored as many queries ago as it has tokens
-            after it now, itself among them.
+        accumulates: whether scores are of attention, as sums or means: a token keeps what it got
+            per query, as if it had been stored as many queries ago as it has tokens after it now,
+            itself among them.
 
     """
     at = first_slots(cache, blocks, num_slots)
@@ -40,5 +40,5 @@ def renumber(
     rotated = rotate_back(cache.key[at].to(torch.float32), position - rank)
     cache.key[at] = rotated.to(cache.key.dtype)
     cache.position[at] = rank.to(torch.int32)
-    if by_age:
+    if accumulates:
         cache.score[at] *= (num_slots - rank) / (end - position)
