@@ -117,4 +117,6 @@ def _triton(
     )
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
     rows = vllm_config.scheduler_config.max_num_seqs
-    return TritonKernels(device, rows, num_heads, spec.num_kv_heads, spec.head_size, attention)
+    shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
+    sizes = (rows, num_heads, spec.num_kv_heads, spec.head_size)
+    return TritonKernels(device, *sizes, attention, shares_pages)
