@@ -94,11 +94,13 @@ def test_of_an_engine(second_pass: bool, caches: bool, expected: tuple[int, bool
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
     )
     policy: Any = SimpleNamespace(
-        score_power=1, ranking=SimpleNamespace(second_pass="mean" if second_pass else None)
+        score_power=1,
+        kernels="auto",
+        ranking=SimpleNamespace(second_pass="mean" if second_pass else None),
     )
     found = Peak.of(config, policy)
     assert (found.max_len, found.rotates, found.max_tokens) == (*expected, 512)
-    assert found.passing(6, 64, 2) >= peak.SURVIVORS == 4 * moving.MAX_SURVIVORS
+    assert found.passing(6, 2, 64, 2) >= peak.SURVIVORS == 4 * moving.MAX_SURVIVORS
 
 
 def test_rotated_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

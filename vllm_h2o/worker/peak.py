@@ -45,12 +45,14 @@ class Peak:
         max_len: tokens of the longest prompt whose scores lie outside the pages; 0: none do.
         max_tokens: of a step.
         rotates: whether a second pass rotates queries.
+        gathered_len: slots of which K and V are gathered for xformers; 0: none are.
 
     """
 
     max_len: int
     max_tokens: int
     rotates: bool
+    gathered_len: int = 0
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, config: KVPolicyConfig) -> Peak:
@@ -61,6 +63,7 @@ class Peak:
             model.max_model_len if scores_outside else 0,
             vllm_config.scheduler_config.max_num_batched_tokens,
             config.ranking.second_pass is not None,
+            model.max_model_len if model is not None and _gathers(config) else 0,
         )
 
     def kept(self, num_kv_heads: int) -> int:
@@ -71,13 +74,15 @@ class Peak:
         """
         return 4 * num_kv_heads * self.max_len
 
-    def passing(self, num_heads: int, head_size: int, element_size: int) -> int:
+    def passing(self, num_heads: int, num_kv_heads: int, head_size: int, element_size: int) -> int:
         """Bytes that one layer, or the move of survivors, takes at once."""
+        # K in order, V as its pages lie, and in order.
+        gathered = 3 * self.gathered_len * num_kv_heads * head_size * element_size
         lse, queries = 4 * num_heads * self.max_tokens, num_heads * self.max_tokens * head_size
         rotated = 0
         if self.rotates:
             rotated = queries * element_size + 4 * COPIES * min(MAX_ROTATED, queries) + lse
-        return max(lse + rotated, SURVIVORS)
+        return max(lse + max(rotated, gathered), SURVIVORS)
 
     def allocate(self, name: str, query: torch.Tensor, num_kv_heads: int) -> None:
         """Once for each layer, and only while vLLM profiles: what it keeps, and what it drops.
@@ -94,8 +99,14 @@ class Peak:
         _, num_heads, head_size = query.shape
         kept = self.kept(num_kv_heads)
         held[name] = torch.empty(kept, dtype=torch.uint8, device=query.device)
-        passing = self.passing(num_heads, head_size, query.element_size())
+        passing = self.passing(num_heads, num_kv_heads, head_size, query.element_size())
         torch.empty(passing, dtype=torch.uint8, device=query.device)
+
+
+def _gathers(config: KVPolicyConfig) -> bool:
+    """Whether xformers may attend prompts, which does not read pages."""
+    has_flash = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 8
+    return config.kernels == "xformers" or not has_flash
 
 
 def tiles_of(num_tokens: int, elements: int) -> Iterator[slice]:
