@@ -60,6 +60,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def prompts_of(num: int, shared: int) -> list[dict[str, list[int]]]:
+    """Random ones, whose first ``shared`` tokens are the same."""
+    rng = random.Random(0)
+    common = [rng.randrange(5, 4096) for _ in range(shared)]
+    return [
+        {"prompt_token_ids": (common + [rng.randrange(5, 4096) for _ in range(length)])[:length]}
+        for length in islice(cycle(LENGTHS), num)
+    ]
+
+
 def main() -> None:
     """Generate, and write the tokens."""
     parser = argparse.ArgumentParser()
@@ -108,16 +118,7 @@ def main() -> None:
             seed=0,
             **options,
         )
-        rng = random.Random(0)
-        common = [rng.randrange(5, 4096) for _ in range(200 if args.window else 0)]
-        prompts = [
-            {
-                "prompt_token_ids": (common + [rng.randrange(5, 4096) for _ in range(length)])[
-                    :length
-                ]
-            }
-            for length in islice(cycle(LENGTHS), args.requests)
-        ]
+        prompts = prompts_of(args.requests, shared=200 if args.window else 0)
         greedy = SamplingParams(
             temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
         )

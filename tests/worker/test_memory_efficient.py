@@ -11,7 +11,7 @@ import torch
 
 from tests.kernels.caches import SHAPE, copied, filled, number, same
 from tests.kernels.harness import Shape, builder
-from tests.worker.test_flash import CASES
+from tests.worker.chunks import CASES
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.torch.kernels import TorchKernels
