@@ -104,10 +104,13 @@ def apart(one: list[list[int]], other: list[list[int]]) -> float:
 
 
 WHOLE, EVICTING = ("--policy-budget", "1.0"), ("--policy-budget", "0.125")
+WINDOW = (*EVICTING, "--window")
 SECOND_PASS = (*EVICTING, "--policy", "h2o2")
 COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "100 % against stock": ((), WHOLE),
     "1/8, graphs against eager": (EVICTING, (*EVICTING, "--eager")),
+    "1/8, nothing compiled or waited for while it serves": (EVICTING, (*EVICTING, "--strict")),
+    "1/8, shared prefixes, graphs against eager": ((*WINDOW, "--strict"), (*WINDOW, "--eager")),
     "1/8, V2 against V1": (EVICTING, (*EVICTING, "--v1")),
     "1/8, h2o2, graphs against eager": (SECOND_PASS, (*SECOND_PASS, "--eager")),
 }
@@ -237,7 +240,7 @@ def parts(small: bool, every: bool) -> list[Part]:
         return [*found, *_engines("llama", list(COMPARED)[:2], small)]
     names = list(COMPARED)
     found = [_kernels(size) for size in kernels.ODD[:2]]
-    found += _engines("llama", names if every else names[:2], small)
+    found += _engines("llama", names if every else names[:4], small)
     found += [_kernels(size) for size in kernels.REAL[:2]]
     found += [_graph(size) for size in kernels.REAL[:2]]
     found += [_speed(size) for size in kernels.SPEED]

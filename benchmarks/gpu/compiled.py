@@ -47,11 +47,11 @@ TOKENS = {"key_ptr", "value_ptr", "query_ptr", "out_ptr"}
 CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
 FLOAT = {
     "initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
-    "lse_ptr", "kept_score", "mass_pages", "nearest_ptr", "sink_ptr",
+    "lse_ptr", "kept_score", "old_scores", "mass_pages", "nearest_ptr", "sink_ptr",
 }  # fmt: skip
 INT = {
     "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
-    "kept_position",
+    "kept_position", "new_table_ptr",
 }  # fmt: skip
 FACTORS = {"scale", "out_scale", "key_factor", "value_factor", "weight", "merge"}
 ALIGNED = {
@@ -163,18 +163,22 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     }  # fmt: skip
     yield prefill.attend, "*i32", {**dots, **by_query, "HAS_SINKS": shape.has_sinks}
     yield column_scores(shape, capability)
+    yield column_scores(shape, capability, window=True)
     yield scoring_pass.log_sum_exp, "*i32", {
         **dots, **by_query, "ROTATED": not paged, "HAS_SINKS": shape.has_sinks,
     }  # fmt: skip
     yield scoring_pass.weighted_scores, "*i32", {
         **dots, **by_key, **reach, "POWER": 2, "ROTATED": not paged, "BY_MAXIMUM": shape.group > 1,
     }  # fmt: skip
+    apart = {"APART": shape.group > 1}
     ranked = {"N": block, "TILE": SELECT_TILE, "BY_AGE": not paged, **reach, "num_warps": 8}
-    yield pack.select_survivors, "*i32", {**ranked, **split, "BY_PAGE": paged}
-    yield pack.pack_survivors, "*i32", {**sizes, "TILE": STORE_TILE, "ALIGNED": 16}
-    yield share.share_rows, "*i32", {**ranked, "H_PAD": 16}
+    yield pack.select_survivors, "*i32", {**ranked, **split, **apart, "BY_PAGE": paged}
+    yield pack.pack_survivors, "*i32", {**sizes, **apart, "TILE": STORE_TILE, "ALIGNED": 16}
+    yield share.share_rows, "*i32", {**ranked, **apart, "H_PAD": 16}
     for stores in (False, True):
-        yield share.move_shared, "*i32", {**sizes, "TILE": STORE_TILE, "STORES": stores}
+        yield share.move_shared, "*i32", {
+            **sizes, **apart, "TILE": STORE_TILE, "STORES": stores,
+        }  # fmt: skip
 
 
 def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
@@ -198,13 +202,13 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
     }  # fmt: skip
 
 
-def column_scores(shape: Shape, capability: int) -> Launch:
-    """That of a prompt's scores."""
+def column_scores(shape: Shape, capability: int, window: bool = False) -> Launch:
+    """That of a prompt's scores, in the pages or outside."""
     sizes, paged = shape.sizes, shape.paged
     _, by_key = prompt_tiles(sizes["D_PAD"], shape.dtype.itemsize, capability)
     return prefill.column_scores, "*i32", {
         **sizes, "G": shape.group, "PRECISION": precision(shape.dtype), **by_key, "POWER": 1,
-        "SKIPS": paged, "BY_MAXIMUM": paged,
+        "SKIPS": paged, "BY_MAXIMUM": paged, "WINDOW": window,
     }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ The weights are wide enough for every layer's attention to decide what is said; 
 
 Usage::
 
-    python -m benchmarks.gpu.engine opt|llama OUT.json [--policy-budget 1.0] [--eager] [--v1]
+    python -m benchmarks.gpu.engine opt|llama OUT.json [--policy-budget 1.0] [--eager] [--v1] ...
 """
 
 from __future__ import annotations
@@ -60,6 +60,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def prompts_of(num: int, shared: int) -> list[dict[str, list[int]]]:
+    """Random ones, whose first ``shared`` tokens are the same."""
+    rng = random.Random(0)
+    common = [rng.randrange(5, 4096) for _ in range(shared)]
+    return [
+        {"prompt_token_ids": (common + [rng.randrange(5, 4096) for _ in range(length)])[:length]}
+        for length in islice(cycle(LENGTHS), num)
+    ]
+
+
 def main() -> None:
     """Generate, and write the tokens."""
     parser = argparse.ArgumentParser()
@@ -69,6 +79,12 @@ def main() -> None:
     parser.add_argument("--policy-budget", type=float, default=None)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--v1", action="store_true", help="vLLM's first model runner")
+    parser.add_argument(
+        "--window", action="store_true", help="prefix caching, and the last queries alone score"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="fail where a kernel is compiled late, or CPUs wait"
+    )
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--dtype", default="float16")
@@ -76,12 +92,15 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     if args.v1:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if args.strict:
+        os.environ["VLLM_GPU_SYNC_CHECK"] = "error"
     from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
     options: dict[str, Any] = {}
     if args.policy_budget is not None:
-        options = {"kv_policy": args.policy, "kv_policy_config": {"budget": args.policy_budget}}
+        config = {"budget": args.policy_budget, **({"prefill": "window"} if args.window else {})}
+        options = {"kv_policy": args.policy, "kv_policy_config": config}
     with tempfile.TemporaryDirectory() as folder:
         shape = SHAPES[args.shape]
         write_random(AutoConfig.for_model(**shape), Path(folder), std=0.05)
@@ -93,16 +112,13 @@ def main() -> None:
             max_num_seqs=16,
             block_size=32,
             num_gpu_blocks_override=600,
-            enable_prefix_caching=False,
+            enable_prefix_caching=args.window,
+            jit_monitor_mode="error" if args.strict else "warn",
             enforce_eager=args.eager,
             seed=0,
             **options,
         )
-        rng = random.Random(0)
-        prompts = [
-            {"prompt_token_ids": [rng.randrange(5, 4096) for _ in range(length)]}
-            for length in islice(cycle(LENGTHS), args.requests)
-        ]
+        prompts = prompts_of(args.requests, shared=200 if args.window else 0)
         greedy = SamplingParams(
             temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
         )

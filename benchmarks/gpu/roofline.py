@@ -162,7 +162,7 @@ KERNELS: Mapping[tuple[str, bool], Kernel] = {
     ("merge_and_score", False): Kernel(48, 16),
     ("merge_and_score", True): Kernel(64, 256),
     ("column_scores", False): Kernel(96, 81920, 8),
-    ("column_scores", True): Kernel(124, 81920, 8),
+    ("column_scores", True): Kernel(125, 81920, 8),
 }
 """By name, and whether heads are grouped: 16-bit heads of 128, for 9.0, as
 :mod:`benchmarks.gpu.compiled` finds them."""

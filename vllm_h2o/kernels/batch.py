@@ -91,6 +91,7 @@ class StepTensors:
         initial_score: [T, H], float32: scores that tokens are stored with; None: zero.
         scale: of the logits.
         sink_logits: [Hq], float32, of the layer's attention sinks; None: it has none.
+        layer_index: the layer's place in the chunks' ``window_scores``.
 
     """
 
@@ -101,6 +102,7 @@ class StepTensors:
     initial_score: torch.Tensor | None
     scale: float
     sink_logits: SinkLogits = None
+    layer_index: int = 0
 
 
 DECODE_FIELDS = (

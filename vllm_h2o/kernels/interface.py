@@ -57,7 +57,7 @@ class Kernels(Protocol):
 
         Args:
             cache: written: the new tokens, scores.
-            chunks: of different requests.
+            chunks: of different requests; ``window_scores``, where there are any, are written.
             tensors: ``out`` is written in the rows of the chunks' tokens.
             scoring: what is added to scores.
 
@@ -94,5 +94,22 @@ class Kernels(Protocol):
             caches: of every layer; rewritten in place.
             chunks: those with survivors, which stay in their own blocks.
             scoring: what is ranked.
+
+        """
+
+    def copy_survivors(
+        self,
+        caches: Sequence[LayerCache],
+        chunk: PromptChunk,
+        scoring: Scoring,
+        scores: torch.Tensor,
+    ) -> None:
+        """Copy each KV head's survivors out of pages that others read.
+
+        Args:
+            caches: of some layers; written in the blocks ``chunk.destination_blocks``.
+            chunk: with survivors.
+            scoring: what is ranked.
+            scores: [len(caches), H, attended_len], float32: of all slots; may be overwritten.
 
         """

@@ -162,8 +162,9 @@ class KVPolicyConfig:
     seed: int = option(0, "of the random policy, for requests that bring no seed", bits=63)
     kernels: str = option(
         "auto",
-        "on a CPU: native (C++) or torch; auto takes the fastest that are there",
-        choices=("auto", "native", "torch"),
+        "on a CPU: native (C++) or torch; on a GPU: xformers, which attends prompts there; auto "
+        "takes the fastest that are there",
+        choices=("auto", "native", "torch", "xformers"),
     )
 
     def __post_init__(self) -> None:

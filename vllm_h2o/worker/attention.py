@@ -22,6 +22,7 @@ from vllm_h2o.kernels.torch.prefill import add_to_scores, column_scores
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
+from vllm_h2o.worker.peak import Peak, tiles_of
 from vllm_h2o.worker.random import RandomScores
 
 Watch = Callable[[str, LayerCache, Sequence[PromptChunk], ScoringPass | None], None]
@@ -76,6 +77,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         vllm_config = get_current_vllm_config()
         self.random_scores = RandomScores.of(vllm_config, self.num_kv_heads)
         config = KVPolicyConfig.required(vllm_config)
+        self.peak = Peak.of(vllm_config, config)
         self.kinds = (config.splits, config.merges, config.keeps_scores)
         self.float8, self.scales = DTYPES.get(kv_cache_dtype), (1.0, 1.0)
         self.victims: torch.Tensor | None = None
@@ -116,6 +118,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantisation is not supported with a kv-policy")
         if attn_metadata is None:
+            self.peak.allocate(str(layer.layer_name), query, self.num_kv_heads)
             return output.zero_()
         if attn_metadata.zero_output:
             output.zero_()
@@ -132,12 +135,11 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self._score_accepted(cache, attn_metadata, name)
         for tokens, queries in attn_metadata.drafted:
             queries[name] = query[tokens].clone()
-        own = (self.scale, self.sink_logits)
+        own = (self.scale, self.sink_logits, attn_metadata.layer_index[name])
         tensors = StepTensors(query, key, value, output, initial_score, *own)
         if chunks:
             kernels.prefill(cache, chunks, tensors, scoring)
             self._score_again(cache, attn_metadata, name, query)
-            self._score_windows(cache, attn_metadata, name, query)
         for batch in attn_metadata.decodes:
             kernels.decode(cache, batch, self._victims(cache), tensors, scoring)
         return output
@@ -199,26 +201,10 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             if chunk.first_query(which) >= chunk.num_tokens:
                 continue
             own = query[chunk.tokens][(chunk.num_tokens - 1) % which.stride :: which.stride]
-            rows = slice(chunk.tokens.start, chunk.tokens.start + len(own))
-            rotated[rows] = self.rotate(own, chunk.num_tokens, chunk.logical_end)
+            found = rotated[chunk.tokens.start :][: len(own)]
+            for tile in tiles_of(len(own), own[0].numel()):
+                found[tile] = self.rotate(own[tile], chunk.num_tokens, chunk.logical_end)
         return rotated
-
-    def _score_windows(
-        self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str, query: torch.Tensor
-    ) -> None:
-        """Keep an observation window's scores outside the pages, where others read those."""
-        for chunk in metadata.prompts:
-            if chunk.window_scores is not None:
-                own, first = query[chunk.tokens], chunk.first_window_query
-                chunk.window_scores[metadata.layer_index[name]] = column_scores(
-                    cache,
-                    chunk,
-                    own,
-                    self.scale,
-                    metadata.scoring,
-                    first,
-                    sink_logits=self.sink_logits,
-                )
 
     def _score_accepted(self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str) -> None:
         """Add what queries of earlier steps give, of the tokens that were accepted."""

@@ -19,7 +19,7 @@ from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.torch.lifetime import HeldScores, restore_scores
-from vllm_h2o.kernels.torch.pack import pack_survivors
+from vllm_h2o.kernels.torch.prefill import chunk_slots
 from vllm_h2o.worker.random import RandomScores
 
 MAX_SCORES = 1 << 22
@@ -34,7 +34,7 @@ class Packing:
         chunks: those; each with survivors.
         layer_names: of the group's layers, in the order of the chunks' ``window_scores``.
         layers: vLLM's attention layers, by name; those of other groups among them.
-        kernels: what moves survivors within their own pages.
+        kernels: what moves survivors.
         scoring: what is ranked.
         random_scores: what ranks where attention does not; None where it does, or nothing ranks.
 
@@ -56,9 +56,7 @@ class Packing:
             self._move(caches, in_place)
         for chunk in self.chunks:
             if chunk.destination_blocks is not None:
-                for index, (name, cache) in enumerate(zip(self.layer_names, caches, strict=True)):
-                    score = self._score(chunk, index, name)
-                    pack_survivors(cache, chunk, self.scoring, score)
+                self._copy(caches, chunk)
 
     def _move(self, caches: list[LayerCache], chunks: list[PromptChunk]) -> None:
         """Within their own pages; a few layers at a time where other scores move with them."""
@@ -73,11 +71,23 @@ class Packing:
             for cache, held in kept:
                 held.move(cache)
 
-    def _score(self, chunk: PromptChunk, index: int, name: str) -> torch.Tensor | None:
-        """[H, attended_len], of one layer; None: what the pages say."""
-        if self.random_scores is not None:
-            return self.random_scores.up_to(name, chunk, chunk.block_table.device).T
-        return None if chunk.window_scores is None else chunk.window_scores[index]
+    def _copy(self, caches: list[LayerCache], chunk: PromptChunk) -> None:
+        """Out of pages that others read; a few layers at a time where nobody holds their scores."""
+        if chunk.window_scores is not None and self.random_scores is None:
+            self.kernels.copy_survivors(caches, chunk, self.scoring, chunk.window_scores)
+            return
+        size = max(1, MAX_SCORES // (caches[0].num_kv_heads * chunk.attended_len))
+        for i in range(0, len(caches), size):
+            some = caches[i : i + size]
+            scores = [self._score(chunk, i + at, cache) for at, cache in enumerate(some)]
+            self.kernels.copy_survivors(some, chunk, self.scoring, torch.stack(scores))
+
+    def _score(self, chunk: PromptChunk, index: int, cache: LayerCache) -> torch.Tensor:
+        """[H, attended_len], of one layer: random, or what the pages say."""
+        if self.random_scores is None:
+            return chunk_slots(cache, cache.score, chunk)
+        name = self.layer_names[index]
+        return self.random_scores.up_to(name, chunk, chunk.block_table.device).T
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -11,8 +14,11 @@ from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.traits import FLOAT8
+from vllm_h2o.worker.memory_efficient import MemoryEfficientPrompt, XformersUnavailableError
 
 logger = init_logger("vllm.kv_policy")
+PromptAttention = Callable[..., Any]
+"""See ``kernels.triton.kernels``, which is loaded where there is a GPU."""
 
 
 def select_kernels(
@@ -28,7 +34,7 @@ def select_kernels(
     quantised = vllm_config.cache_config.cache_dtype in FLOAT8
     if device.type == "cuda":
         _check_for_gpu(spec, config, spec.dtype if quantised else model_dtype)
-        return _triton(vllm_config, spec, device, quantised)
+        return _triton(vllm_config, spec, device, config)
     return _cpu(spec, config.kernels, quantised or spec.dtype == model_dtype)
 
 
@@ -40,12 +46,12 @@ def _check_for_gpu(spec: AttentionSpec, config: KVPolicyConfig, dtype: torch.dty
             "the kernels for GPUs store K and V as they were computed",
             "use --kv-cache-dtype auto",
         )
-    if config.kernels != "auto":
+    if config.kernels not in ("auto", "xformers"):
         raise UnsupportedError(
             f"kernels={config.kernels!r}",
             "the model runs on a GPU",
             "they compute on a CPU",
-            "leave kernels out",
+            "leave kernels out, or give xformers, which attends prompts there",
         )
     if config.granularity == "block" and spec.block_size.bit_count() != 1:
         raise UnsupportedError(
@@ -61,6 +67,13 @@ def _cpu(spec: AttentionSpec, asked: str, known_dtype: bool) -> Kernels:
     from vllm_h2o.kernels.native.layout import HEAD_MULTIPLE
     from vllm_h2o.kernels.torch.kernels import TorchKernels
 
+    if asked == "xformers":
+        raise UnsupportedError(
+            "kernels='xformers'",
+            "the model runs on a CPU",
+            "xformers attends prompts on a GPU",
+            "leave kernels out",
+        )
     is_supported = spec.head_size % HEAD_MULTIPLE == 0 and known_dtype
     if asked == "torch" or (asked == "auto" and not is_supported):
         return TorchKernels()
@@ -83,38 +96,73 @@ def _cpu(spec: AttentionSpec, asked: str, known_dtype: bool) -> Kernels:
 
 
 def _triton(
-    vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device, quantised: bool
+    vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device, config: KVPolicyConfig
 ) -> Kernels:
+    from vllm_h2o.kernels.triton.kernels import TritonKernels
+
+    num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+    capability = torch.cuda.get_device_capability(device)[0]
+    quantised = vllm_config.cache_config.cache_dtype in FLOAT8
+    asked = config.kernels == "xformers"
+    attention, by = _prompts(spec, device, num_heads, capability, quantised, asked)
+    name = torch.cuda.get_device_name(device)
+    logger.info_once("h2o: Triton kernels on %s; prompts by %s", name, by)
+    rows = vllm_config.scheduler_config.max_num_seqs
+    shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
+    sizes = (rows, num_heads, spec.num_kv_heads, spec.head_size)
+    return TritonKernels(device, *sizes, attention, shares_pages)
+
+
+def _prompts(
+    spec: AttentionSpec,
+    device: torch.device,
+    num_heads: int,
+    capability: int,
+    quantised: bool,
+    asked: bool,
+) -> tuple[PromptAttention | None, str]:
+    """What attends prompts without attention sinks, and what it is called.
+
+    FlashAttention begins with Ampere, has no float32, and pages in multiples of 16. Of a prompt's
+    first chunk it and xformers take K and V as they were computed, and not what float8 leaves of
+    them. What their log-sum-exp is with attention sinks has not been tried: layers that have them
+    do without, in TritonKernels.
+
+    Raises:
+        UnsupportedError: when xformers is ``asked`` for, and does not go.
+
+    """
+    own = (None, "a Triton kernel of our own")
+    if not asked and capability >= 8:
+        return _flash(spec) if not quantised and spec.dtype != torch.float32 else own
+    try:
+        if quantised:
+            raise XformersUnavailableError("K and V are stored in float8")
+        attention = MemoryEfficientPrompt.load()
+        attention.try_on((num_heads, spec.num_kv_heads, spec.head_size), spec.dtype, device)
+    except XformersUnavailableError as error:
+        if asked:
+            raise UnsupportedError(
+                "kernels='xformers'",
+                str(error),
+                "prompts would be attended by its memory-efficient attention",
+                "pip install 'vllm-h2o[xformers]', or leave kernels out",
+            ) from error
+        logger.warning_once("h2o: prompts are attended slowly, without matrix units: %s", error)
+        return own
+    return attention, "xformers, but for attention sinks"
+
+
+def _flash(spec: AttentionSpec) -> tuple[PromptAttention | None, str]:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    from vllm_h2o.kernels.triton.kernels import TritonKernels
     from vllm_h2o.worker.flash import FlashPrompt
 
-    # FlashAttention begins with Ampere, has no float32, and pages in multiples of 16. Of a prompt's
-    # first chunk it takes K and V as they were computed, and not what float8 leaves of them.
-    # What its log-sum-exp is with attention sinks has not been tried: layers that have them do
-    # without it, in TritonKernels.
-    has_flash = (
-        not quantised
-        and torch.cuda.get_device_capability(device)[0] >= 8
-        and spec.dtype != torch.float32
-        and spec.block_size % 16 == 0
-        and spec.head_size % 8 == 0
-        and spec.head_size <= 256
-    )
-    version = get_flash_attn_version(head_size=spec.head_size) if has_flash else None
-    attention = None
-    if version is not None:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    fits = spec.block_size % 16 == 0 and spec.head_size % 8 == 0 and spec.head_size <= 256
+    version = get_flash_attn_version(head_size=spec.head_size) if fits else None
+    if version is None:
+        return None, "a Triton kernel of our own"
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-        attention = FlashPrompt(flash_attn_varlen_func, version)
-    logger.info_once(
-        "h2o: Triton kernels on %s; prompts by %s",
-        torch.cuda.get_device_name(device),
-        f"FlashAttention {version}, but for attention sinks"
-        if version is not None
-        else "a Triton kernel of our own",
-    )
-    num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-    rows = vllm_config.scheduler_config.max_num_seqs
-    return TritonKernels(device, rows, num_heads, spec.num_kv_heads, spec.head_size, attention)
+    attention = FlashPrompt(flash_attn_varlen_func, version)
+    return attention, f"FlashAttention {version}, but for attention sinks"

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
 from vllm_h2o.worker.packing import Packing, Restoring
+from vllm_h2o.worker.peak import profiling
 from vllm_h2o.worker.renumbering import Rolled
 from vllm_h2o.worker.turns import begin_turns
 
@@ -174,8 +175,8 @@ class PublishesSteps:
         return result
 
     def determine_available_memory(self) -> Any:
-        """Profile, without a plan."""
-        with publish(WarmUp()):
+        """Profile, without a plan, and with what layers will allocate."""
+        with publish(WarmUp()), profiling():
             return super().determine_available_memory()  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:

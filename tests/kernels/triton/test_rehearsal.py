@@ -49,7 +49,7 @@ def test_everything_runs(
     cache = LayerCache.of(pool, HEAD_SIZE, *kinds)
     before = pool.view(torch.uint8).clone()
     ran: Counter[str] = Counter()
-    for name in ("prefill", "score_pass", "pack_survivors"):
+    for name in ("prefill", "score_pass", "pack_survivors", "copy_survivors"):
         monkeypatch.setattr(kernels, name, partial(counted, ran, name, getattr(kernels, name)))
     scoring = Scoring(power=2, passes=(LARGEST_SECOND_PASS, WINDOW_PASS), reach=8)
     query, key = torch.zeros(1, GROUP * HEADS, HEAD_SIZE), torch.zeros(1, HEADS, HEAD_SIZE)
@@ -58,5 +58,9 @@ def test_everything_runs(
     )
     step = StepTensors(query, key, key, query, scores, 1.0, sinks)
     rehearse(kernels, cache, step, scoring)
-    assert ran == {"prefill": 1, "score_pass": 2, "pack_survivors": 2 + kinds[0]}
+    once = {"prefill": 1, "score_pass": 2, "pack_survivors": 2 + kinds[0]}
+    assert ran == once
+    rehearse(kernels, cache, step, scoring, shares_pages=True)
+    copied = {"prefill": 3, "copy_survivors": 1 + kinds[0]}
+    assert ran == {name: 2 * number for name, number in once.items()} | copied
     assert torch.equal(pool.view(torch.uint8), before)

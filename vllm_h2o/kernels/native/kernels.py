@@ -17,6 +17,7 @@ from vllm_h2o.kernels.batch import (
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.native import layout
 from vllm_h2o.kernels.sinks import SinkLogits
+from vllm_h2o.kernels.torch import pack, prefill
 
 
 class NativeKernels:
@@ -83,6 +84,7 @@ class NativeKernels:
             layout.tensors_bytes(cache, tensors),
             layout.scoring_bytes(scoring),
         )
+        prefill.score_windows(cache, chunks, tensors, scoring)
 
     def score_pass(
         self,
@@ -119,3 +121,14 @@ class NativeKernels:
             len(chunks),
             layout.scoring_bytes(scoring),
         )
+
+    def copy_survivors(
+        self,
+        caches: Sequence[LayerCache],
+        chunk: PromptChunk,
+        scoring: Scoring,
+        scores: torch.Tensor,
+    ) -> None:
+        """Layer by layer, in torch."""
+        for cache, score in zip(caches, scores, strict=True):
+            pack.pack_survivors(cache, chunk, scoring, score)

@@ -60,6 +60,7 @@ class TorchKernels:
             attending = (tensors.query[tokens], tensors.scale, scoring, tensors.sink_logits)
             out = prefill.attend_and_score(cache, chunk, *attending)
             tensors.out[tokens] = out.to(tensors.out.dtype)
+        prefill.score_windows(cache, chunks, tensors, scoring)
 
     def score_pass(
         self,
@@ -81,3 +82,14 @@ class TorchKernels:
         for cache in caches:
             for chunk in chunks:
                 pack.pack_survivors(cache, chunk, scoring)
+
+    def copy_survivors(
+        self,
+        caches: Sequence[LayerCache],
+        chunk: PromptChunk,
+        scoring: Scoring,
+        scores: torch.Tensor,
+    ) -> None:
+        """Layer by layer."""
+        for cache, score in zip(caches, scores, strict=True):
+            pack.pack_survivors(cache, chunk, scoring, score)

@@ -6,9 +6,11 @@ observation window, kept outside the pages where others read those.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.torch.softmax import softmax
@@ -100,6 +102,25 @@ def attend_and_score(
     if scoring.power:
         add_to_scores(cache, chunk, columns, scoring)
     return out.mul_(value_scale).permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_size)
+
+
+def score_windows(
+    cache: LayerCache, chunks: Sequence[PromptChunk], tensors: StepTensors, scoring: Scoring
+) -> None:
+    """Keep an observation window's scores outside the pages, where others read those.
+
+    Args:
+        cache: read; the chunks are stored.
+        chunks: their ``window_scores``, where there are any, are written.
+        tensors: the step's.
+        scoring: what is added.
+
+    """
+    for chunk in chunks:
+        if chunk.window_scores is not None:
+            asking = (tensors.query[chunk.tokens], tensors.scale, scoring, chunk.first_window_query)
+            found = column_scores(cache, chunk, *asking, sink_logits=tensors.sink_logits)
+            chunk.window_scores[tensors.layer_index] = found
 
 
 def column_scores(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,14 +17,14 @@ from vllm_h2o.kernels.batch import (
 )
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.sinks import SinkLogits
-from vllm_h2o.kernels.triton import decode, merge, pack, prefill, scoring_pass, share
+from vllm_h2o.kernels.triton import decode, merge, prefill, scoring_pass
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
+from vllm_h2o.kernels.triton.moving import Moving
 from vllm_h2o.kernels.triton.rehearsal import rehearse
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
     PAGE_LANES,
     PROGRAMS,
-    SELECT_TILE,
     STORE_TILE,
     decode_tile,
     few_registers,
@@ -52,6 +51,7 @@ class TritonKernels:
         num_kv_heads: KV heads, H.
         head_size: D.
         prompt_attention: attends prompts without attention sinks; the kernel of our own when None.
+        shares_pages: whether survivors of prompts may have to leave pages that others read.
 
     """
 
@@ -65,12 +65,15 @@ class TritonKernels:
         num_kv_heads: int,
         head_size: int,
         prompt_attention: PromptAttention | None = None,
+        shares_pages: bool = False,
     ) -> None:
+        self.shares_pages = shares_pages
         self.device, self.max_requests = device, max_requests
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.group = num_heads // num_kv_heads
         self.padded_head = triton.next_power_of_2(head_size)
         self.prompt_attention = prompt_attention or self._attend
+        self._packs = Moving(num_kv_heads, head_size, device)
         self._chunks: list[DeviceChunks] = []
         self._processors, self._shared_memory, self._capability = 1, 228 << 10, 90
         if device.type == "cuda":
@@ -174,13 +177,15 @@ class TritonKernels:
         if not scoring.power:
             return
         _, by_key = self._prompt_options(cache, query)
-        prefill.column_scores[self._key_grid(sent, by_key)](
-            query, cache.key, cache.score, cache.position, sent.block_table, sent.fields, lse,
-            tensors.scale * cache.scales[0], query.stride(0), lse.stride(0), cache.key.stride(0),
-            cache.score.stride(0), sent.block_table.stride(0), *sizes, scoring.skip_recent,
-            **by_key, POWER=scoring.power, SKIPS=scoring.skip_recent > 0,
-            BY_MAXIMUM=scoring.by_maximum,
-        )  # fmt: skip
+        for window in {False, any(chunk.window_scores is not None for chunk in chunks)}:
+            prefill.column_scores[self._key_grid(sent, by_key)](
+                query, cache.key, cache.score, cache.position, sent.block_table, sent.fields, lse,
+                sent.windows, tensors.layer_index,
+                tensors.scale * cache.scales[0], query.stride(0), lse.stride(0),
+                cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0), *sizes,
+                scoring.skip_recent, **by_key, POWER=scoring.power, SKIPS=scoring.skip_recent > 0,
+                BY_MAXIMUM=scoring.by_maximum, WINDOW=window,
+            )  # fmt: skip
 
     def score_pass(
         self,
@@ -215,65 +220,17 @@ class TritonKernels:
         self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring
     ) -> None:
         """Two launches for every layer, request and KV head; more where heads share slots."""
-        cache = caches[0]
-        sent = DeviceChunks.of(chunks, pack.PACK_FIELDS, self.device)
-        shares = any(chunk.splits for chunk in chunks)
-        views = ("key", "value", "score", "position", "first_rows" if shares else "position")
-        # An even number, so that every row begins where 16 bytes do, however many the layers.
-        addresses = [
-            [getattr(layer, view).data_ptr() for layer in caches] + [0] * (len(caches) % 2)
-            for view in views
-        ]
-        host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
-        keys, values, scores, positions, first_rows = host.to(self.device, non_blocking=True)
-        most = (share.most_survivors(c, self.num_kv_heads, cache.block_size) for c in chunks)
-        max_survivors = max(most)
-        grid = (self.num_kv_heads, len(sent), len(caches))
-        survivors = torch.empty(*grid, max_survivors, dtype=torch.int32, device=self.device)
-        chunk_args = (sent.block_table, sent.fields, survivors)
-        sizes = (sent.block_table.stride(0), len(sent), self.num_kv_heads)
-        ranking = {"N": cache.block_size, "BY_AGE": scoring.by_age, "REACH": scoring.reach}
-        if shares:
-            share.share_rows[grid[1:]](
-                scores, positions, first_rows, *chunk_args[:2], cache.score.stride(0), *sizes,
-                **ranking, TILE=SELECT_TILE, num_warps=8,
-                H_PAD=triton.next_power_of_2(self.num_kv_heads),
-            )  # fmt: skip
-        pack.select_survivors[grid](
-            scores, positions, first_rows, *chunk_args, cache.score.stride(0), *sizes,
-            max_survivors, **ranking, TILE=SELECT_TILE, BY_PAGE=scoring.by_page, CAN_SPLIT=shares,
-            num_warps=8,
-        )  # fmt: skip
-        pack.pack_survivors[grid](
-            keys, values, scores, positions, *chunk_args, cache.key,
-            cache.key.stride(0), cache.score.stride(0), *sizes, max_survivors,
-            **self._shape(cache), TILE=STORE_TILE,
-            ALIGNED=math.gcd(16, *addresses[0], *addresses[1]),
-        )  # fmt: skip
-        if shares:
-            self._move_shared(caches, sent, survivors)
+        self._packs(caches, chunks, scoring)
 
-    def _move_shared(
-        self, caches: Sequence[LayerCache], sent: DeviceChunks, survivors: torch.Tensor
+    def copy_survivors(
+        self,
+        caches: Sequence[LayerCache],
+        chunk: PromptChunk,
+        scoring: Scoring,
+        scores: torch.Tensor,
     ) -> None:
-        """Layer by layer, by way of a copy of one layer's survivors."""
-        cache, max_survivors = caches[0], survivors.shape[-1]
-        slots = self.num_kv_heads * max(chunk.num_survivors + 1 for chunk in sent.source)
-        tokens = len(sent) * slots
-        kept = [
-            torch.empty(tokens, *view.shape[2:], dtype=view.dtype, device=self.device)
-            for view in (cache.key, cache.value, cache.score, cache.position)
-        ]
-        grid = (self.num_kv_heads, len(sent), triton.cdiv(max_survivors, STORE_TILE))
-        for index, layer in enumerate(caches):
-            for stores in (False, True):
-                share.move_shared[grid](
-                    layer.key, layer.value, layer.score, layer.position, layer.first_rows,
-                    sent.block_table, sent.fields, survivors, *kept, index,
-                    cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0),
-                    len(sent), self.num_kv_heads, max_survivors, slots,
-                    **self._shape(cache), TILE=STORE_TILE, STORES=stores,
-                )  # fmt: skip
+        """The same launches, with another table to store by."""
+        self._packs(caches, [chunk], scoring, scores)
 
     def _attend(
         self, cache: LayerCache, chunks: Sequence[PromptChunk], tensors: StepTensors
@@ -356,7 +313,7 @@ class TritonKernels:
             return
         self._logits = torch.empty(num_logits, device=self.device)
         if self.device.type == "cuda":
-            rehearse(self, cache, tensors, scoring)
+            rehearse(self, cache, tensors, scoring, self.shares_pages)
 
     def _check(self, cache: LayerCache, tensors: StepTensors) -> None:
         for tensor in (tensors.query, tensors.key, tensors.value):

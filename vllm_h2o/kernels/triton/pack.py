@@ -5,6 +5,9 @@ by bit from the top of a sort key, an integer that orders as scores do; then it 
 the survivors in order. ``pack_survivors`` moves them. None moves to a later slot, so tiles in order
 are safe in place: what a tile writes, no later tile reads. Twin of ``reference.pack_survivors``,
 and of ``reference.reached`` before it.
+
+Where others read the prompt's pages (APART), survivors go to pages of a second table, and scores
+lie outside the pages, those of each (layer, KV head) after the last's.
 """
 
 from __future__ import annotations
@@ -32,6 +35,15 @@ SPLITS = tl.constexpr(PACK_FIELDS.index("splits"))
 
 
 @triton.jit
+def score_at(words, slot, h, attended_len, APART: tl.constexpr):
+    """Where the scores of slots lie: in the pages, or one after the other."""
+    if APART:
+        return h * attended_len + slot
+    else:
+        return words
+
+
+@triton.jit
 def ranked_tile(
     scores,
     positions,
@@ -48,13 +60,15 @@ def ranked_tile(
     TILE: tl.constexpr,
     BY_PAGE: tl.constexpr,
     BY_AGE: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Of TILE slots: which compete by score, which survive anyway, and the sort key, int64."""
     slot = start + tl.arange(0, TILE)
     live = slot < attended_len
     row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
     words = row * word_stride + offset
-    score = tl.load(scores + words, mask=live, other=0.0)
+    score_words = score_at(words, slot, h, attended_len, APART)
+    score = tl.load(scores + score_words, mask=live, other=0.0)
     position = tl.load(positions + words, mask=live, other=0)
     if BY_AGE:
         score = score / tl.maximum(logical_end - position, 1)
@@ -80,6 +94,7 @@ def extend_scores(
     N: tl.constexpr,
     TILE: tl.constexpr,
     REACH: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """``W[j] = max(U[j - REACH], ..., U[j])``, by position; in place: from the last tile on."""
     num_tiles = tl.cdiv(length, TILE)
@@ -94,12 +109,14 @@ def extend_scores(
             row, offset = locate(block_table, slot - d, there, h, num_kv_heads, N)
             word = row * word_stride + offset
             near = there & (tl.load(positions + word, mask=there, other=0) >= first)
-            score = tl.load(scores + word, mask=near, other=float("-inf"))
+            score_word = score_at(word, slot - d, h, length, APART)
+            score = tl.load(scores + score_word, mask=near, other=float("-inf"))
             largest = tl.maximum(largest, score)
         row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
         # Other threads of this program may still read what is written, then what was written.
         tl.debug_barrier()
-        tl.store(scores + row * word_stride + offset, largest, mask=live)
+        word = score_at(row * word_stride + offset, slot, h, length, APART)
+        tl.store(scores + word, largest, mask=live)
         tl.debug_barrier()
 
 
@@ -109,6 +126,7 @@ def select_survivors(
     position_bases,  # [L], int64
     first_row_bases,  # [L], int64; read when CAN_SPLIT
     block_table_ptr,  # [R, P], int32
+    new_table_ptr,  # [R, P'], int32: pages that survivors go to; the same, in place
     fields_ptr,
     survivors_ptr,  # [L, R, H, max_survivors], int32: written
     word_stride,
@@ -122,6 +140,7 @@ def select_survivors(
     BY_AGE: tl.constexpr,
     REACH: tl.constexpr,
     CAN_SPLIT: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """The slots that survive in (layer, chunk, KV head), in order; first, how far scores reach."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -139,18 +158,20 @@ def select_survivors(
         # Where all survive, scores stay as they are; where heads share slots, it is done.
         length = tl.where((num_survivors < attended_len) & (splits == 0), attended_len, 0)
         extend_scores(
-            scores, positions, block_table, length, word_stride, num_kv_heads, h, N, TILE, REACH
-        )
+            scores, positions, block_table, length, word_stride, num_kv_heads, h, N, TILE, REACH,
+            APART,
+        )  # fmt: skip
     if CAN_SPLIT:
         first_rows = tl.load(first_row_bases + layer).to(tl.pointer_type(tl.int32))
-        bounds = first_rows + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1) + h
+        first_block = tl.load(new_table_ptr + r.to(tl.int64) * table_stride).to(tl.int64)
+        bounds = first_rows + first_block * (num_kv_heads + 1) + h
         own = (tl.load(bounds + 1) - tl.load(bounds)) * N - 1
         num_survivors = tl.where(splits, own, num_survivors)
     num_safe = 0
     for start in range(0, attended_len, TILE):
         candidate, safe, sort_key = ranked_tile(
             scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
+            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE, APART,
         )  # fmt: skip
         num_safe += tl.sum(safe.to(tl.int32), axis=0)
     wanted = num_survivors - num_safe
@@ -162,7 +183,7 @@ def select_survivors(
         for start in range(0, attended_len, TILE):
             candidate, safe, sort_key = ranked_tile(
                 scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-                logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
+                logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE, APART,
             )  # fmt: skip
             reached += tl.sum((candidate & (sort_key >= trial)).to(tl.int32), axis=0)
         threshold = tl.where(reached >= wanted, trial, threshold)
@@ -170,7 +191,7 @@ def select_survivors(
     for start in range(0, attended_len, TILE):
         candidate, safe, sort_key = ranked_tile(
             scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
+            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE, APART,
         )  # fmt: skip
         num_above += tl.sum((candidate & (sort_key > threshold)).to(tl.int32), axis=0)
     # Of those at the threshold, the older ones: slots of a prompt are in order of position.
@@ -182,7 +203,7 @@ def select_survivors(
     for start in range(0, attended_len, TILE):
         candidate, safe, sort_key = ranked_tile(
             scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE,
+            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE, APART,
         )  # fmt: skip
         tied = (candidate & (sort_key == threshold)).to(tl.int32)
         tie_rank = tl.cumsum(tied, axis=0)
@@ -201,9 +222,11 @@ def select_survivors(
 def pack_survivors(
     key_bases,  # [L], int64
     value_bases,
-    score_bases,
+    old_score_bases,  # of those that are ranked
+    score_bases,  # of those in the pages; the same, in place
     position_bases,
     block_table_ptr,
+    new_table_ptr,
     fields_ptr,
     survivors_ptr,
     key_type,  # any tensor of the cache's dtype
@@ -218,6 +241,7 @@ def pack_survivors(
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Move the survivors of (layer, chunk, KV head) into slots [0, num_survivors).
 
@@ -231,8 +255,11 @@ def pack_survivors(
     # What the compiler knows of an argument, and not of an address that is read: whole vectors.
     keys = tl.multiple_of(tl.load(key_bases + layer).to(key_type.dtype), ALIGNED)
     values = tl.multiple_of(tl.load(value_bases + layer).to(key_type.dtype), ALIGNED)
+    old_scores = tl.load(old_score_bases + layer).to(tl.pointer_type(tl.float32))
     scores = tl.load(score_bases + layer).to(tl.pointer_type(tl.float32))
     positions = tl.load(position_bases + layer).to(tl.pointer_type(tl.int32))
+    new_table = new_table_ptr + r.to(tl.int64) * table_stride
+    attended_len = tl.load(fields_ptr + r + ATTENDED_LEN * num_chunks)
     survivors = survivors_ptr + (
         ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * max_survivors
     )
@@ -242,14 +269,15 @@ def pack_survivors(
         live = new_slot < num_survivors
         old_slot = tl.load(survivors + new_slot, mask=live, other=0)
         old_row, old_offset = locate(block_table, old_slot, live, h, num_kv_heads, N)
-        new_row, new_offset = locate(block_table, new_slot, live, h, num_kv_heads, N)
+        new_row, new_offset = locate(new_table, new_slot, live, h, num_kv_heads, N)
         old_kv = kv_offsets(old_row, old_offset, dim, page_stride, D)
         new_kv = kv_offsets(new_row, new_offset, dim, page_stride, D)
         old_word, new_word = old_row * word_stride + old_offset, new_row * word_stride + new_offset
         mask = live[:, None] & (dim < D)[None, :]
         key = tl.load(keys + old_kv, mask=mask)  # [TILE, D_PAD]
         value = tl.load(values + old_kv, mask=mask)  # [TILE, D_PAD]
-        score = tl.load(scores + old_word, mask=live)
+        score_word = score_at(old_word, old_slot, h, attended_len, APART)
+        score = tl.load(old_scores + score_word, mask=live)
         position = tl.load(positions + old_word, mask=live)
         # Other threads of this program may still read what is written next.
         tl.debug_barrier()

@@ -167,7 +167,7 @@ def attend(
     tl.store(lse_ptr + head * lse_stride + token, row_max + tl.log(row_sum), mask=query_mask)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "skip_recent", "lse_stride"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "skip_recent", "lse_stride", "layer"])
 def column_scores(
     query_ptr,  # [T, Hq, D]
     key_pages,
@@ -176,6 +176,8 @@ def column_scores(
     block_table_ptr,
     fields_ptr,
     lse_ptr,  # [Hq, T], float32
+    window_bases,  # [R], int64: address of each chunk's window_scores, or 0; read when WINDOW
+    layer,  # which of those
     scale,
     query_stride,
     lse_stride,
@@ -195,14 +197,27 @@ def column_scores(
     SKIPS: tl.constexpr,
     BY_MAXIMUM: tl.constexpr,
     PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Add the scoring queries' contributions to the scores of TILE_K slots of (chunk, KV head)."""
+    """Add the scoring queries' contributions to the scores of TILE_K slots of (chunk, KV head).
+
+    With WINDOW those of an observation window's queries are stored outside the pages.
+    """
     t, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     fields = fields_ptr + r
     num_tokens = tl.load(fields + NUM_TOKENS * num_chunks)
     resident_start = tl.load(fields + RESIDENT_START * num_chunks)
     first_slot = t * TILE_K
     if first_slot >= resident_start + num_tokens:
+        return
+    first_scoring_query = tl.load(
+        fields + (FIRST_WINDOW_QUERY if WINDOW else FIRST_SCORING_QUERY) * num_chunks
+    )
+    if WINDOW:
+        window_base = tl.load(window_bases + r)
+        if window_base == 0:
+            return
+    elif first_scoring_query >= num_tokens:
         return
     slot = first_slot + tl.arange(0, TILE_K)
     live = slot < resident_start + num_tokens
@@ -215,7 +230,6 @@ def column_scores(
     position = tl.load(position_pages + words, mask=live, other=0)
     token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)
     logical_start = tl.load(fields + LOGICAL_START * num_chunks)
-    first_scoring_query = tl.load(fields + FIRST_SCORING_QUERY * num_chunks)
     columns = tl.zeros([TILE_K], tl.float32)
     # Query i sees the first slot when resident_start + i >= first_slot.
     begin = tl.maximum(first_scoring_query, first_slot - resident_start) // TILE_Q * TILE_Q
@@ -234,5 +248,10 @@ def column_scores(
                 adds = adds & ((logical_start + i)[None, :] - position[:, None] >= skip_recent)
             more = contributions(key, query, lse, adds, scale, POWER, BY_MAXIMUM, PRECISION)
             columns = combined(columns, more, BY_MAXIMUM)
-    score = tl.load(score_pages + words, mask=live, other=0.0)
-    tl.store(score_pages + words, combined(score, columns, BY_MAXIMUM), mask=live)
+    if WINDOW:
+        head_base = (layer * num_kv_heads + h).to(tl.int64) * (resident_start + num_tokens)
+        window_scores = window_base.to(tl.pointer_type(tl.float32)) + head_base
+        tl.store(window_scores + slot, columns, mask=live)
+    else:
+        score = tl.load(score_pages + words, mask=live, other=0.0)
+        tl.store(score_pages + words, combined(score, columns, BY_MAXIMUM), mask=live)

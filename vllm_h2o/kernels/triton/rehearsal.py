@@ -1,4 +1,4 @@
-"""A prompt's kernels, run on two pages of their own before a request waits for a compiler."""
+"""A prompt's kernels, run on a few pages of their own before a request waits for a compiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 
 
-def rehearse(kernels: Kernels, cache: LayerCache, step: StepTensors, scoring: Scoring) -> None:
+def rehearse(
+    kernels: Kernels,
+    cache: LayerCache,
+    step: StepTensors,
+    scoring: Scoring,
+    shares_pages: bool = False,
+) -> None:
     """Run all that prompts will need.
 
     Args:
@@ -19,11 +25,12 @@ def rehearse(kernels: Kernels, cache: LayerCache, step: StepTensors, scoring: Sc
         cache: a layer's; its shape and its kinds are taken, its pages left alone.
         step: any; its dtypes and heads are taken, and what it has: scores, attention sinks.
         scoring: the policy's.
+        shares_pages: whether survivors may have to leave pages that others read.
 
     """
     device, num_kv_heads, head_size = cache.key.device, cache.num_kv_heads, cache.key.shape[-1]
     content = cache.key.stride(0) // cache.block_size  # elements of a slot
-    layout = (2, num_kv_heads, cache.block_size, content)
+    layout = (4, num_kv_heads, cache.block_size, content)
     kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=device)
     splits = cache.first_rows is not None
     kinds = (splits, cache.mass is not None, cache.score_without_window is not None)
@@ -46,9 +53,18 @@ def rehearse(kernels: Kernels, cache: LayerCache, step: StepTensors, scoring: Sc
         kernels.score_pass(own, [chunk], query, 1.0, which, sinks)
     for reach in {scoring.reach, 0}:  # 0: several tokens that are evicted at a time
         kernels.pack_survivors([own], [chunk], replace(scoring, reach=reach))
+    whole = None
     if splits:
         size = cache.block_size
         whole = replace(
             chunk, resident_start=size, logical_start=size, num_survivors=size - 1, splits=True
         )
         kernels.pack_survivors([own], [whole], scoring)
+    if not shares_pages:
+        return
+    for packed in [chunk] if whole is None else [chunk, whole]:
+        scores = torch.zeros(1, num_kv_heads, packed.attended_len, device=device)
+        away = replace(packed, destination_blocks=chunk.block_table + 2)
+        if scoring.power and packed is chunk:
+            kernels.prefill(own, [replace(away, window_scores=scores)], tensors, scoring)
+        kernels.copy_survivors([own], away, scoring, scores)

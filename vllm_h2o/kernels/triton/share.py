@@ -21,6 +21,7 @@ from vllm_h2o.kernels.triton.pack import (
     SPLITS,
     extend_scores,
     ranked_tile,
+    score_at,
 )
 from vllm_h2o.kernels.triton.tiles import kv_offsets, locate, page_row
 
@@ -69,6 +70,7 @@ def share_rows(
     position_bases,  # [L], int64
     first_row_bases,  # [L], int64: address of each layer's [num_blocks, H + 1], int32: written
     block_table_ptr,  # [R, P], int32
+    new_table_ptr,  # [R, P'], int32: pages that survivors go to; the same, in place
     fields_ptr,
     word_stride,
     table_stride,
@@ -79,6 +81,7 @@ def share_rows(
     H_PAD: tl.constexpr,
     BY_AGE: tl.constexpr,
     REACH: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Where the rows of each KV head begin in (layer, chunk); first, how far scores reach."""
     r, layer = tl.program_id(0), tl.program_id(1)
@@ -98,7 +101,7 @@ def share_rows(
         for h in range(num_kv_heads):
             extend_scores(
                 scores, positions, block_table, attended_len, word_stride, num_kv_heads, h, N,
-                TILE, REACH,
+                TILE, REACH, APART,
             )  # fmt: skip
     num_heavy = num_survivors - num_sinks - (logical_end - recent_start)
     wanted = num_heavy * num_kv_heads
@@ -111,7 +114,7 @@ def share_rows(
             for start in range(0, attended_len, TILE):
                 candidate, safe, sort_key = ranked_tile(
                     scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-                    logical_end, word_stride, num_kv_heads, h, N, TILE, False, BY_AGE,
+                    logical_end, word_stride, num_kv_heads, h, N, TILE, False, BY_AGE, APART,
                 )  # fmt: skip
                 reached += tl.sum((candidate & (sort_key >= trial)).to(tl.int32), axis=0)
         threshold = tl.where(reached >= wanted, trial, threshold)
@@ -121,7 +124,7 @@ def share_rows(
         for start in range(0, attended_len, TILE):
             candidate, safe, sort_key = ranked_tile(
                 scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-                logical_end, word_stride, num_kv_heads, h, N, TILE, False, BY_AGE,
+                logical_end, word_stride, num_kv_heads, h, N, TILE, False, BY_AGE, APART,
             )  # fmt: skip
             more = tl.sum((candidate & (sort_key > threshold)).to(tl.int32), axis=0)
             same = tl.sum((candidate & (sort_key == threshold)).to(tl.int32), axis=0)
@@ -131,7 +134,8 @@ def share_rows(
     ties_left = wanted - tl.sum(above, axis=0) - (tl.cumsum(tied, axis=0) - tied)
     count = above + tl.minimum(tl.maximum(ties_left, 0), tied)
     pages = share_pages(count, head, num_kv_heads, num_survivors + 1, num_heavy, attended_len, N)
-    bounds = first_rows + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1)
+    first_block = tl.load(new_table_ptr + r.to(tl.int64) * table_stride).to(tl.int64)
+    bounds = first_rows + first_block * (num_kv_heads + 1)
     tl.store(bounds, 0)
     tl.store(bounds + 1 + head, tl.cumsum(pages, axis=0), mask=head < num_kv_heads)
 
@@ -140,10 +144,12 @@ def share_rows(
 def move_shared(
     key_pages,
     value_pages,
-    score_pages,
+    old_scores,  # those that are ranked
+    score_pages,  # those in the pages; the same, in place
     position_pages,
     first_rows_ptr,  # [num_blocks, H + 1], int32
     block_table_ptr,
+    new_table_ptr,
     fields_ptr,
     survivors_ptr,  # [L, R, H, max_survivors], int32
     kept_key,  # [R * max_slots, D]: of all KV heads of a request, one after the other
@@ -163,13 +169,15 @@ def move_shared(
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
     STORES: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """TILE survivors of (chunk, KV head) of one layer: copied, or stored in their new slots."""
     h, r, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tl.load(fields_ptr + r + SPLITS * num_chunks) == 0:
         return
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    bounds = first_rows_ptr + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1) + h
+    new_table = new_table_ptr + r.to(tl.int64) * table_stride
+    bounds = first_rows_ptr + tl.load(new_table).to(tl.int64) * (num_kv_heads + 1) + h
     first_row = tl.load(bounds)
     slot = t * TILE + tl.arange(0, TILE)
     live = slot < (tl.load(bounds + 1) - first_row) * N - 1
@@ -178,7 +186,7 @@ def move_shared(
     kept = r.to(tl.int64) * max_slots + first_row * N + slot
     kept_kv = (kept * D)[:, None] + dim[None, :]
     if STORES:
-        row = page_row(block_table, slot // N, live, first_row, 1, num_kv_heads, True)
+        row = page_row(new_table, slot // N, live, first_row, 1, num_kv_heads, True)
         kv, word = kv_offsets(row, slot % N, dim, page_stride, D), row * word_stride + slot % N
         tl.store(key_pages + kv, tl.load(kept_key + kept_kv, mask=mask), mask=mask)
         tl.store(value_pages + kv, tl.load(kept_value + kept_kv, mask=mask), mask=mask)
@@ -193,5 +201,7 @@ def move_shared(
         kv, word = kv_offsets(row, offset, dim, page_stride, D), row * word_stride + offset
         tl.store(kept_key + kept_kv, tl.load(key_pages + kv, mask=mask), mask=mask)
         tl.store(kept_value + kept_kv, tl.load(value_pages + kv, mask=mask), mask=mask)
-        tl.store(kept_score + kept, tl.load(score_pages + word, mask=live), mask=live)
+        attended_len = tl.load(fields_ptr + r + ATTENDED_LEN * num_chunks)
+        score_word = score_at(word, old_slot, h, attended_len, APART)
+        tl.store(kept_score + kept, tl.load(old_scores + score_word, mask=live), mask=live)
         tl.store(kept_position + kept, tl.load(position_pages + word, mask=live), mask=live)

@@ -1,0 +1,138 @@
+"""Pages that others read, in Triton: scored outside of them, and survivors copied out of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.kernels.harness import Shape, empty_cache, views
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.torch import pack
+from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.kernels.triton.kernels import TritonKernels
+
+SHAPE = Shape(num_kv_heads=3, group=2, head_size=32, block_size=8)
+BLOCKS, LENGTHS = ([5, 2, 8, 1, 20, 21, 22, 3], [9, 4, 7, 0, 6, 30, 31, 11]), (61, 37)
+NUM_BLOCKS = 40
+PAGES = ("key", "value", "score", "position")
+
+
+def filled(kinds: tuple[bool, bool] = (False, False)) -> LayerCache:
+    """Pages of two prompts."""
+    kv_cache = empty_cache(SHAPE, NUM_BLOCKS, extra_words=kinds[1])
+    cache = views(kv_cache, SHAPE, *kinds)
+    for blocks, length in zip(BLOCKS, LENGTHS, strict=True):
+        whole = PromptChunk(
+            tokens=slice(0, length),
+            block_table=torch.tensor(blocks, dtype=torch.int32),
+            resident_start=0,
+            logical_start=0,
+            first_scoring_query=length,
+        )
+        query = torch.zeros(length, 6, 32)
+        key, value = torch.randn(2, length, 3, 32)
+        step = StepTensors(query, key, value, torch.empty_like(query), torch.rand(length, 3), 1.0)
+        TorchKernels().prefill(cache, [whole], step, Scoring())
+    return cache
+
+
+def twin(cache: LayerCache) -> LayerCache:
+    """The same, elsewhere."""
+    names = ("key", "value", "score", "position", "first_rows", "mass")
+    own = {name: getattr(cache, name) for name in names}
+    return replace(cache, **{k: v if v is None else v.clone() for k, v in own.items()})
+
+
+def kernels() -> TritonKernels:
+    """Of such layers."""
+    return TritonKernels(torch.device("cpu"), 4, 6, 3, 32)
+
+
+@pytest.mark.parametrize(("by_maximum", "skip_recent"), [(False, 0), (True, 5)])
+def test_window_scores(by_maximum: bool, skip_recent: int) -> None:
+    """Those of torch, of each chunk that has any; and no score in its pages is touched."""
+    torch.manual_seed(1)
+    cache, scoring = filled(), Scoring(1 + by_maximum, skip_recent, by_maximum=by_maximum)
+    key, value = torch.randn(2, 60, 3, 32)
+    query = torch.randn(60, 6, 32)
+    found = []
+    for computes in (TorchKernels(), kernels()):
+        own, chunks, start = twin(cache), [], 0
+        for blocks, length, num, first in zip(BLOCKS, LENGTHS, (41, 19), (30, 19), strict=True):
+            chunk = PromptChunk(
+                tokens=slice(start, start + num),
+                block_table=torch.tensor(blocks, dtype=torch.int32),
+                resident_start=length - num,
+                logical_start=length - num,
+                first_scoring_query=num if start == 0 else 4,
+                first_window_query=first,
+                window_scores=torch.full((2, 3, length), torch.nan) if start == 0 else None,
+            )
+            chunks.append(chunk)
+            start += num
+        out = torch.empty_like(query)
+        step = StepTensors(query, key, value, out, torch.rand(60, 3), 0.2, None, 1)
+        step = replace(step, initial_score=torch.full((60, 3), 0.25))
+        computes.prefill(own, chunks, step, scoring)
+        scores = chunks[0].window_scores
+        assert scores is not None and scores[0].isnan().all()
+        found.append((scores[1], own, out))
+    (expected, by_torch, out), (scores, by_triton, more) = found
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(more, out, rtol=1e-5, atol=1e-6)
+    first, last = (torch.tensor(blocks)[:5, None] * 3 + torch.arange(3) for blocks in BLOCKS)
+    assert torch.equal(by_triton.score[first][:2], cache.score[first][:2])
+    torch.testing.assert_close(by_triton.score[last], by_torch.score[last], equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "splits", "reach", "by_age", "keeps_all"),
+    [
+        ((False, False), False, 8, False, False),
+        ((False, False), False, 8, True, True),
+        ((False, True), False, 0, True, False),
+        ((True, True), True, 0, True, False),
+        ((True, False), True, 8, False, False),
+    ],
+)
+def test_survivors_are_copied(
+    kinds: tuple[bool, bool], splits: bool, reach: int, by_age: bool, keeps_all: bool
+) -> None:
+    """Torch's, of every layer; the pages they leave, and all others, are not touched."""
+    torch.manual_seed(2)
+    length, num_survivors = LENGTHS[0], LENGTHS[0] if keeps_all else 31
+    destination = [36, 33, 38, 12, 13, 14, 15, 16]
+    chunk = PromptChunk(
+        tokens=slice(0, 20),
+        block_table=torch.tensor(BLOCKS[0], dtype=torch.int32),
+        resident_start=length - 20,
+        logical_start=length - 20,
+        num_survivors=num_survivors,
+        recent_start=length - 9,
+        num_sinks=3,
+        destination_blocks=torch.tensor(destination[: 8 if keeps_all else 4], dtype=torch.int32),
+        splits=splits,
+    )
+    scoring = Scoring(by_age=by_age, reach=reach)
+    caches = [filled(kinds) for _ in range(2)]
+    scores = torch.rand(2, 3, length) * torch.tensor([1.0, 0.3, 1.5])[:, None]
+    scores[1, 0, 10:40] = 0.5  # of equals the older
+    others = [twin(cache) for cache in caches]
+    for cache, score in zip(others, scores.clone(), strict=True):
+        pack.pack_survivors(cache, chunk, scoring, score)
+    kernels().copy_survivors(caches, chunk, scoring, scores)
+    assert chunk.destination_blocks is not None
+    whole = torch.tensor(destination)[: num_survivors // 8, None] * 3 + torch.arange(3)
+    for found, expected in zip(caches, others, strict=True):
+        if splits:
+            assert found.first_rows is not None and expected.first_rows is not None
+            assert torch.equal(found.first_rows, expected.first_rows)
+            assert not torch.equal(*found.first_rows[36].diff()[:2])
+        for name in PAGES:
+            one, other = (getattr(cache, name).nan_to_num(-1.0) for cache in (found, expected))
+            assert torch.equal(one, other), name
+        if found.mass is not None:
+            assert (found.mass[whole] == 1.0).all()

@@ -1,0 +1,123 @@
+"""What attention allocates vLLM's profile run meets, and a longer prompt does not make it more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from tests.kernels.harness import LAYER_NAME, Shape, vllm_config
+from vllm_h2o.kernels.batch import MEAN_SECOND_PASS, PromptChunk
+from vllm_h2o.kernels.triton import moving
+from vllm_h2o.worker import peak
+from vllm_h2o.worker.attention import HeavyHitterImpl
+from vllm_h2o.worker.peak import Peak
+from vllm_h2o.worker.rotary import RopeShift
+from vllm_h2o.worker.step import PublishesSteps
+
+SHAPE = Shape(num_kv_heads=2, group=3)
+LAYER: Any = SimpleNamespace(layer_name=LAYER_NAME)
+
+
+class Counts(TorchDispatchMode):
+    """Bytes of each tensor that is made with a storage of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run, and count what is new."""
+        made = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if torch.is_tensor(t)}
+        for tensor in tree_leaves(made):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.sizes.append(tensor.untyped_storage().nbytes())
+        return made
+
+
+def attention() -> HeavyHitterImpl:
+    """One layer's."""
+    with set_current_vllm_config(vllm_config("h2o")):
+        return HeavyHitterImpl(6, SHAPE.head_size, SHAPE.scale, SHAPE.num_kv_heads)
+
+
+def test_a_profile_run_meets_the_peak() -> None:
+    """Each layer's share of a step is held until vLLM has measured; the rest is dropped at once.
+
+    Outside of it, as where vLLM warms up or captures, nothing is allocated.
+    """
+    impl = attention()
+    impl.peak = Peak(max_len=1000, max_tokens=8192, rotates=True)
+    query = torch.zeros(4, 6, SHAPE.head_size)
+    output = torch.empty_like(query)
+    args = (LAYER, query, query[:, :2], query[:, :2], torch.empty(0), None, output)
+    found: dict[str, Any] = {}
+
+    class Profiles:
+        def determine_available_memory(self) -> int:
+            for _ in range(2):  # a second pass over the layers needs no second share
+                impl.forward(*args)
+            found["kept"] = dict(peak._KEPT.get() or {})
+            return 7
+
+    class Worker(PublishesSteps, Profiles):
+        pass
+
+    with Counts() as counts:
+        assert Worker().determine_available_memory() == 7
+    queries = 6 * 8192 * SHAPE.head_size
+    passing = queries * 4 + 4 * peak.COPIES * queries + 2 * 4 * 6 * 8192
+    assert [size for size in counts.sizes if size] == [4 * 2 * 1000, passing]
+    assert {name: held.nbytes for name, held in found["kept"].items()} == {LAYER_NAME: 8000}
+    assert peak._KEPT.get() is None
+    with Counts() as counts:
+        impl.forward(*args)
+    assert counts.sizes == []
+
+
+@pytest.mark.parametrize(
+    ("second_pass", "caches", "expected"),
+    [(False, True, (4096, False)), (False, False, (0, False)), (True, False, (0, True))],
+)
+def test_of_an_engine(second_pass: bool, caches: bool, expected: tuple[int, bool]) -> None:
+    """Scores lie outside pages with prefix caching alone; a second pass rotates queries."""
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=4096),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
+    )
+    policy: Any = SimpleNamespace(
+        score_power=1,
+        kernels="auto",
+        ranking=SimpleNamespace(second_pass="mean" if second_pass else None),
+    )
+    found = Peak.of(config, policy)
+    assert (found.max_len, found.rotates, found.max_tokens) == (*expected, 512)
+    assert found.passing(6, 2, 64, 2) >= peak.SURVIVORS == 4 * moving.MAX_SURVIVORS
+
+
+def test_rotated_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same queries, and no more float32 numbers at once than the tile has."""
+    impl = attention()
+    with set_current_vllm_config(vllm_config("h2o")):
+        rope = get_rope(64, 4096, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    impl.rotate = RopeShift(rope)
+    query = torch.randn(700, 6, 64, dtype=torch.bfloat16)
+    table = torch.arange(50, dtype=torch.int32)
+    chunk = PromptChunk(tokens=slice(20, 690), block_table=table, resident_start=0, logical_start=0)
+    whole = impl._rotated([chunk], query, MEAN_SECOND_PASS)[chunk.tokens]
+    tile = 16 * 6 * 64
+    monkeypatch.setattr(peak, "MAX_ROTATED", tile)
+    with Counts() as counts:
+        tiled = impl._rotated([chunk], query, MEAN_SECOND_PASS)[chunk.tokens]
+    assert torch.equal(tiled, whole)
+    own = query.untyped_storage().nbytes()
+    assert counts.sizes.count(own) == 1
+    assert max(size for size in counts.sizes if size != own) <= 4 * tile

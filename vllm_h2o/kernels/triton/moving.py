@@ -1,0 +1,153 @@
+"""How survivors of prompts are moved, every layer at once: the launches of pack.py and share.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.triton import pack, share
+from vllm_h2o.kernels.triton.chunks import DeviceChunks
+from vllm_h2o.kernels.triton.sizes import SELECT_TILE, STORE_TILE
+
+MAX_SURVIVORS = 1 << 24
+"""Slots that are listed at once, of as many layers as they are enough for: 64 MiB."""
+
+
+@dataclass(frozen=True)
+class Moving:
+    """Of layers of one shape.
+
+    Args:
+        num_kv_heads: H.
+        head_size: D.
+        device: of the pages.
+
+    """
+
+    num_kv_heads: int
+    head_size: int
+    device: torch.device
+
+    def __call__(
+        self,
+        caches: Sequence[LayerCache],
+        chunks: Sequence[PromptChunk],
+        scoring: Scoring,
+        scores: torch.Tensor | None = None,
+    ) -> None:
+        """Move the survivors of each chunk.
+
+        Args:
+            caches: of every layer; rewritten.
+            chunks: with survivors: any that stay in their own blocks, or one that does not.
+            scoring: what is ranked.
+            scores: [len(caches), H, attended_len], float32, contiguous: of the one chunk with
+                ``destination_blocks``; overwritten. None: those of the pages.
+
+        """
+        most = (share.most_survivors(c, self.num_kv_heads, caches[0].block_size) for c in chunks)
+        max_survivors = max(most)
+        listed = self.num_kv_heads * len(chunks) * max_survivors
+        size = max(1, MAX_SURVIVORS // max(1, listed))
+        for i in range(0, len(caches), size):
+            own = None if scores is None else scores[i : i + size]
+            self._move(caches[i : i + size], chunks, scoring, own, max_survivors)
+
+    def _move(
+        self,
+        caches: Sequence[LayerCache],
+        chunks: Sequence[PromptChunk],
+        scoring: Scoring,
+        scores: torch.Tensor | None,
+        max_survivors: int,
+    ) -> None:
+        """Some layers at once; ``max_survivors`` of a KV head at the most."""
+        cache = caches[0]
+        sent = DeviceChunks.of(chunks, pack.PACK_FIELDS, self.device)
+        new_table = sent.block_table
+        if scores is not None:
+            (destination,) = [chunk.destination_blocks for chunk in chunks]
+            assert destination is not None and scores.is_contiguous()
+            new_table = destination[None]
+        shares = any(chunk.splits for chunk in chunks)
+        addresses = self._addresses(caches, scores, shares)
+        host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
+        sent_bases = host.to(self.device, non_blocking=True)
+        keys, values, ranked, new_scores, positions, first_rows = sent_bases
+        grid = (self.num_kv_heads, len(sent), len(caches))
+        survivors = torch.empty(*grid, max_survivors, dtype=torch.int32, device=self.device)
+        tables = (sent.block_table, new_table, sent.fields)
+        sizes = (sent.block_table.stride(0), len(sent), self.num_kv_heads)
+        apart = {"APART": scores is not None}
+        ranking = {"N": cache.block_size, "BY_AGE": scoring.by_age, "REACH": scoring.reach}
+        if shares:
+            share.share_rows[grid[1:]](
+                ranked, positions, first_rows, *tables, cache.score.stride(0), *sizes,
+                **ranking, **apart, TILE=SELECT_TILE, num_warps=8,
+                H_PAD=triton.next_power_of_2(self.num_kv_heads),
+            )  # fmt: skip
+        pack.select_survivors[grid](
+            ranked, positions, first_rows, *tables, survivors, cache.score.stride(0), *sizes,
+            max_survivors, **ranking, **apart, TILE=SELECT_TILE, BY_PAGE=scoring.by_page,
+            CAN_SPLIT=shares, num_warps=8,
+        )  # fmt: skip
+        pack.pack_survivors[grid](
+            keys, values, ranked, new_scores, positions, *tables, survivors, cache.key,
+            cache.key.stride(0), cache.score.stride(0), *sizes, max_survivors,
+            **self._shape(cache), **apart, TILE=STORE_TILE,
+            ALIGNED=math.gcd(16, *addresses[0], *addresses[1]),
+        )  # fmt: skip
+        if shares:
+            self._move_shared(caches, sent, new_table, survivors, scores)
+        for layer in caches if scores is not None else ():
+            if layer.mass is not None:  # nothing is merged before a request is full
+                layer.mass[cache_rows(new_table[0], self.num_kv_heads)] = 1.0
+
+    def _addresses(
+        self, caches: Sequence[LayerCache], scores: torch.Tensor | None, shares: bool
+    ) -> list[list[int]]:
+        """Of each layer's K, V, ranked scores, scores, positions and first rows."""
+        views = ("key", "value", "score", "position", "first_rows" if shares else "position")
+        own = [[getattr(layer, view).data_ptr() for layer in caches] for view in views]
+        ranked = own[2] if scores is None else [layer.data_ptr() for layer in scores]
+        # An even number, so that every row begins where 16 bytes do, however many the layers.
+        rest = [0] * (len(caches) % 2)
+        return [row + rest for row in [*own[:2], ranked, *own[2:]]]
+
+    def _shape(self, cache: LayerCache) -> dict[str, int]:
+        padded = triton.next_power_of_2(self.head_size)
+        return {"N": cache.block_size, "D": self.head_size, "D_PAD": padded}
+
+    def _move_shared(
+        self,
+        caches: Sequence[LayerCache],
+        sent: DeviceChunks,
+        new_table: torch.Tensor,
+        survivors: torch.Tensor,
+        scores: torch.Tensor | None,
+    ) -> None:
+        """Layer by layer, by way of a copy of one layer's survivors."""
+        cache, max_survivors = caches[0], survivors.shape[-1]
+        slots = self.num_kv_heads * max(chunk.num_survivors + 1 for chunk in sent.source)
+        tokens = len(sent) * slots
+        kept = [
+            torch.empty(tokens, *view.shape[2:], dtype=view.dtype, device=self.device)
+            for view in (cache.key, cache.value, cache.score, cache.position)
+        ]
+        grid = (self.num_kv_heads, len(sent), triton.cdiv(max_survivors, STORE_TILE))
+        for index, layer in enumerate(caches):
+            ranked = layer.score if scores is None else scores[index]
+            for stores in (False, True):
+                share.move_shared[grid](
+                    layer.key, layer.value, ranked, layer.score, layer.position, layer.first_rows,
+                    sent.block_table, new_table, sent.fields, survivors, *kept, index,
+                    cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0),
+                    len(sent), self.num_kv_heads, max_survivors, slots,
+                    **self._shape(cache), TILE=STORE_TILE, STORES=stores, APART=scores is not None,
+                )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Memory that attention takes and vLLM's profile run does not meet, since it leaves attention out.
+
+Where vLLM profiles, a layer allocates here what it will need besides its output, so that the pool
+of pages leaves room for it. What is counted is what the kernels for GPUs allocate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_h2o.options.config import KVPolicyConfig
+
+MAX_ROTATED = 1 << 22
+"""Elements of queries that are rotated at once: 16 MiB in float32, and :data:`COPIES` of them."""
+COPIES = 6
+"""Float32 tensors of that size that vLLM's rotation holds at once, at most."""
+SURVIVORS = 64 << 20
+"""Bytes of the slots of survivors that are listed at once: see triton/moving.py."""
+
+_KEPT: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("vllm_h2o_kept", default=None)
+
+
+@contextmanager
+def profiling() -> Iterator[None]:
+    """What layers keep for a whole step is kept until the end of this."""
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of one layer.
+
+    Args:
+        max_len: tokens of the longest prompt whose scores lie outside the pages; 0: none do.
+        max_tokens: of a step.
+        rotates: whether a second pass rotates queries.
+        gathered_len: slots of which K and V are gathered for xformers; 0: none are.
+
+    """
+
+    max_len: int
+    max_tokens: int
+    rotates: bool
+    gathered_len: int = 0
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, config: KVPolicyConfig) -> Peak:
+        """As an engine is configured."""
+        model, shares = vllm_config.model_config, vllm_config.cache_config.enable_prefix_caching
+        scores_outside = shares and model is not None and config.score_power > 0
+        return cls(
+            model.max_model_len if scores_outside else 0,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            config.ranking.second_pass is not None,
+            model.max_model_len if model is not None and _gathers(config) else 0,
+        )
+
+    def kept(self, num_kv_heads: int) -> int:
+        """Bytes of a layer, from a step's beginning to its end: the scores of one longest prompt.
+
+        Several that end in one step take more: of those only the tokens that are not in the prefix
+        cache count in the step's budget.
+        """
+        return 4 * num_kv_heads * self.max_len
+
+    def passing(self, num_heads: int, num_kv_heads: int, head_size: int, element_size: int) -> int:
+        """Bytes that one layer, or the move of survivors, takes at once."""
+        # K in order, V as its pages lie, and in order.
+        gathered = 3 * self.gathered_len * num_kv_heads * head_size * element_size
+        lse, queries = 4 * num_heads * self.max_tokens, num_heads * self.max_tokens * head_size
+        rotated = 0
+        if self.rotates:
+            rotated = queries * element_size + 4 * COPIES * min(MAX_ROTATED, queries) + lse
+        return max(lse + max(rotated, gathered), SURVIVORS)
+
+    def allocate(self, name: str, query: torch.Tensor, num_kv_heads: int) -> None:
+        """Once for each layer, and only while vLLM profiles: what it keeps, and what it drops.
+
+        Args:
+            name: the layer's.
+            query: [T, Hq, D], any.
+            num_kv_heads: H.
+
+        """
+        held = _KEPT.get()
+        if held is None or name in held:
+            return
+        _, num_heads, head_size = query.shape
+        kept = self.kept(num_kv_heads)
+        held[name] = torch.empty(kept, dtype=torch.uint8, device=query.device)
+        passing = self.passing(num_heads, num_kv_heads, head_size, query.element_size())
+        torch.empty(passing, dtype=torch.uint8, device=query.device)
+
+
+def _gathers(config: KVPolicyConfig) -> bool:
+    """Whether xformers may attend prompts, which does not read pages."""
+    has_flash = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 8
+    return config.kernels == "xformers" or not has_flash
+
+
+def tiles_of(num_tokens: int, elements: int) -> Iterator[slice]:
+    """Of tokens with so many elements each: as many at once as :data:`MAX_ROTATED` allows."""
+    size = max(1, MAX_ROTATED // elements)
+    return (slice(at * size, at * size + size) for at in range(math.ceil(num_tokens / size)))
