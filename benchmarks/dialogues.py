@@ -78,8 +78,10 @@ def dialogues(tokenizer: Tokenizer, count: int, seed: int) -> list[list[Turn]]:
     def ids(text: str) -> list[int]:
         return [int(i) for i in tokenizer.encode(text, add_special_tokens=False).ids]
 
-    passages = []
+    passages: list[tuple[str, list[str], list[str]]] = []
     for line in lines:
+        if len(passages) == count * PASSAGES:
+            break
         asked = [each.partition(": ")[2] for each in line["question"].split("\n")]
         answers = spans(line["passage"], line["answer"])
         whole = len(asked) == len(answers) == QUESTIONS and all(answers)

@@ -41,6 +41,10 @@ MODES = {
         repeats=frozenset({"within the budget", "all is kept"}),
     ),
     "evict_every": Mode(("--kv-policy-config.evict_every=16",)),
+    "continuation": Mode(
+        ("--kv-policy-config.continuation=true",),
+        happens="vllm:kv_policy_continuation_hits_total",
+    ),
     "drafts": Mode(
         ("--kv-policy-config.evict_every=16",),
         (
@@ -58,7 +62,7 @@ MODES = {
 """How the policy evicts; see docs/options.md for each."""
 SHORT = Shape(
     seconds=240, requests=200, clients=8, max_model_len=1024, pages=52, long_prompt=900,
-    burst=24, least_requests=100, growth_mib=1000,
+    burst=24, least_requests=100, growth_mib=1500,
 )  # fmt: skip
 LONG = Shape(
     seconds=900, requests=0, clients=16, max_model_len=12288, pages=420, long_prompt=10_000,
@@ -140,7 +144,7 @@ class Report:
             "steps": figures.steps,
             "checks": figures.checks,
             "preemptions": len(figures.preempted),
-            "packs_or_accepted": round(self.happened),
+            "happened": round(self.happened),
             "pool_pages": figures.total,
             "peak_pages": figures.peak_held,
             "pages_held_at_end": figures.held,

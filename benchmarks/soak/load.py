@@ -26,7 +26,11 @@ BAD_BUDGETS: tuple[dict[str, Budget], ...] = (
     {"kv-budget": 64},
 )
 
-WELL_FORMED = ("whole", "whole", "stream", "stream", "disconnect", "abort", "samples")
+WELL_FORMED = (
+    "whole", "whole", "stream", "stream", "disconnect", "abort", "samples", "conversation",
+)  # fmt: skip
+TURNS = 3
+"""Of a conversation."""
 PATIENCE = 300
 """Seconds after which an answer is overdue."""
 
@@ -221,6 +225,7 @@ class Load:
             "disconnect": self._disconnect,
             "abort": self._abort,
             "samples": self._samples,
+            "conversation": self._conversation,
             "malformed": self._refused,
             "long": self._long,
         }
@@ -311,6 +316,17 @@ class Load:
     async def _samples(self) -> str:
         content = await self._answer(self._body(n=3, temperature=0.8, max_tokens=30))
         assert len(content["choices"]) == 3, content
+        return "answered"
+
+    async def _conversation(self) -> str:
+        """Each turn with all that was said, to the token: what the last one left may be there."""
+        body = self._body(return_token_ids=True)
+        for turn in range(TURNS):
+            self.outcome.counts["conversation", "answered"] += turn > 0  # each is a request
+            (choice,) = (await self._answer(body))["choices"]
+            assert len(choice["token_ids"]) == body["max_tokens"], choice
+            new = _tokens(self.chance, self.chance.randrange(1, 40))
+            body["prompt"] = [*body["prompt"], *choice["token_ids"], *new]
         return "answered"
 
     async def _long(self) -> str:

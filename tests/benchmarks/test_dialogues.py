@@ -6,8 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
-from benchmarks.dialogues import Turn, prompts, rows, spans, table
+from benchmarks.dialogues import PASSAGES, QUESTIONS, Turn, dialogues, prompts, rows, spans, table
+from benchmarks.quality.texts import TextsUnavailableError, questions
+from benchmarks.smollm2 import model_dir
 from tests.e2e.harness import tiny_llama
 
 
@@ -47,3 +50,22 @@ def test_rows(tmp_path: Path) -> None:
         assert row["difference"] != 0
         assert row["full"] > 0
     assert table(found).count("| h2o | 32 |") == 3
+
+
+def test_dialogues() -> None:
+    """Each turn's prompt begins with all that was said, answers are there, and seeds differ."""
+    try:
+        questions("Quac/test-tiny.jsonl")
+    except TextsUnavailableError as error:
+        pytest.skip(str(error))
+    tokenizer = Tokenizer.from_file(str(model_dir("float32") / "tokenizer.json"))
+    talks, others = (dialogues(tokenizer, 3, seed) for seed in (1, 2))
+    assert [len(talk) for talk in talks] == [QUESTIONS * PASSAGES] * 3
+    starts = {tuple(talk[0].asked) for talk in (*talks, *others)}
+    assert len(starts) == 6
+    for turn in range(1, QUESTIONS * PASSAGES):
+        before, after = (prompts(talks, n) for n in (turn - 1, turn))
+        for (prompt, answer), (longer, _) in zip(before, after, strict=True):
+            assert longer[: len(prompt) + len(answer)] == [*prompt, *answer]
+            assert tokenizer.decode(answer, skip_special_tokens=False).endswith("<|im_end|>")
+            assert len(answer) > 1 and longer[len(prompt) + len(answer) :]

@@ -15,36 +15,34 @@ from tests.e2e.oracle import Oracle, Where
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.wire import RequestPlan
 
-Text = tuple[int, ...]
-
 
 @dataclass
 class ConversationOracle(Oracle):
     """Lets the reference of an earlier request go on, found by the text that it has computed.
 
     Args:
-        texts: of each request, the tokens that it has computed.
+        computed: of each request, itself and how many of its tokens are computed.
         num_turns: references that went on, in each layer and KV head.
 
     """
 
-    texts: dict[str, Text] = field(default_factory=dict)
+    computed: dict[str, tuple[Any, int]] = field(default_factory=dict)
     num_turns: int = 0
 
     def follow(self, step: Any, *args: Any) -> None:
-        """One layer of one step, and the texts after it."""
+        """One layer of one step, and how far it came."""
         super().follow(step, *args)
         for request_id, plan in step.plan.requests.items():
-            computed = self.scheduler.requests[request_id].all_token_ids[: plan.logical_end]
-            self.texts[request_id] = tuple(computed)
+            self.computed[request_id] = self.scheduler.requests[request_id], plan.logical_end
 
     def _next_turn(self, where: Where, plan: RequestPlan) -> Head:
         layer, head, request_id = where
-        text = tuple(self.scheduler.requests[request_id].all_token_ids[: plan.logical_start])
+        text = self.scheduler.requests[request_id].all_token_ids[: plan.logical_start]
         earlier = [
             self.heads[layer, head, other]
-            for other, computed in self.texts.items()
-            if computed == text and other != request_id
+            # Ahead of the tokens the last one was not known when it was computed.
+            for other, (request, end) in self.computed.items()
+            if other != request_id and list(request.all_token_ids[:end]) == list(text)
         ]
         alike = [h for h in earlier if h.capacity == plan.capacity]
         self.num_turns += 1

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.lora.request import LoRARequest
 
+from tests.e2e.conversations import ConversationOracle
 from tests.e2e.harness import CHARACTERS, Probe, assert_same_tokens, engine, tiny_llama, token_ids
 
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 63, 65, 120)]
@@ -110,3 +112,23 @@ def test_adapters_share_no_prefix(tmp_path: Path) -> None:
             assert token_ids(hits) == token_ids(cold[order])
         assert probe.num_free == probe.num_total
     assert token_ids(cold[:1]) != token_ids(cold[1:])
+
+
+def test_adapters_go_on_from_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, as the reference does; from another's turn neither goes on, nor one without any."""
+    model = tiny_llama(tmp_path / "model", 4, 2)
+    loras = [adapter(model, tmp_path / f"adapter{seed}", seed) for seed in (1, 2)]
+    options = {"budget": 64, "continuation": True}
+    with engine(model, "h2o", options, **SETTINGS) as llm:
+        probe = Probe(llm)
+        oracle = ConversationOracle(probe.scheduler).install(monkeypatch)
+        first = generate(llm, PROMPTS[-1:] * 2, [*loras])
+        said = [[*PROMPTS[-1], *tokens, *CHARACTERS[:9]] for tokens in token_ids(first)]
+        assert said[0] != said[1]
+        others: list[LoRARequest | None] = [None, loras[1]]
+        cold = [generate(llm, said[:1], [other])[0] for other in others]
+        second = generate(llm, said, [*loras])
+        found = [output.num_cached_tokens for output in (*first, *cold, *second)]
+        assert found == [0, 0, 0, 0, 143, 143]
+        assert probe.num_free == probe.num_total
+    assert oracle.num_turns == 2 * 2 * 2 and oracle.max_error < 1e-4

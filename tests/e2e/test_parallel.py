@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.e2e.conversations import converse
 from tests.e2e.harness import (
     CHARACTERS,
     Probe,
@@ -191,6 +192,39 @@ def test_stages_whose_positions_roll(
 ) -> None:
     """Each rotates the keys of its own layers, and both read the same positions."""
     assert assert_same_tokens(rolled, roll(model, **TRACED, pipeline_parallel_size=2)) == 0
+
+
+def talk(model: str, **kwargs: Any) -> list[list[list[int]]]:
+    """What an engine says in conversations that begin anew with none of their turns."""
+    options = {**OPTIONS, "continuation": True}
+    with engine(model, "h2o", options, **{**SETTINGS, **kwargs}) as llm:
+        probe = Probe(llm)
+        turns = converse(llm, [list(p) for p in PROMPTS], (9, 30), MAX_TOKENS)
+        for before, turn in zip(turns, turns[1:], strict=False):
+            ends = [len(output.prompt_token_ids or ()) + MAX_TOKENS - 1 for output in before]
+            assert [output.num_cached_tokens for output in turn] == ends
+        assert probe.num_free == probe.num_total
+    return [token_ids(turn) for turn in turns]
+
+
+@pytest.fixture(scope="module")
+def said(model: str) -> list[list[list[int]]]:
+    """What one process says."""
+    return talk(model)
+
+
+def test_ranks_that_go_on(
+    model: str, said: list[list[list[int]]], two_ranks: pytest.MonkeyPatch
+) -> None:
+    """Each copies its own heads' tokens."""
+    assert talk(model, tensor_parallel_size=2) == said
+
+
+def test_stages_that_go_on(
+    model: str, said: list[list[list[int]]], two_workers: pytest.MonkeyPatch
+) -> None:
+    """Each copies what its own layers hold, in the order of batches."""
+    assert talk(model, **TRACED, pipeline_parallel_size=2) == said
 
 
 def test_ranks_that_evict_several_at_a_time(model: str, two_ranks: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.soak.__main__ import SHORT, run
 
 KINDS = {
-    "whole", "stream", "disconnect", "abort", "samples", "malformed", "long", "burst", "canary",
+    "whole", "stream", "disconnect", "abort", "samples", "conversation", "malformed", "long",
+    "burst", "canary",
 }  # fmt: skip
 
 
@@ -18,12 +19,12 @@ KINDS = {
 def test_soak(tmp_path: Path) -> None:
     """Nothing is wrong with answers, canaries, memory, pages or death; and the load was a load.
 
-    Half of it with ``always``, half with ``pressure``.
+    Half of it with ``continuation``, half with ``pressure``.
     """
     shape = replace(SHORT, requests=SHORT.requests // 2)
     reports = [
         run(shape, mode, "window", tmp_path / mode, killed)
-        for mode, killed in (("always", ("worker",)), ("pressure", ()))
+        for mode, killed in (("continuation", ("worker",)), ("pressure", ()))
     ]
     for report in reports:
         assert not list(report.faults())

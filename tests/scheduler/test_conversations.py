@@ -161,3 +161,14 @@ def test_what_is_seen() -> None:
     assert stats.continuation_queries == 30 + len(text) + 1
     assert stats.continuation_hits == len(text) - 1
     assert talking.scheduler.stats_reporter.report().continuation_queries == 0
+
+
+def test_requests_with_a_raw_hit_are_counted() -> None:
+    """As asking for all their tokens, and as continuing from none."""
+    talking = talk(name="streaming", num_sink_tokens=2, prefix_caching=True)
+    for _ in range(2):
+        talking.say(range(10, 42), 1, TENANTS[0])
+        talking.drain()
+    assert talking.count["hit"] == 1
+    stats = talking.scheduler.stats_reporter.report()
+    assert (stats.continuation_queries, stats.continuation_hits) == (64, 0)

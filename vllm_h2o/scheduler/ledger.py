@@ -394,5 +394,6 @@ class Ledger:
             shared_end=0 if fits or turn else self.shared_end(info),
             grows=self.under_pressure and not fits,
             max_len=info.max_len,
+            num_found=num_cached,
             turn_start=num_cached if turn else 0,
         )

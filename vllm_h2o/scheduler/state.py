@@ -85,7 +85,8 @@ class RequestState:
             soon as it is known; their queries have not scored yet.
         offset: what a token's position is less than its index.
         ongoing_end: tokens computed until which each step is as its last one, a token later.
-        turn_start: tokens that it began with, where it continues a conversation.
+        num_found: tokens that it began with, from one cache or another.
+        turn_start: the same, where it continues a conversation; else 0.
 
     """
 
@@ -105,6 +106,7 @@ class RequestState:
     num_unscored: int = 0
     offset: int = 0
     ongoing_end: int = 0
+    num_found: int = 0
     turn_start: int = 0
 
     @property
@@ -281,8 +283,8 @@ class LedgerStats:
             self.pressure_evicted_tokens += plan.num_evicted
 
     def count_begun(self, plan: RequestPlan, state: RequestState) -> None:
-        """Of a request that is admitted in this step, its tokens, and those it begins with."""
-        if plan.in_prompt and plan.logical_start == state.turn_start:
+        """Of a request that is admitted in this step, its tokens, and those it continues from."""
+        if plan.in_prompt and plan.logical_start == state.num_found:
             self.continuation_queries += state.prompt_end
             self.continuation_hits += state.turn_start
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from vllm import LLM, RequestOutput, SamplingParams
 
+from tests.e2e.conversations import ConversationOracle
 from tests.e2e.gpu_runner import graphs
 from tests.e2e.harness import Probe, engine
-from tests.e2e.oracle import Oracle
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.worker import batching
 from vllm_h2o.worker.packing import Packing
@@ -82,7 +82,7 @@ class Outcome:
     Args:
         runner: the model runner's module.
         tokens: of each request; of an aborted one those until then.
-        cached: tokens of each prompt that were found in the prefix cache.
+        cached: tokens of each prompt that were found in the prefix cache, or continued from.
         held: with ``record``, by request index and logical length: positions, as many numbers for
             each layer and KV head.
         in_flight: the most steps that were scheduled and whose tokens nobody knew.
@@ -129,7 +129,7 @@ def run(job: Job) -> Outcome:
         llm = stack.enter_context(engine(job.model, job.policy, job.options, **settings))
         probe = Probe(llm)
         watch = _Watch(probe.scheduler, patch)
-        oracle = Oracle(probe.scheduler)
+        oracle = ConversationOracle(probe.scheduler)
         if job.follow:
             oracle.install(patch)
         if job.record:

@@ -129,6 +129,17 @@ def test_found_in_the_prefix_cache(v2: OtherProcess, tmp_path: Path) -> None:
     assert ours.tokens == on_v1(replace(job, prompts=prompts)).tokens
 
 
+def test_conversations(v2: OtherProcess, tmp_path: Path) -> None:
+    """A second turn that begins with the first one's pages, though its last token came late."""
+    job = job_of(tiny_llama(tmp_path, 4, 4), {"budget": 16, "continuation": True})
+    first = on_v1(replace(job, prompts=PROMPTS[:1])).tokens[0]
+    second = [*PROMPTS[0], *first, *CHARACTERS[:9]]
+    ours = v2.run(replace(job, prompts=[PROMPTS[0], second, second], arrivals=[0, 100, 100]))
+    assert_followed(ours)
+    assert ours.tokens[0] == first and ours.tokens[1] == ours.tokens[2]
+    assert ours.cached == [0, 51, 51]
+
+
 def test_next_to_sliding_windows(v2: OtherProcess, tmp_path: Path) -> None:
     """Two block tables, of which the policy takes its own; vLLM's kernel clears their pages."""
     job = job_of(tiny_gemma3(tmp_path), {"budget": 32})
