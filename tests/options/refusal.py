@@ -41,3 +41,6 @@ CONTINUATION_REFUSED = tuple(
     f"continuation, and {what}" for what in ("speculative decoding", "sliding windows")
 )
 """What does not go with conversations that are continued."""
+
+IMAGES_REFUSED = ("positions='rolling', and images", "speculative decoding, and images")
+"""What does not go with models that see images."""
