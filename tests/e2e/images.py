@@ -131,6 +131,6 @@ def test_images_are_part_of_what_is_found(
         start = len(text[:56]) // 16 * 16
         assert (answers(llm, [other])[0].num_cached_tokens or 0) <= start
         assert (answers(llm, [same])[0].num_cached_tokens or 0) > start
-        cold = answers(llm, [seen(text, picture(9))])[0]
+        cold = answers(llm, [seen(text, picture(17))])[0]
         assert (cold.num_cached_tokens or 0) <= start
         assert probe.num_free == probe.num_total
