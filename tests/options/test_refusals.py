@@ -10,12 +10,7 @@ from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from tests.options.refusal import (
-    CONTINUATION_REFUSED,
-    FLOAT8_REFUSED,
-    IMAGES_REFUSED,
-    ROLLING_REFUSED,
-)
+from tests.options.refusal import REFUSED_ELSEWHERE
 from tests.tiny_models import engine_config, folder
 from tools.docs import refusals
 from vllm_h2o.errors import ConfigError, UnsupportedError
