@@ -303,14 +303,7 @@ def test_shared_prefixes_under_pressure(models: Path, policy: dict[str, Any]) ->
 def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
     tested = {what for what, *_ in [*REFUSED, *TURNED]} | {"a platform other than CPU and CUDA"}
-    tested |= {
-        WINDOWS,
-        PRESSED,
-        *IMAGES_REFUSED,
-        *FLOAT8_REFUSED,
-        *ROLLING_REFUSED,
-        *CONTINUATION_REFUSED,
-    }
+    tested |= {WINDOWS, PRESSED, *REFUSED_ELSEWHERE}
     tested |= {f"speculative decoding, and {what}" for *_, what in DRAFTING if what}
     assert tested == {refusal.what for refusal in REFUSALS}
 
