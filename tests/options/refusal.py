@@ -41,3 +41,9 @@ CONTINUATION_REFUSED = tuple(
     f"continuation, and {what}" for what in ("speculative decoding", "sliding windows")
 )
 """What does not go with conversations that are continued."""
+
+IMAGES_REFUSED = ("positions='rolling', and images", "speculative decoding, and images")
+"""What does not go with models that see images."""
+
+REFUSED_ELSEWHERE = (*FLOAT8_REFUSED, *ROLLING_REFUSED, *CONTINUATION_REFUSED, *IMAGES_REFUSED)
+"""What has a file of tests of its own."""

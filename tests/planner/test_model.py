@@ -114,9 +114,13 @@ def test_some_are_refused(tmp_path: Path) -> None:
         "an attention-free or hybrid (state-space) model": transformers.JambaConfig(
             architectures=["JambaForCausalLM"], **text
         ),
-        "a multimodal model": transformers.LlavaConfig(
-            architectures=["LlavaForConditionalGeneration"],
-            text_config=transformers.LlamaConfig(**text),
+        "a multimodal model other than LLaVA, Qwen2.5-VL": transformers.Qwen2AudioConfig(
+            architectures=["Qwen2AudioForConditionalGeneration"],
+            text_config=transformers.Qwen2Config(**text),
+        ),
+        "attention in both directions within an image": transformers.Gemma3Config(
+            architectures=["Gemma3ForConditionalGeneration"],
+            text_config=transformers.Gemma3TextConfig(**text),
         ),
     }
     for what, config in configs.items():
@@ -125,6 +129,12 @@ def test_some_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedError) as caught:
             load(str(tmp_path / config.model_type)).refuse()
         assert caught.value.found == f"it has or is {what}"
+    llava = transformers.LlavaConfig(
+        architectures=["LlavaForConditionalGeneration"],
+        text_config=transformers.LlamaConfig(**text),
+    )
+    llava.save_pretrained(tmp_path / "llava")
+    load(str(tmp_path / "llava")).refuse()
 
 
 @pytest.mark.parametrize(

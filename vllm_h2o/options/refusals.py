@@ -11,6 +11,7 @@ from vllm_h2o.options.traits import (
     CPU_PAGE,
     FLOAT8,
     FULL_ATTENTION,
+    MULTIMODAL,
     SLIDING_ATTENTION,
     alibi,
     cuts_windows,
@@ -24,6 +25,7 @@ from vllm_h2o.options.traits import (
     skips_rotation,
     slides,
     slides_everywhere,
+    untried_multimodal,
 )
 
 
@@ -122,8 +124,8 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         ANOTHER_MODEL,
     ),
     Refusal(
-        "a multimodal model",
-        lambda c: c.model_config.is_multimodal_model,
+        f"a multimodal model other than {', '.join(MULTIMODAL.values())}",
+        untried_multimodal,
         "it has not been tried",
         ANOTHER_MODEL,
     ),
@@ -279,6 +281,18 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: policy_of(c).rolls and c.model_config.uses_mrope,
         "it has not been tried",
         ANOTHER_MODEL_ROLLS,
+    ),
+    Refusal(
+        "positions='rolling', and images",
+        lambda c: policy_of(c).rolls and c.model_config.is_multimodal_model,
+        "it has not been tried",
+        ANOTHER_MODEL_ROLLS,
+    ),
+    Refusal(
+        "speculative decoding, and images",
+        lambda c: c.speculative_config is not None and c.model_config.is_multimodal_model,
+        "it has not been tried",
+        "leave --speculative-config out",
     ),
     Refusal(
         "continuation, and speculative decoding",

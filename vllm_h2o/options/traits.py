@@ -13,6 +13,9 @@ CPU_PAGE = 32
 FLOAT8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """``--kv-cache-dtype`` of K and V in 8 bits."""
 
+MULTIMODAL = {"llava": "LLaVA", "qwen2_5_vl": "Qwen2.5-VL"}
+"""Models for text and images that were tried, by the type in their config."""
+
 
 def alibi(vllm_config: Any) -> bool:
     """Whether logits are biased by distance."""
@@ -99,6 +102,12 @@ def old_gpu(_: Any) -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and not current_platform.has_device_capability(89)
+
+
+def untried_multimodal(vllm_config: Any) -> bool:
+    """Whether it takes more than text, and is none of :data:`MULTIMODAL`."""
+    model = vllm_config.model_config
+    return bool(model.is_multimodal_model) and model.hf_config.model_type not in MULTIMODAL
 
 
 def foreign_platform(_: Any) -> bool:

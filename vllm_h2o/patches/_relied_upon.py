@@ -45,13 +45,18 @@ RELIED_UPON: tuple[Symbol, ...] = (
     # Drafts that were rejected are taken off num_computed_tokens here, and nowhere else.
     Symbol(f"{_SCHEDULER}.update_from_output", {"0.32": "d285784b0bfe", "0.33": "277436550f4f"}),
     # What is found in the prefix cache is asked for here, once, and held before new pages are; what
-    # is computed is published after them. A chunk is cut where the scheduler says.
+    # is computed is published after them. A chunk is cut where the scheduler says,
+    # and after that where the encoder has no room for an image.
     Symbol(
         f"{_SCHEDULER}._get_local_prefix_cache_hit",
         {"0.32": "b7126708b364", "0.33": "a85167fb54bc"},
     ),
     Symbol(
         f"{_SCHEDULER}._mamba_block_aligned_split", {"0.32": "472a7651c559", "0.33": "0e54a03474e1"}
+    ),
+    Symbol(
+        f"{_SCHEDULER}._try_schedule_encoder_inputs",
+        {"0.32": "3966c9699b77", "0.33": "87ed7d769f83"},
     ),
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks", "c7ce5341a1a0"),
     Symbol(f"{_MANAGER}.add_local_computed_blocks", "327a7998ba35"),

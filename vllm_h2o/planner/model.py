@@ -157,6 +157,7 @@ class Model:
         full = bool(kinds) and kinds <= {"attention", "full_attention"}
         multimodal = text is not self.config and not self.config.is_encoder_decoder
         return SimpleNamespace(
+            hf_config=self.config,
             hf_text_config=text,
             runner_type="generate" if any(n.endswith(_GENERATES) for n in names) else "pooling",
             is_encoder_decoder=bool(self.config.is_encoder_decoder),

@@ -163,7 +163,9 @@ class Ledger:
             end = min(self.shared_end(info), max(end - self.observation_window, 0))
         return end // self.block_size * self.block_size
 
-    def align_chunk(self, request_id: str, start: int, num_new: int, prompt_len: int) -> int:
+    def align_chunk(
+        self, request_id: str, start: int, num_new: int, prompt_len: int, is_cut: bool = False
+    ) -> int:
         """As many of the tokens [start, start + num_new) as leave whole what is scored together.
 
         That is the observation window, and with a second pass ``second_pass_chunk`` tokens or the
@@ -175,13 +177,13 @@ class Ledger:
             start: tokens computed already, or found computed.
             num_new: tokens that the step has room for.
             prompt_len: tokens of the prompt; read when the request holds nothing yet.
-
+            is_cut: whether images allow no more: then the window alone is kept whole.
         """
         held = self._states.get(request_id)
         prompt_end = held.prompt_end if held else prompt_len
         num_new = min(num_new, held.max_new(self.num_drafts) if held else prompt_end - start)
         window_start = max(prompt_end - self.observation_window, 0)
-        if self.second_pass_chunk and start < prompt_end:
+        if self.second_pass_chunk and start < prompt_end and not is_cut:
             longest = max(self.second_pass_chunk, self.observation_window)
             whole = min(longest, prompt_end - start)
             if window_start < start + whole < prompt_end:

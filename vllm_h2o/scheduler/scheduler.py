@@ -249,6 +249,17 @@ class HeavyHitterScheduler(AsyncScheduler):
         prompt_len = request.num_tokens
         return self.ledger.align_chunk(request.request_id, start, num_new_tokens, prompt_len)
 
+    def _try_schedule_encoder_inputs(
+        self, request: Request, start: int, num_new: int, budget: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Where the encoder has no room for an image, a chunk ends before it or the window."""
+        asked = (request, start, num_new, budget)
+        images, cut, *rest = super()._try_schedule_encoder_inputs(*asked, *args, **kwargs)
+        if not 0 < cut < num_new or not self.need_mamba_block_aligned_split:
+            return images, cut, *rest
+        cut = self.ledger.align_chunk(request.request_id, start, cut, request.num_tokens, True)
+        return (images, cut, *rest) if cut else ([], 0, budget, [], [])
+
     def _second_pass_chunk(self) -> int:
         """What a step has room for next to a token of each other sequence, or half of it all."""
         limits, max_tokens = self.scheduler_config, self.max_num_scheduled_tokens

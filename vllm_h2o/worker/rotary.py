@@ -11,10 +11,12 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
     LinearScalingRotaryEmbedding,
 )
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
@@ -23,16 +25,22 @@ from vllm_h2o.worker.attention import HeavyHitterImpl
 logger = init_logger("vllm.kv_policy")
 
 
+ROTARY = (RotaryEmbedding, MRotaryEmbedding)
+
+
 @dataclass(frozen=True)
 class RopeShift:
     """Rotates by a number of positions: ``shift(embed(q, i), n) = embed(q, i + n)``.
+
+    A token of M-RoPE has a position of each axis, and each frequency turns by one of them: n more
+    on all axes is one turn by n, as of a token with one position.
 
     Args:
         rotary: the layer's own.
 
     """
 
-    rotary: RotaryEmbedding
+    rotary: RotaryEmbeddingBase
 
     def __call__(self, query: torch.Tensor, distance: int, end: int) -> torch.Tensor:
         """Rotate a chunk's queries past its end, or as far as the model's positions reach.
@@ -74,7 +82,7 @@ class RotateBack:
     table: torch.Tensor
 
     @classmethod
-    def of(cls, rotary: RotaryEmbedding, num_positions: int) -> RotateBack | None:
+    def of(cls, rotary: RotaryEmbeddingBase, num_positions: int) -> RotateBack | None:
         """That of an embedding; None where its cosines and sines are not those that it would have.
 
         Angles are computed in float64: a key may be rotated ten thousand times, and errors of one
@@ -131,7 +139,7 @@ embedding there and leave it out: Cohere 2, EXAONE 4."""
 
 def rotaries(
     model: torch.nn.Module,
-) -> Iterator[tuple[str, HeavyHitterImpl, list[RotaryEmbedding]]]:
+) -> Iterator[tuple[str, HeavyHitterImpl, list[RotaryEmbeddingBase]]]:
     """Each of the policy's attention layers, and the rotary embeddings next to it.
 
     Args:
@@ -145,7 +153,7 @@ def rotaries(
         children = list(module.children())
         for layer in children:
             if isinstance(layer, Attention) and isinstance(layer.impl, HeavyHitterImpl):
-                found = [child for child in children if isinstance(child, RotaryEmbedding)]
+                found = [child for child in children if isinstance(child, ROTARY)]
                 yield name, layer.impl, found
 
 
@@ -218,7 +226,7 @@ def bind(model: torch.nn.Module, score: str, model_type: str) -> None:
         impl.rotate = RopeShift(found[0])
 
 
-def _adds_up(rotary: RotaryEmbedding) -> bool:
+def _adds_up(rotary: RotaryEmbeddingBase) -> bool:
     """Whether the rotation of position 0 is none: one that also scales would scale twice."""
     cos, sin = rotary.cos_sin_cache[0].chunk(2)
     return bool((cos == 1).all() and (sin == 0).all())

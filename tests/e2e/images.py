@@ -1,0 +1,136 @@
+"""What test_images.py runs: images are tokens like others, and evicted like others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from vllm import LLM, RequestOutput, SamplingParams
+
+from tests.e2e.harness import CHARACTERS, Probe, assert_same_tokens, engine, token_ids
+from tests.e2e.oracle import Oracle
+from tests.e2e.seeing import SEEING, picture_token, write
+
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "max_model_len": 160,
+    "max_num_seqs": 4,
+    "block_size": 32,
+    "limit_mm_per_prompt": {"image": 2, "video": 0},
+    "max_num_batched_tokens": 64,
+}
+OWN = {"max_tokens": 20, "ignore_eos": True, "detokenize": False}
+Prompt = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=SEEING)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, of each kind of model."""
+    return write(request.param, tmp_path_factory.mktemp(request.param) / request.param)
+
+
+def picture(seed: int, width: int = 112) -> Image.Image:
+    """Noise."""
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (112, width, 3), dtype=np.uint8))
+
+
+def prompts(model: Path) -> list[Prompt]:
+    """None, one and two images; images across the ends of chunks, and at the prompt's end."""
+    words = [token % 200 for token in CHARACTERS]
+    image = picture_token(model.name)
+    return [
+        {"prompt_token_ids": words[:90]},
+        seen([*words[:56], *image, *words[60:90]], picture(1)),
+        seen(
+            [*words[:9], *image, *words[100:140], *image, *words[:3]], picture(2), picture(3, 168)
+        ),
+        seen([*words[40:60], *image], picture(4)),
+    ]
+
+
+def seen(tokens: list[int], *pictures: Image.Image) -> Prompt:
+    """A prompt with pictures."""
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": list(pictures)}}
+
+
+def answers(llm: LLM, asked: Sequence[Prompt], **params: Any) -> list[RequestOutput]:
+    """Greedy."""
+    sampling = SamplingParams(**{"temperature": 0, **OWN, **params})
+    return llm.generate(list(asked), sampling, use_tqdm=False)
+
+
+def test_whole_and_in_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's tokens where all is kept; else what the reference keeps, of images too."""
+    asked = prompts(model)
+    with engine(str(model), None, **SETTINGS) as llm:
+        stock = answers(llm, asked, logprobs=2)
+        lengths = [len(output.prompt_token_ids or ()) for output in stock]
+        assert min(lengths[1:]) > min(len(prompt["prompt_token_ids"]) for prompt in asked[1:])
+        # It sees: other pictures, other words.
+        other = seen(asked[1]["prompt_token_ids"], picture(9))
+        assert token_ids(answers(llm, [other])) != token_ids(stock[1:2])
+    policy = ("h2o", {"budget": 32})
+    with monkeypatch.context() as patch, engine(str(model), *policy, **SETTINGS) as llm:
+        probe = Probe(llm)
+        oracle = Oracle(probe.scheduler).install(patch)
+        whole = answers(llm, asked, extra_args={"kv_budget": "full"})
+        assert not oracle.num_victims
+        assert_same_tokens(stock, whole)
+        answers(llm, asked)
+        check(oracle, probe)
+
+
+def check(oracle: Oracle, probe: Probe) -> None:
+    """Something was evicted, as by the reference, and no page is held."""
+    assert oracle.num_victims > 0
+    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
+    assert oracle.max_error < 1e-4
+    assert probe.num_free == probe.num_total
+
+
+@pytest.mark.parametrize("policy", ["h2o2", "streaming", "random"])
+def test_other_policies(policy: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pass turns the queries of M-RoPE; the others ask for no scores."""
+    options: dict[str, Any] = {"budget": 32}
+    own = dict(SETTINGS)
+    if policy == "h2o2":
+        # Chunks end before images: a second pass has others then, and windows are whole.
+        options, own["disable_chunked_mm_input"] = {**options, "observation_window": 8}, True
+    with monkeypatch.context() as patch, engine(str(model), policy, options, **own) as llm:
+        probe = Probe(llm)
+        oracle = Oracle(probe.scheduler).install(patch)
+        answers(llm, prompts(model))
+        check(oracle, probe)
+
+
+@pytest.mark.parametrize(
+    ("options", "prefix_caching"),
+    [
+        ({"prefill": "window", "observation_window": 8}, True),
+        ({"continuation": True}, False),
+    ],
+    ids=["prefix caching", "continuation"],
+)
+def test_images_are_part_of_what_is_found(
+    options: dict[str, Any], prefix_caching: bool, model: Path
+) -> None:
+    """The same image is found; another one, in the same place of the same text, never is."""
+    own = {**SETTINGS, "enable_prefix_caching": prefix_caching, "block_size": 16}
+    asked = prompts(model)[1]
+    text = asked["prompt_token_ids"]
+    with engine(str(model), "h2o", {"budget": 64, **options}, **own) as llm:
+        probe = Probe(llm)
+        first = answers(llm, [asked])[0]
+        said = [*text, *first.outputs[0].token_ids, 5, 6, 7]
+        same, other = (seen(said, picture(n)) for n in (1, 9))
+        start = len(text[:56]) // 16 * 16
+        assert (answers(llm, [other])[0].num_cached_tokens or 0) <= start
+        assert (answers(llm, [same])[0].num_cached_tokens or 0) > start
+        cold = answers(llm, [seen(text, picture(17))])[0]
+        assert (cold.num_cached_tokens or 0) <= start
+        assert probe.num_free == probe.num_total
