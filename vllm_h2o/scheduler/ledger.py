@@ -178,20 +178,19 @@ class Ledger:
             num_new: tokens that the step has room for.
             prompt_len: tokens of the prompt; read when the request holds nothing yet.
             is_cut: whether images allow no more: then the window alone is kept whole.
+
         """
         held = self._states.get(request_id)
         prompt_end = held.prompt_end if held else prompt_len
         num_new = min(num_new, held.max_new(self.num_drafts) if held else prompt_end - start)
         window_start = max(prompt_end - self.observation_window, 0)
         if self.second_pass_chunk and start < prompt_end and not is_cut:
-            longest = max(self.second_pass_chunk, self.observation_window)
-            whole = min(longest, prompt_end - start)
+            whole = min(max(self.second_pass_chunk, self.observation_window), prompt_end - start)
             if window_start < start + whole < prompt_end:
                 whole = window_start - start
             return whole if num_new >= whole else 0
-        if window_start < start + num_new < prompt_end:
-            return max(window_start - start, 0)
-        return num_new
+        cuts_window = window_start < start + num_new < prompt_end
+        return max(window_start - start, 0) if cuts_window else num_new
 
     def resident_tokens(self, state: RequestState) -> int:
         """Tokens in a request's slots: all of them, but for the free ones of a victim block."""
