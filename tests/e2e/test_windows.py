@@ -30,6 +30,7 @@ from tests.e2e.oracle import Oracle
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import RefusedRequestError
+from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.planner.model import window_pages
 from vllm_h2o.trace.record import run
 from vllm_h2o.worker import rotary
@@ -191,6 +192,48 @@ def test_the_default_command_line(tmp_path: Path) -> None:
         assert len(token_ids(generate(llm, PROMPTS, 5))) == len(PROMPTS)
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+PREFIX = CHARACTERS[:130]
+SHARED = [PREFIX + CHARACTERS[n : n + n] for n in (40, 45, 50)]
+WINDOW = {"prefill": "window", "observation_window": 20}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("h2o", WINDOW),
+        ("h2o", {**WINDOW, "granularity": "block", "recent_ratio": 0.1}),
+        ("streaming", {}),
+        ("random", {}),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
+def test_shared_prefixes(
+    policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other they find the prefix in every group: tokens and sets of a cold run."""
+    model = tiny_gemma3(tmp_path)
+    options = {"budget": 128 if "granularity" in options else 64, **options}
+    if not bounds_hits(None):
+        with pytest.raises(UnsupportedError, match=r"prefix caching, and sliding windows"):
+            engine(model, policy, options, enable_prefix_caching=True, **SETTINGS).__enter__()
+        return
+    with engine(model, policy, options, **SETTINGS) as llm:
+        cold = [generate(llm, [prompt], 30, seed=3) for prompt in SHARED]
+    settings = {**SETTINGS, "enable_prefix_caching": True}
+    with monkeypatch.context() as patch, engine(model, policy, options, **settings) as llm:
+        probe = Probe(llm)
+        oracle = Oracle(probe.scheduler).install(patch)
+        found = []
+        for n in (0, 0, 1, 2, 2):
+            output = generate(llm, [SHARED[n]], 30, seed=3)
+            assert token_ids(output) == token_ids(cold[n])
+            found.append(output[0].num_cached_tokens or 0)
+        # A window is kept where a prompt's own scores begin, and where one was seen to branch off.
+        assert found[0] == 0 < min(found[1], *found[3:]), found
+        assert probe.num_free == probe.num_total
+    assert oracle.num_victims > 0 and oracle.max_error < 1e-4
 
 
 def test_a_trace(tmp_path: Path) -> None:

@@ -55,8 +55,6 @@ class ShadowPool:
 
     def execute(self, output: SchedulerOutput) -> None:
         """Run one step: update the block table rows as a model runner does, then every plan."""
-        for index, window in enumerate(self.windows):
-            window.execute(output, index, self.slots)
         own = len(self.windows)
         for request_id in output.finished_req_ids:
             self.tables.pop(request_id, None)
@@ -82,6 +80,8 @@ class ShadowPool:
         self.before = dict(self.slots)
         for request_id, plan in output.residency_plan.requests.items():
             self._run(request_id, plan)
+        for index, window in enumerate(self.windows):
+            window.execute(output, index, self.slots, self._token)
 
     def accept(self, request_id: str, plan: RequestPlan, num: int) -> None:
         """Of a step's drafts the first ``num`` are the request's own, for whoever finds them."""

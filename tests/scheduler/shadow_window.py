@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -16,17 +16,19 @@ class ShadowWindow:
         size: tokens of the window, a token's own among them.
         block_size: slots of a page.
         tables: each request's row of blocks, as a model runner keeps it.
-        lives: how often each request began.
 
     """
 
     size: int
     block_size: int
     tables: dict[str, list[int]] = field(default_factory=dict)
-    lives: Counter[str] = field(default_factory=Counter)
 
     def execute(
-        self, output: SchedulerOutput, group: int, slots: dict[tuple[int, int], tuple[object, int]]
+        self,
+        output: SchedulerOutput,
+        group: int,
+        slots: dict[tuple[int, int], tuple[object, int]],
+        token: Callable[[str, int], tuple[object, int]],
     ) -> None:
         """One step: every request's tokens are written, then read.
 
@@ -34,6 +36,7 @@ class ShadowWindow:
             output: of the step.
             group: index of this group.
             slots: what the slots of all groups hold.
+            token: what the one of a request's token at a position holds, in the policy's group.
 
         """
         for request_id in output.finished_req_ids:
@@ -50,26 +53,25 @@ class ShadowWindow:
         plans = output.residency_plan.requests  # type: ignore[attr-defined]
         for request_id, plan in plans.items():
             for position in range(plan.logical_start, plan.logical_end):
-                slots[self._slot(request_id, position)] = self._token(request_id, position, group)
+                slots[self._slot(request_id, position)] = (group, token(request_id, position))
         for request_id, plan in plans.items():
             first = max(plan.logical_start - self.size + 1, 0)
             for position in range(first, plan.logical_end):
                 found = slots[self._slot(request_id, position)]
-                assert found == self._token(request_id, position, group), (request_id, plan)
+                assert found == (group, token(request_id, position)), (request_id, plan)
 
     def _begin(self, request_id: str, block_ids: list[int], output: SchedulerOutput) -> None:
         self.tables[request_id] = []
-        self.lives[request_id] += 1
-        self._extend(request_id, block_ids, output)
+        num_found = output.residency_plan.requests[request_id].logical_start // self.block_size
+        self._extend(request_id, block_ids, output, num_found)
 
-    def _extend(self, request_id: str, block_ids: list[int], output: SchedulerOutput) -> None:
+    def _extend(
+        self, request_id: str, block_ids: list[int], output: SchedulerOutput, num_found: int = 0
+    ) -> None:
         """Pages that are taken are cleared first: others' scores are no keys or values."""
-        assert set(block_ids) <= set(output.new_block_ids_to_zero or ())
+        assert set(block_ids[num_found:]) <= set(output.new_block_ids_to_zero or ())
         self.tables[request_id].extend(block_ids)
 
     def _slot(self, request_id: str, position: int) -> tuple[int, int]:
         row = self.tables[request_id]
         return row[position // self.block_size], position % self.block_size
-
-    def _token(self, request_id: str, position: int, group: int) -> tuple[object, int]:
-        return (group, request_id, self.lives[request_id]), position

@@ -22,6 +22,7 @@ from tests.scheduler.harness import BLOCK_SIZE, MAX_MODEL_LEN, Simulation, vllm_
 from tests.scheduler.observed import Observed
 from tests.scheduler.schedules import OPTIONS, Schedule, many, overlaps, schedules
 from vllm_h2o.errors import IntegrityError, UnsupportedError
+from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.windows import policy_group
@@ -62,6 +63,67 @@ def random_schedules(
     simulation = schedule.play(Observed, config, num_blocks, overlap[0], windows)
     totals.update(simulation.count)
     totals["evict"] += simulation.pool.num_evictions
+
+
+SHARED = tuple(
+    (("prefix_caching", True), *rest)
+    for rest in (
+        (("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
+        (("name", "streaming"), ("num_sink_tokens", 2)),
+        (("name", "random"),),
+    )
+)
+
+
+@many(300)
+@given(
+    schedule=schedules(block_sizes=(4,)),
+    options=st.sampled_from(SHARED),
+    windows=st.sampled_from([(8,), (1, 21), (6, 6, 6)]),
+    spare=st.integers(0, 40),
+    overlap=overlaps,
+)
+def random_prefixes(
+    schedule: Schedule,
+    options: tuple[tuple[str, object], ...],
+    windows: tuple[int, ...],
+    spare: int,
+    overlap: tuple[int, bool],
+) -> None:
+    """What is found in one group is found in all, and is what anybody would have computed."""
+    config = vllm_config(BUDGET, 20, 8, schedule.policy, overlap[1], options)
+    pool = Pool(0, schedule.block_size)
+    pages = pool.pages_of(MAX_MODEL_LEN) + pool.pages_of(BUDGET)
+    pages += pool.pages_of_windows_in_prompts(windows, MAX_MODEL_LEN, overlap[0] * 20)
+    num_blocks = pages + schedule.num_blocks(spare)
+    simulation = schedule.play(Simulation, config, num_blocks, overlap[0], windows)
+    totals.update(simulation.count)
+
+
+@pytest.mark.skipif(not bounds_hits(None), reason="refused before vLLM 0.33")
+def test_prefixes_next_to_windows() -> None:
+    """Shared, forked, preempted, aborted, taken by others in any order."""
+    totals.clear()
+    random_prefixes()
+    for event in ["add", "chunk", "decode", "preempt", "resume", "abort", "finish", "pack", "hit"]:
+        assert totals[event] >= 50, (event, totals)
+
+
+@pytest.mark.skipif(not bounds_hits(None), reason="refused before vLLM 0.33")
+def test_nothing_is_published_that_evicted_tokens_were_missing_from() -> None:
+    """Past a prompt that was evicted from, layers that slide compute what nobody else would."""
+    config = vllm_config(BUDGET, 64, 8, "fcfs", False, SHARED[1])
+    simulation = Simulation(config, 60, 1, windows=(6,))
+    simulation.add(prompt_len=20, max_tokens=40)
+    for _ in range(16):
+        simulation.step()
+    scheduler = simulation.scheduler
+    hashes = scheduler.requests["r0"].block_hashes
+    assert len(hashes) * BLOCK_SIZE > 20 + BLOCK_SIZE
+    pool = scheduler.kv_cache_manager.block_pool
+    known = [[pool.get_cached_block(h, [g]) is not None for h in hashes] for g in range(2)]
+    assert any(known[0]) and not any(known[0][20 // BLOCK_SIZE :])
+    assert known[1] == [n < 20 // BLOCK_SIZE for n in range(len(hashes))]
 
 
 def test_every_window_finds_its_tokens() -> None:

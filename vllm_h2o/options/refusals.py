@@ -14,6 +14,7 @@ from vllm_h2o.options.traits import (
     MULTIMODAL,
     SLIDING_ATTENTION,
     alibi,
+    bounds_hits,
     cuts_windows,
     drafts_too_many,
     float8,
@@ -183,10 +184,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "prefix caching, and sliding windows",
-        lambda c: c.cache_config.enable_prefix_caching and slides(c),
+        lambda c: c.cache_config.enable_prefix_caching and slides(c) and not bounds_hits(c),
         "what is found is cut back to where the request's own scores begin, and the window before "
         "that place may be gone",
-        "leave --enable-prefix-caching out",
+        "leave --enable-prefix-caching out, or use vLLM 0.33, which looks no further than that",
     ),
     Refusal(
         "sliding windows whose tokens are all kept",

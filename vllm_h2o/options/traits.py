@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from vllm_h2o.options.config import KVPolicyConfig
@@ -102,6 +103,13 @@ def old_gpu(_: Any) -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and not current_platform.has_device_capability(89)
+
+
+def bounds_hits(_: Any) -> bool:
+    """Whether vLLM looks for a prefix no longer than it is told: 0.33 does, 0.32 does not."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    return "max_cache_hit_length" in signature(KVCacheManager.get_computed_blocks).parameters
 
 
 def untried_multimodal(vllm_config: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
@@ -58,7 +58,7 @@ class HeavyHitterManager(FullAttentionManager):
         self._largest_chunk = 0
         self._max_overshoot = 0
         self._packed: list[str] = []
-        self._unwritten: set[int] = set()
+        self._unwritten: dict[int, str] = {}
         self._reserved = 0
         self._conversations: Conversations | None = None
         self._entries: dict[str, Entry] = {}
@@ -262,12 +262,25 @@ class HeavyHitterManager(FullAttentionManager):
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Publish a prompt's full pages, which nobody rewrites; never those of survivors."""
-        end = self.ledger.states[request.request_id].num_sharable(num_tokens)
-        before = self.num_cached_block.get(request.request_id, 0)
-        super().cache_blocks(request, end, *args, **kwargs)
-        after = self.num_cached_block.get(request.request_id, 0)
-        blocks = self.req_to_blocks[request.request_id][before:after]
-        self._unwritten.update(block.block_id for block in blocks)
+        self.publish(self, super().cache_blocks, request, num_tokens, *args, **kwargs)
+
+    def publish(
+        self,
+        owner: SingleTypeKVCacheManager,
+        cache_blocks: Callable[..., None],
+        request: Request,
+        num_tokens: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Publish a group's pages up to where all layers begin to compute from what is left."""
+        request_id = request.request_id
+        end = self.ledger.states[request_id].num_sharable(num_tokens)
+        before = owner.num_cached_block.get(request_id, 0)
+        cache_blocks(request, end, *args, **kwargs)
+        after = owner.num_cached_block.get(request_id, 0)
+        blocks = owner.req_to_blocks[request_id][before:after]
+        self._unwritten.update((block.block_id, request_id) for block in blocks)
 
     def num_written(self, blocks: Sequence[KVCacheBlock]) -> int:
         """How many of the pages that a request finds, from the first, were computed before now.
@@ -300,9 +313,10 @@ class HeavyHitterManager(FullAttentionManager):
         What it published for a step that it is preempted from will not be computed.
         """
         if self.ledger.is_scheduled(request_id):
-            held = {block.block_id for block in self.req_to_blocks.get(request_id, ())}
-            self.block_pool.evict_blocks(held & self._unwritten)
-            self._unwritten -= held
+            published = {i for i, owner in self._unwritten.items() if owner == request_id}
+            self.block_pool.evict_blocks(published)
+            for block_id in published:
+                del self._unwritten[block_id]
         self._remember(request_id)
         self._entries.pop(request_id, None)
         self._continued.pop(request_id, None)
@@ -340,7 +354,7 @@ class HeavyHitterManager(FullAttentionManager):
         num_free = self.block_pool.get_num_free_blocks()
         total = self.block_pool.num_gpu_blocks - 1  # the null block is nobody's
         wrong_refs = [i for i, n in held.items() if self.block_pool.blocks[i].ref_cnt != n]
-        owned = [*map(self._private, rows), *self._windows.rows()]
+        owned = [*map(self._private, rows), *self._windows.private_rows()]
         private = [b.block_id for blocks in owned for b in blocks if held[b.block_id] > 1]
         misfits = {
             request_id: (len(blocks), blocks.count(null), state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,10 +23,11 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 
-from vllm_h2o.errors import ConfigError, IntegrityError, UnsupportedError
+from vllm_h2o.errors import ConfigError, IntegrityError
 from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import asked_budget, budget_of
+from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget, ScoreKind
 from vllm_h2o.scheduler.conversations import Conversations
@@ -222,14 +224,20 @@ class HeavyHitterScheduler(AsyncScheduler):
     ) -> tuple[KVCacheBlocks, int, int, bool]:
         """What a request finds computed, but for what it must compute itself.
 
-        ``limits`` are vLLM's own; 0.33 has one, 0.32 none.
+        ``limits`` are vLLM's own; 0.33 has one, 0.32 none. Windows are cached where a hit ends, and
+        perhaps not before that: next to them it looks again, no further than it may reach.
         """
-        blocks, num_cached, *rest = super()._get_local_prefix_cache_hit(request, *limits)
-        if num_cached:
-            limit = self.ledger.max_cached_tokens(self.manager.info_of(request))
+        find = super()._get_local_prefix_cache_hit
+        blocks, num_cached, *rest = find(request, *limits)
+        if self._prefix_caching:
+            own = self.ledger.max_cached_tokens(self.manager.info_of(request))
             num_written = self.manager.num_written(blocks.blocks[self.manager.kv_cache_group_id])
-            limit = min(limit, num_written * self.manager.block_size)
-            if num_cached > limit:
+            limit = min(own, num_written * self.manager.block_size)
+            if self.windows.managers:
+                if num_cached > limit:
+                    blocks, num_cached, *rest = find(request, limit)
+                rest[0] = rest[0] or own  # vLLM keeps windows for who asks for the same again
+            elif num_cached > limit:
                 blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, limit)
                 num_cached = limit
         num_begun = self.manager.continue_from(request, num_cached)
@@ -316,20 +324,15 @@ class HeavyHitterScheduler(AsyncScheduler):
         What one kind of layer leaves in a page is no number to another: scores are not K or V. So
         pages that a window takes are cleared before they are written to.
         """
-        own = policy_group(kv_cache_config)
+        unbounded = self._prefix_caching and not bounds_hits(self.vllm_config)
+        own = policy_group(kv_cache_config, alone=unbounded or bool(self.num_spec_tokens))
         managers = list(self.kv_cache_manager.coordinator.single_type_managers)
         manager = managers.pop(own)
         assert isinstance(manager, HeavyHitterManager)
-        if managers and (self._prefix_caching or self.num_spec_tokens):
-            raise UnsupportedError(
-                "a kv-policy for this model",
-                "it has sliding windows, of which its configuration does not tell",
-                "prefix caching and speculative decoding do not go with those",
-                "leave --enable-prefix-caching and --speculative-config out",
-            )
         for other in managers:
-            # A liberty: vLLM does this where caches differ in their dtype.
+            # Two liberties: vLLM does the first where caches differ in their dtype.
             self.needs_kv_cache_zeroing = other._record_new_block_ids = True
+            other.cache_blocks = partial(manager.publish, other, other.cache_blocks)
         return manager, Windows(managers)
 
     def _conversations(self) -> Conversations:

@@ -46,8 +46,13 @@ class Windows:
         for manager in self.managers:
             yield from manager.req_to_blocks.values()
 
+    def private_rows(self) -> Iterator[list[KVCacheBlock]]:
+        """Of those, the blocks that nobody else may hold: all that vLLM has not published."""
+        for row in self.rows():
+            yield [block for block in row if block.block_hash is None and not block.is_null]
+
     def num_held(self) -> int:
-        """Pages that requests hold."""
+        """Pages that requests hold; a shared one counts for each of them."""
         return sum(map(_held, self.rows()))
 
     def num_taken(self, states: Mapping[str, RequestState]) -> int:
@@ -99,11 +104,12 @@ def _most(manager: SlidingWindowManager) -> int:
     return most
 
 
-def policy_group(kv_cache_config: KVCacheConfig) -> int:
+def policy_group(kv_cache_config: KVCacheConfig, alone: bool = False) -> int:
     """Index of the one group whose pages the policy keeps.
 
     Args:
         kv_cache_config: vLLM's groups.
+        alone: whether there may be no other: with drafts, and on vLLM 0.32 with prefix caching.
 
     Raises:
         UnsupportedError: when there is none, or more than one; when a group is neither that nor of
@@ -117,6 +123,12 @@ def policy_group(kv_cache_config: KVCacheConfig) -> int:
         raise _unsupported(f"its layers keep these caches: {kinds}", ONE_GROUP)
     ((index, spec),) = own
     others = [other for other in specs if other is not spec]
+    if others and alone:
+        raise _unsupported(
+            "it has sliding windows, of which its configuration does not tell",
+            "prefix caching (before vLLM 0.33) and speculative decoding do not go with those",
+            "leave --enable-prefix-caching and --speculative-config out",
+        )
     if not all(type(other) is SlidingWindowSpec for other in others):
         raise _unsupported(
             f"its layers keep these caches: {kinds}",
