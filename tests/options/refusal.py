@@ -45,5 +45,14 @@ CONTINUATION_REFUSED = tuple(
 IMAGES_REFUSED = ("positions='rolling', and images", "speculative decoding, and images")
 """What does not go with models that see images."""
 
-REFUSED_ELSEWHERE = (*FLOAT8_REFUSED, *ROLLING_REFUSED, *CONTINUATION_REFUSED, *IMAGES_REFUSED)
+WINDOWS_REFUSED = ("prefix caching, and sliding windows",)
+"""What does not go with sliding windows, before vLLM 0.33."""
+
+REFUSED_ELSEWHERE = (
+    *WINDOWS_REFUSED,
+    *FLOAT8_REFUSED,
+    *ROLLING_REFUSED,
+    *CONTINUATION_REFUSED,
+    *IMAGES_REFUSED,
+)
 """What has a file of tests of its own."""

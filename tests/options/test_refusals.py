@@ -49,12 +49,6 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     (UNTRIED, "Qwen2AudioForConditionalGeneration", {}, ANOTHER_MODEL),
     (
-        "prefix caching, and sliding windows",
-        GEMMA,
-        {"enable_prefix_caching": True},
-        "leave --enable-prefix-caching out",
-    ),
-    (
         "sliding windows whose tokens are all kept",
         GEMMA,
         {"disable_hybrid_kv_cache_manager": True},

@@ -217,6 +217,13 @@ def test_groups_that_do_not_go(specs: list[KVCacheSpec], message: str) -> None:
         policy_group(KVCacheConfig(9, [], groups))
 
 
+def test_drafts_go_with_one_group() -> None:
+    """And prefix caching before vLLM 0.33, also where a config does not tell of windows."""
+    groups = [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate([OWN, WINDOW])]
+    with pytest.raises(UnsupportedError, match="of which its configuration does not tell"):
+        policy_group(KVCacheConfig(9, [], groups), alone=True)
+
+
 def test_the_group_may_stand_anywhere() -> None:
     """Where vLLM puts it."""
     specs = [WINDOW, OWN, replace(WINDOW, page_size_padded=OWN.page_size_bytes)]

@@ -84,6 +84,13 @@ LIBERTIES = (
         "`KVCacheConfig.needs_kv_cache_zeroing` asks the specs",
     ),
     Liberty(
+        "other.cache_blocks",
+        "scheduler/scheduler.py",
+        "next to sliding windows, their managers publish pages no further than the policy's",
+        "past what was evicted their layers, too, compute what nobody else would",
+        "a manager of vLLM's asks how far a request's pages may be published",
+    ),
+    Liberty(
         "_init_kv_zero_meta",
         "worker/worker.py",
         "next to sliding windows, what clears pages on a GPU is made",

@@ -59,6 +59,10 @@ RELIED_UPON: tuple[Symbol, ...] = (
         {"0.32": "3966c9699b77", "0.33": "87ed7d769f83"},
     ),
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks", "c7ce5341a1a0"),
+    Symbol(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        {"0.32": "256fc98a7d34", "0.33": "a98bd865c398"},
+    ),
     Symbol(f"{_MANAGER}.add_local_computed_blocks", "327a7998ba35"),
     Symbol(f"{_MANAGER}.cache_blocks", {"0.32": "9b9881457015", "0.33": "d474d54eb43c"}),
     # A page that bears a hash loses it when it is taken, and when the cache is reset.

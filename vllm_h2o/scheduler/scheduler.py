@@ -321,8 +321,7 @@ class HeavyHitterScheduler(AsyncScheduler):
     def _managers(self, kv_cache_config: KVCacheConfig) -> tuple[HeavyHitterManager, Windows]:
         """The policy's, and those of sliding windows.
 
-        What one kind of layer leaves in a page is no number to another: scores are not K or V. So
-        pages that a window takes are cleared before they are written to.
+        Scores are not K or V: pages that a window takes are cleared before they are written to.
         """
         unbounded = self._prefix_caching and not bounds_hits(self.vllm_config)
         own = policy_group(kv_cache_config, alone=unbounded or bool(self.num_spec_tokens))
@@ -330,8 +329,9 @@ class HeavyHitterScheduler(AsyncScheduler):
         manager = managers.pop(own)
         assert isinstance(manager, HeavyHitterManager)
         for other in managers:
-            # Two liberties: vLLM does the first where caches differ in their dtype.
+            # A liberty: vLLM does this where caches differ in their dtype.
             self.needs_kv_cache_zeroing = other._record_new_block_ids = True
+            # A liberty: they publish what the policy's group does.
             other.cache_blocks = partial(manager.publish, other, other.cache_blocks)
         return manager, Windows(managers)
 
