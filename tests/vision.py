@@ -1,7 +1,7 @@
 """A plugin of pytest's that lets models for images load: torchvision, without its own kernels.
 
 ``tools/setup_venv.sh`` puts torchvision into ``.venv/vision``, out of the way of everybody else:
-the index has it for CUDA alone, and its kernels do not load next to torch's CPU build. What
+where an index has it for CUDA alone, its kernels do not load next to torch's CPU build. What
 processors of images call is written in Python, and needs but the names of the operators.
 """
 
@@ -16,5 +16,8 @@ FOLDER = Path(__file__).parents[1] / ".venv/vision"
 _BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 sys.path.append(str(FOLDER))
-for _name in ("nms", "qnms"):
-    torch.library.define(f"torchvision::{_name}", _BOXES)
+try:
+    torch.ops.load_library(str(FOLDER / "torchvision/_C.so"))
+except OSError:
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", _BOXES)

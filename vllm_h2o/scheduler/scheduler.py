@@ -30,6 +30,7 @@ from vllm_h2o.options.request import asked_budget, budget_of
 from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget, ScoreKind
+from vllm_h2o.scheduler.chunks import CutsChunks
 from vllm_h2o.scheduler.conversations import Conversations
 from vllm_h2o.scheduler.footprint import Pool, row_bytes
 from vllm_h2o.scheduler.ledger import Ledger
@@ -42,7 +43,7 @@ from vllm_h2o.scheduler.windows import Windows, policy_group
 logger = init_logger("vllm.kv_policy")
 
 
-class HeavyHitterScheduler(AsyncScheduler):
+class HeavyHitterScheduler(CutsChunks):
     """Puts a :class:`~vllm_h2o.wire.ResidencyPlan` on every SchedulerOutput."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -244,29 +245,6 @@ class HeavyHitterScheduler(AsyncScheduler):
         if num_begun > num_cached:
             return self.kv_cache_manager.empty_kv_cache_blocks, num_begun, *rest
         return blocks, num_cached, *rest
-
-    def _mamba_block_aligned_split(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_new_local_computed_tokens: int = 0,
-        num_external_computed_tokens: int = 0,
-    ) -> int:
-        """Keep what is scored together in one chunk, and drafts within what there is room for."""
-        start = request.num_computed_tokens + num_new_local_computed_tokens
-        prompt_len = request.num_tokens
-        return self.ledger.align_chunk(request.request_id, start, num_new_tokens, prompt_len)
-
-    def _try_schedule_encoder_inputs(
-        self, request: Request, start: int, num_new: int, budget: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Where the encoder has no room for an image, a chunk ends before it or the window."""
-        asked = (request, start, num_new, budget)
-        images, cut, *rest = super()._try_schedule_encoder_inputs(*asked, *args, **kwargs)
-        if not 0 < cut < num_new or not self.need_mamba_block_aligned_split:
-            return images, cut, *rest
-        cut = self.ledger.align_chunk(request.request_id, start, cut, request.num_tokens, True)
-        return (images, cut, *rest) if cut else ([], 0, budget, [], [])
 
     def _second_pass_chunk(self) -> int:
         """What a step has room for next to a token of each other sequence, or half of it all."""

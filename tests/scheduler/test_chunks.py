@@ -1,0 +1,102 @@
+"""Chunks that end for scores and for images: every prompt comes to its end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+from vllm_h2o.scheduler.chunks import CutsChunks
+from vllm_h2o.scheduler.ledger import Ledger
+
+Chunk = tuple[int, int]
+
+
+def chunks(
+    images: list[Chunk],
+    prompt_len: int,
+    batched: int,
+    window: int,
+    second_pass: int = 0,
+    cache: int = 2048,
+    whole: bool = False,
+) -> list[Chunk]:
+    """[start, end) of each chunk, through vLLM's own code for images, in forty steps at the most.
+
+    Args:
+        images: (first token, tokens) of each.
+        prompt_len: tokens.
+        batched: of a step.
+        window: of observation.
+        second_pass: tokens that score together in a second pass; 0: there is none.
+        cache: of the encoder.
+        whole: whether images are not to be cut.
+
+    """
+    ledger = object.__new__(Ledger)
+    ledger._states, ledger.num_drafts = {}, 0
+    ledger.observation_window, ledger.second_pass_chunk = window, second_pass
+    scheduler = object.__new__(CutsChunks)
+    scheduler.ledger = ledger
+    scheduler.scheduler_config = SimpleNamespace(disable_chunked_mm_input=whole)
+    scheduler.is_encoder_decoder, scheduler.ec_connector = False, None
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache)
+    scheduler.need_mamba_block_aligned_split, scheduler.num_prefill_lookahead = True, 0
+    features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=f"image {at}",
+            mm_position=PlaceholderRange(offset=at, length=length),
+        )
+        for at, length in images
+    ]
+    request = SimpleNamespace(
+        request_id="r0",
+        num_tokens=prompt_len,
+        num_prompt_tokens=prompt_len,
+        num_computed_tokens=0,
+        mm_features=features,
+        has_encoder_inputs=True,
+        get_num_encoder_embeds=lambda index: images[index][1],
+    )
+    found: list[Chunk] = []
+    for _ in range(40):
+        start = request.num_computed_tokens
+        most = min(batched, prompt_len - start)
+        asked = scheduler._mamba_block_aligned_split(request, most)
+        seen, num_new, *_ = scheduler._try_schedule_encoder_inputs(request, start, asked, cache)
+        for index in seen if num_new else ():
+            scheduler.encoder_cache_manager.allocate(request, index)
+        request.num_computed_tokens = end = start + num_new
+        for index in list(scheduler.encoder_cache_manager.get_cached_input_ids(request)):
+            if sum(images[index]) <= end:
+                scheduler.encoder_cache_manager.free_encoder_input(request, index)
+        if num_new:
+            found.append((start, end))
+        if end == prompt_len:
+            break
+    return found
+
+
+@pytest.mark.parametrize(
+    ("images", "prompt_len", "batched", "second_pass", "whole"),
+    [
+        ([(5, 2040)], 2075, 2048, 0, True),
+        ([(5, 1900)], 3000, 2048, 1793, True),
+        ([(5, 576)], 621, 620, 600, True),
+        ([(5, 576), (585, 576)], 1180, 1000, 0, False),
+        ([(5, 1500), (1505, 1500)], 3100, 2048, 0, False),
+        ([(5, 1500), (1505, 1500)], 3100, 2048, 1024, False),
+    ],
+)
+def test_every_prompt_comes_to_its_end(
+    images: list[Chunk], prompt_len: int, batched: int, second_pass: int, whole: bool
+) -> None:
+    """One chunk follows the other, and the observation window lies within the last."""
+    found = chunks(images, prompt_len, batched, 64, second_pass, whole=whole)
+    assert found[-1][1] == prompt_len and found[-1][0] <= prompt_len - 64
+    assert [end for _, end in found[:-1]] == [start for start, _ in found[1:]]
+    assert found[0][0] == 0 and len(found) > 1

@@ -1,0 +1,49 @@
+"""Where the chunks of a prompt end: what is scored together is computed in one step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.request import Request
+
+from vllm_h2o.scheduler.ledger import Ledger
+
+
+class CutsChunks(AsyncScheduler):
+    """vLLM's scheduler, whose two seams for the size of a chunk ask the ledger."""
+
+    ledger: Ledger
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Keep what is scored together in one chunk, and drafts within what there is room for."""
+        start = request.num_computed_tokens + num_new_local_computed_tokens
+        prompt_len = request.num_tokens
+        return self.ledger.align_chunk(request.request_id, start, num_new_tokens, prompt_len)
+
+    def _try_schedule_encoder_inputs(
+        self, request: Request, start: int, num_new: int, budget: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Where the encoder has no room for an image, a chunk ends before it or the window.
+
+        A chunk that begins at an image and must end within it is computed, also where images are
+        not to be cut (``--disable-chunked-mm-input``): put off, it would be so for ever.
+        """
+        asked = (request, start, num_new, budget)
+        images, cut, *rest = super()._try_schedule_encoder_inputs(*asked, *args, **kwargs)
+        if not cut and self.scheduler_config.disable_chunked_mm_input:
+            self.scheduler_config.disable_chunked_mm_input = False
+            try:
+                images, cut, *rest = super()._try_schedule_encoder_inputs(*asked, *args, **kwargs)
+            finally:
+                self.scheduler_config.disable_chunked_mm_input = True
+        if not 0 < cut < num_new or not self.need_mamba_block_aligned_split:
+            return images, cut, *rest
+        cut = self.ledger.align_chunk(request.request_id, start, cut, request.num_tokens, True)
+        return (images, cut, *rest) if cut else ([], 0, budget, [], [])
