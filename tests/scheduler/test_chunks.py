@@ -14,6 +14,28 @@ from vllm_h2o.scheduler.ledger import Ledger
 Chunk = tuple[int, int]
 
 
+def _request(images: list[Chunk], prompt_len: int) -> SimpleNamespace:
+    """What vLLM's scheduler reads of one with images."""
+    features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=f"image {at}",
+            mm_position=PlaceholderRange(offset=at, length=length),
+        )
+        for at, length in images
+    ]
+    return SimpleNamespace(
+        request_id="r0",
+        num_tokens=prompt_len,
+        num_prompt_tokens=prompt_len,
+        num_computed_tokens=0,
+        mm_features=features,
+        has_encoder_inputs=True,
+        get_num_encoder_embeds=lambda index: images[index][1],
+    )
+
+
 def chunks(
     images: list[Chunk],
     prompt_len: int,
@@ -44,24 +66,7 @@ def chunks(
     scheduler.is_encoder_decoder, scheduler.ec_connector = False, None
     scheduler.encoder_cache_manager = EncoderCacheManager(cache)
     scheduler.need_mamba_block_aligned_split, scheduler.num_prefill_lookahead = True, 0
-    features = [
-        MultiModalFeatureSpec(
-            data=None,
-            modality="image",
-            identifier=f"image {at}",
-            mm_position=PlaceholderRange(offset=at, length=length),
-        )
-        for at, length in images
-    ]
-    request = SimpleNamespace(
-        request_id="r0",
-        num_tokens=prompt_len,
-        num_prompt_tokens=prompt_len,
-        num_computed_tokens=0,
-        mm_features=features,
-        has_encoder_inputs=True,
-        get_num_encoder_embeds=lambda index: images[index][1],
-    )
+    request = _request(images, prompt_len)
     found: list[Chunk] = []
     for _ in range(40):
         start = request.num_computed_tokens
