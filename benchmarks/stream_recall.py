@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from tokenizers import Tokenizer
 from vllm import LLM
 
 from benchmarks.quality.facts import Facts, encode, facts
+from benchmarks.quality.paired import paired
 from benchmarks.quality.phrasings import CONFIRMATION
 from benchmarks.record import append_rows, machine_name
 from benchmarks.smollm2 import MODEL, model_dir
@@ -130,12 +130,11 @@ def summary(every: Sequence[dict[str, Any]]) -> str:
     lines = []
     for policy in dict.fromkeys(row["policy"] for row in every):
         own = [row for row in every if row["policy"] == policy]
-        more = [int(row["found"]) - int(row["found_afresh"]) for row in own]
-        error = statistics.stdev(more) / len(more) ** 0.5
+        found, afresh = ([int(row[name]) for row in own] for name in ("found", "found_afresh"))
+        difference, error = paired(found, afresh)
         lines.append(
-            f"{policy}: found {sum(int(row['found']) for row in own)} of {len(own)}, afresh "
-            f"{sum(int(row['found_afresh']) for row in own)}, difference "
-            f"{statistics.mean(more):+.3f} +- {error:.3f}"
+            f"{policy}: found {sum(found)} of {len(own)}, afresh {sum(afresh)}, difference "
+            f"{difference:+.3f} +- {error:.3f}"
         )
     return "\n".join(lines)
 

@@ -230,7 +230,7 @@ class HeavyHitterScheduler(CutsChunks):
         """
         find = super()._get_local_prefix_cache_hit
         blocks, num_cached, *rest = find(request, *limits)
-        if self._prefix_caching:
+        if self._prefix_caching and (num_cached or self.windows.managers):
             own = self.ledger.max_cached_tokens(self.manager.info_of(request))
             num_written = self.manager.num_written(blocks.blocks[self.manager.kv_cache_group_id])
             limit = min(own, num_written * self.manager.block_size)

@@ -17,6 +17,8 @@ from vllm_h2o.kernels.batch import PromptChunk, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.prefill import chunk_rows
 
+AMPERE = 8
+"""Compute capability from which there is FlashAttention."""
 FUNCTION = "memory_efficient_attention_forward_requires_grad"
 MASK = "LowerTriangularFromBottomRightMask"
 NEEDED = ("query", "key", "value", "attn_bias", "scale")

@@ -16,6 +16,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.worker.memory_efficient import AMPERE
 
 MAX_ROTATED = 1 << 22
 """Elements of queries that are rotated at once: 16 MiB in float32, and :data:`COPIES` of them."""
@@ -105,7 +106,7 @@ class Peak:
 
 def _gathers(config: KVPolicyConfig) -> bool:
     """Whether xformers may attend prompts, which does not read pages."""
-    has_flash = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 8
+    has_flash = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= AMPERE
     return config.kernels == "xformers" or not has_flash
 
 

@@ -14,7 +14,11 @@ from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.traits import FLOAT8
-from vllm_h2o.worker.memory_efficient import MemoryEfficientPrompt, XformersUnavailableError
+from vllm_h2o.worker.memory_efficient import (
+    AMPERE,
+    MemoryEfficientPrompt,
+    XformersUnavailableError,
+)
 
 logger = init_logger("vllm.kv_policy")
 PromptAttention = Callable[..., Any]
@@ -34,7 +38,7 @@ def select_kernels(
     quantised = vllm_config.cache_config.cache_dtype in FLOAT8
     if device.type == "cuda":
         _check_for_gpu(spec, config, spec.dtype if quantised else model_dtype)
-        return _triton(vllm_config, spec, device, config)
+        return _triton(vllm_config, spec, device, quantised, config.kernels == "xformers")
     return _cpu(spec, config.kernels, quantised or spec.dtype == model_dtype)
 
 
@@ -96,14 +100,12 @@ def _cpu(spec: AttentionSpec, asked: str, known_dtype: bool) -> Kernels:
 
 
 def _triton(
-    vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device, config: KVPolicyConfig
+    vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device, quantised: bool, asked: bool
 ) -> Kernels:
     from vllm_h2o.kernels.triton.kernels import TritonKernels
 
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
     capability = torch.cuda.get_device_capability(device)[0]
-    quantised = vllm_config.cache_config.cache_dtype in FLOAT8
-    asked = config.kernels == "xformers"
     attention, by = _prompts(spec, device, num_heads, capability, quantised, asked)
     name = torch.cuda.get_device_name(device)
     logger.info_once("h2o: Triton kernels on %s; prompts by %s", name, by)
@@ -133,7 +135,7 @@ def _prompts(
 
     """
     own = (None, "a Triton kernel of our own")
-    if not asked and capability >= 8:
+    if not asked and capability >= AMPERE:
         return _flash(spec) if not quantised and spec.dtype != torch.float32 else own
     try:
         if quantised:

@@ -122,13 +122,4 @@ class NativeKernels:
             layout.scoring_bytes(scoring),
         )
 
-    def copy_survivors(
-        self,
-        caches: Sequence[LayerCache],
-        chunk: PromptChunk,
-        scoring: Scoring,
-        scores: torch.Tensor,
-    ) -> None:
-        """Layer by layer, in torch."""
-        for cache, score in zip(caches, scores, strict=True):
-            pack.pack_survivors(cache, chunk, scoring, score)
+    copy_survivors = staticmethod(pack.copy_survivors)

@@ -83,13 +83,4 @@ class TorchKernels:
             for chunk in chunks:
                 pack.pack_survivors(cache, chunk, scoring)
 
-    def copy_survivors(
-        self,
-        caches: Sequence[LayerCache],
-        chunk: PromptChunk,
-        scoring: Scoring,
-        scores: torch.Tensor,
-    ) -> None:
-        """Layer by layer."""
-        for cache, score in zip(caches, scores, strict=True):
-            pack.pack_survivors(cache, chunk, scoring, score)
+    copy_survivors = staticmethod(pack.copy_survivors)

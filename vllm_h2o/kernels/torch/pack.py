@@ -1,10 +1,12 @@
 """Survivors of a prompt: which they are, and their move.
 
 Twin of ``reference.pack_survivors``, batched over KV heads. Also what copies survivors out of pages
-that other requests read, for every set of kernels.
+that other requests read, for the C++ kernels, too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +15,14 @@ from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.prefill import chunk_slots
 
 PLAIN = Scoring()
+
+
+def copy_survivors(
+    caches: Sequence[LayerCache], chunk: PromptChunk, scoring: Scoring, scores: torch.Tensor
+) -> None:
+    """As :meth:`~vllm_h2o.kernels.interface.Kernels.copy_survivors` has it, layer by layer."""
+    for cache, score in zip(caches, scores, strict=True):
+        pack_survivors(cache, chunk, scoring, score)
 
 
 def pack_survivors(

@@ -28,6 +28,7 @@ from vllm_h2o.kernels.triton.sizes import (
     STORE_TILE,
     decode_tile,
     few_registers,
+    kv_shape,
     num_splits,
     padded_group,
     precision,
@@ -104,7 +105,7 @@ class TritonKernels:
         if num_requests > self.max_requests:
             raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
         self._prepare(cache, tensors, scoring)
-        shape = self._shape(cache)
+        shape = kv_shape(cache.block_size, self.head_size)
         can_split = {"CAN_SPLIT": cache.first_rows is not None}
         first_rows = victims if cache.first_rows is None else cache.first_rows
         request_args = (batch.block_table, batch.fields, victims, first_rows)
@@ -170,7 +171,8 @@ class TritonKernels:
             sent.block_table, sent.fields, *(1.0 / scale for scale in cache.scales),
             key.stride(0), value.stride(0), cache.key.stride(0), cache.score.stride(0),
             sent.block_table.stride(0), *sizes,
-            **self._shape(cache), **merges, TILE=STORE_TILE, HAS_INITIAL_SCORE=initial is not None,
+            **kv_shape(cache.block_size, self.head_size), **merges, TILE=STORE_TILE,
+            HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
         attend = self.prompt_attention if tensors.sink_logits is None else self._attend
         lse = attend(cache, chunks, tensors)
@@ -250,10 +252,6 @@ class TritonKernels:
         )  # fmt: skip
         return lse
 
-    def _shape(self, cache: LayerCache) -> dict[str, int]:
-        """Constants of every kernel that touches K and V."""
-        return {"N": cache.block_size, "D": self.head_size, "D_PAD": self.padded_head}
-
     def _masses(self, cache: LayerCache) -> tuple[torch.Tensor, dict[str, bool]]:
         """Masses, or what stands in their place where there are none; and which it is."""
         if cache.mass is None:
@@ -273,7 +271,7 @@ class TritonKernels:
         self, cache: LayerCache, query: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the kernels that walk the keys of some queries, and the queries of some keys."""
-        constants = self._shape(cache) | {"G": self.group}
+        constants = kv_shape(cache.block_size, self.head_size) | {"G": self.group}
         exact, size = {"PRECISION": precision(query.dtype)}, query.element_size()
         by_query, by_key = prompt_tiles(self.padded_head, size, self._capability)
         return constants | exact | by_query, constants | exact | by_key

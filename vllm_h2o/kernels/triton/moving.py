@@ -13,7 +13,7 @@ from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.triton import pack, share
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
-from vllm_h2o.kernels.triton.sizes import SELECT_TILE, STORE_TILE
+from vllm_h2o.kernels.triton.sizes import SELECT_TILE, STORE_TILE, kv_shape
 
 MAX_SURVIVORS = 1 << 24
 """Slots that are listed at once, of as many layers as they are enough for: 64 MiB."""
@@ -100,7 +100,7 @@ class Moving:
         pack.pack_survivors[grid](
             keys, values, ranked, new_scores, positions, *tables, survivors, cache.key,
             cache.key.stride(0), cache.score.stride(0), *sizes, max_survivors,
-            **self._shape(cache), **apart, TILE=STORE_TILE,
+            **kv_shape(cache.block_size, self.head_size), **apart, TILE=STORE_TILE,
             ALIGNED=math.gcd(16, *addresses[0], *addresses[1]),
         )  # fmt: skip
         if shares:
@@ -119,10 +119,6 @@ class Moving:
         # An even number, so that every row begins where 16 bytes do, however many the layers.
         rest = [0] * (len(caches) % 2)
         return [row + rest for row in [*own[:2], ranked, *own[2:]]]
-
-    def _shape(self, cache: LayerCache) -> dict[str, int]:
-        padded = triton.next_power_of_2(self.head_size)
-        return {"N": cache.block_size, "D": self.head_size, "D_PAD": padded}
 
     def _move_shared(
         self,
@@ -149,5 +145,6 @@ class Moving:
                     sent.block_table, new_table, sent.fields, survivors, *kept, index,
                     cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0),
                     len(sent), self.num_kv_heads, max_survivors, slots,
-                    **self._shape(cache), TILE=STORE_TILE, STORES=stores, APART=scores is not None,
+                    **kv_shape(cache.block_size, self.head_size), TILE=STORE_TILE,
+                    STORES=stores, APART=scores is not None,
                 )  # fmt: skip

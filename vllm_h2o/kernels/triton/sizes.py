@@ -26,6 +26,11 @@ NUM_STAGES = {2: 3, 4: 1}
 """Loads in flight of a prompt's kernels, by bytes of an element."""
 
 
+def kv_shape(block_size: int, head_size: int) -> dict[str, int]:
+    """Constants of every kernel that touches K and V."""
+    return {"N": block_size, "D": head_size, "D_PAD": triton.next_power_of_2(head_size)}
+
+
 def padded_group(group: int) -> int:
     """Rows of a matrix product: none where there is one query head, else at least 16."""
     return 1 if group == 1 else max(16, triton.next_power_of_2(group))
