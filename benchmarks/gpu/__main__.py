@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from triton.errors import TritonError
@@ -37,7 +38,8 @@ ROOT = Path(__file__).parents[2]
 KINDS = ("kernels", "engines", "graphs", "speed", "throughput")
 """Of parts."""
 PROFILES = ("OPT-16-512+512",)
-MORE_PROFILES = (*PROFILES, "8B-1/8", "free-100")
+MORE_PROFILES = (*PROFILES, "8B-1/8", "free-100", "OPT-80-512+512")
+"""Pools of cards of 16, 24 and 80 GB, and one that is free."""
 BROKEN = (
     RuntimeError, ValueError, AssertionError, AttributeError, TypeError, LookupError, ImportError,
     ArithmeticError, OSError, TritonError,
@@ -81,8 +83,8 @@ def check_kernels(device: torch.device, size: kernels.Size) -> Iterator[Check]:
                 yield f"{label}: prompt ({name}, {where}), {what}", error, allowed
 
 
-def tokens_of(shape: str, *options: str) -> list[list[int]]:
-    """Of one engine, in a process of its own."""
+def found_by(shape: str, *options: str) -> dict[str, Any]:
+    """Tokens and memory of one engine, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "tokens.json"
         command = [sys.executable, "-m", "benchmarks.gpu.engine", shape, str(out), *options]
@@ -91,7 +93,7 @@ def tokens_of(shape: str, *options: str) -> list[list[int]]:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{command} failed:\n{done.stderr[-4000:]}")
-        return list(json.loads(out.read_text()))
+        return dict(json.loads(out.read_text()))
 
 
 def apart(one: list[list[int]], other: list[list[int]]) -> float:
@@ -122,17 +124,24 @@ def size_of(small: bool) -> tuple[str, ...]:
 
 
 def compare(small: bool, shape: str, name: str) -> Iterator[Check]:
-    """Tokens of a pair of engines."""
-    one, other = (tokens_of(shape, *size_of(small), *options) for options in COMPARED[name])
+    """Tokens of a pair of engines, and the memory that each finds for its pool."""
+    one, other = (found_by(shape, *size_of(small), *options) for options in COMPARED[name])
     # Kernels that round differently in half precision differ at a near tie, sooner or later.
     allowed = 0.0 if small else 0.4
-    yield f"{shape}: {name}: tokens from the first that differs", apart(one, other), allowed
+    yield (
+        f"{shape}: {name}: tokens from the first that differs",
+        apart(one["tokens"], other["tokens"]),
+        allowed,
+    )
+    if one["pool_bytes"] is not None:
+        less = (one["pool_bytes"] - other["pool_bytes"]) / (1 << 20)
+        yield f"{shape}: {name}: MiB that the second finds less for its pool", less, 1024.0
 
 
 def control(small: bool, shape: str) -> Iterator[Check]:
     """That a budget shows in the tokens at all."""
-    each = (tokens_of(shape, *size_of(small), *options) for options in (WHOLE, EVICTING))
-    whole, evicted = each
+    each = (found_by(shape, *size_of(small), *options) for options in (WHOLE, EVICTING))
+    whole, evicted = (found["tokens"] for found in each)
     long = [i for i in range(len(whole)) if LENGTHS[i % len(LENGTHS)] > MAX_MODEL_LEN / 8]
     same = 1 - apart([whole[i] for i in long], [evicted[i] for i in long])
     yield f"{shape}: control: tokens that 1/8 leaves as they are", same, 0.7

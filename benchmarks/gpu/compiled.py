@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.compiler import ASTSource
 
-from vllm_h2o.kernels.triton import decode, merge, pack, prefill, scoring_pass, share
+from vllm_h2o.kernels.triton import decode, merge, pack, prefill, score, scoring_pass, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
     PAGE_LANES,
@@ -47,11 +47,11 @@ TOKENS = {"key_ptr", "value_ptr", "query_ptr", "out_ptr"}
 CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
 FLOAT = {
     "initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
-    "lse_ptr", "kept_score", "old_scores", "mass_pages", "nearest_ptr", "sink_ptr",
+    "lse_ptr", "lowest_ptr", "kept_score", "old_scores", "mass_pages", "nearest_ptr", "sink_ptr",
 }  # fmt: skip
 INT = {
     "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
-    "kept_position", "new_table_ptr",
+    "kept_position", "new_table_ptr", "newest_ptr", "arrived_ptr",
 }  # fmt: skip
 FACTORS = {"scale", "out_scale", "key_factor", "value_factor", "weight", "merge"}
 ALIGNED = {
@@ -154,9 +154,6 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     by_query, by_key = prompt_tiles(sizes["D_PAD"], shape.dtype.itemsize, capability)
     dots = {**sizes, "G": shape.group, "PRECISION": precision(shape.dtype)}
     split, reach = {"CAN_SPLIT": not paged}, {"REACH": 8 if paged else 0}
-    if shape.float8 is None:
-        tile = decode_tile(sizes["D_PAD"], shape.dtype.itemsize, shape.group)
-        yield merge.nearest_key, "*i64", {**sizes, **split, "TILE": tile}
     yield from decode_launches(shape, shape.merges)
     yield prefill.store_chunk, "*i32", {
         **sizes, "TILE": STORE_TILE, "HAS_INITIAL_SCORE": paged, "MERGES": shape.merges,
@@ -187,15 +184,18 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
     tile = decode_tile(sizes["D_PAD"], size, shape.group)
     grouped = {"G": shape.group, "G_PAD": padded_group(shape.group), "TILE": tile}
     split = {"CAN_SPLIT": not paged}
-    yield decode.store_token, "*i64", {
-        **sizes, **split, "TILE": tile, "MAX_KV_SPLITS": MAX_KV_SPLITS,
-        "HAS_INITIAL_SCORE": paged, "MERGES": merges,
-    }  # fmt: skip
+    initial = {"HAS_INITIAL_SCORE": paged}
+    if merges:
+        yield merge.nearest_key, "*i64", {**sizes, **split, "TILE": tile}
+        yield merge.merge_and_store, "*i64", {
+            **sizes, **split, **initial, "TILE": tile, "MAX_KV_SPLITS": MAX_KV_SPLITS,
+        }  # fmt: skip
     yield decode.attend_split, "*i64", {
-        **sizes, **grouped, **split, **few_registers(sizes["D_PAD"], size), "MERGES": merges,
+        **sizes, **grouped, **split, **initial, **few_registers(sizes["D_PAD"], size),
+        "MERGES": merges,
         "PRECISION": precision(shape.dtype), "HAS_FREE_SLOTS": paged, "KEEPS_LOGITS": not paged,
     }  # fmt: skip
-    yield decode.merge_and_score, "*i64", {
+    yield score.merge_and_score, "*i64", {
         **sizes, **grouped, **split, "N_PAD": shape.block, "PAGES": PAGE_LANES // shape.block,
         "MAX_KV_SPLITS": MAX_KV_SPLITS, "POWER": 2 if paged else 1, "BY_PAGE": paged,
         "BY_AGE": not paged, "BY_MAXIMUM": paged, "HAS_SINKS": shape.has_sinks,

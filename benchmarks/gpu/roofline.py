@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import append_rows
-from vllm_h2o.kernels.triton.sizes import decode_tile, num_splits, programs_per_processor
+from vllm_h2o.kernels.triton.sizes import (
+    PAGE_LANES,
+    decode_tile,
+    num_splits,
+    programs_per_processor,
+)
 
 COPY = 0.92
 """Share of the memory's rate that a copy reaches."""
@@ -32,8 +37,6 @@ LOAD = 0.6e-6
 SCORE_TILE = 1.1e-6
 """Seconds in which a program scores 512 slots: loads of logits, scores and positions, one after the
 other."""
-MERGE_SPLIT = 0.25e-6
-"""Seconds in which it takes one split's mean in."""
 MATRIX = 0.55
 """Share of the matrix units' rate that attention over a prompt reaches."""
 REGISTERS, WARPS, PROGRAMS = 65536, 64, 32
@@ -155,14 +158,12 @@ SHAPES = (OPT, LLAMA)
 BATCHES, SLOTS = (1, 8, 64, 256), (512, 2048, 8192)
 
 KERNELS: Mapping[tuple[str, bool], Kernel] = {
-    ("store_token", False): Kernel(32, 0),
-    ("store_token", True): Kernel(32, 0),
     ("attend_split", False): Kernel(128, 33408),
     ("attend_split", True): Kernel(128, 41472),
-    ("merge_and_score", False): Kernel(48, 16),
-    ("merge_and_score", True): Kernel(64, 256),
-    ("column_scores", False): Kernel(96, 81920, 8),
-    ("column_scores", True): Kernel(125, 81920, 8),
+    ("merge_and_score", False): Kernel(64, 2048),
+    ("merge_and_score", True): Kernel(75, 2048),
+    ("column_scores", False): Kernel(104, 81920, 8),
+    ("column_scores", True): Kernel(123, 81920, 8),
 }
 """By name, and whether heads are grouped: 16-bit heads of 128, for 9.0, as
 :mod:`benchmarks.gpu.compiled` finds them."""
@@ -173,22 +174,20 @@ class Decode:
     """One layer's decode step, in seconds.
 
     Args:
-        store: the new token's K and V.
-        attend: over all slots.
+        attend: over all slots, after the new token is stored.
         score: splits merged, scores, victims.
         least: K, V, score and position at the rate of a copy.
 
     """
 
-    store: float
     attend: float
     score: float
     least: float
 
     @property
     def total(self) -> float:
-        """Of the three launches."""
-        return self.store + self.attend + self.score
+        """Of both launches."""
+        return self.attend + self.score
 
     @property
     def share(self) -> float:
@@ -205,19 +204,22 @@ def decode(device: Device, shape: Shape, batch: int, slots: int, scores: bool = 
     tiles = math.ceil(slots / splits / decode_tile(shape.head_size, 2, shape.group))
     logits = 4 * strips * slots * shape.group if scores else 0
     words = 12 * strips * slots if scores else 0  # scores twice, positions once
-    serial = math.ceil(slots / 512) * SCORE_TILE if scores else 0.0
-    store = device.seconds(KERNELS["store_token", grouped], strips, 0, 4 * LOAD)
+    parts = min(splits, math.ceil(slots / PAGE_LANES))
+    serial = math.ceil(slots / PAGE_LANES / parts) * SCORE_TILE if scores else 0.0
+    # Candidates are left, counted and read by the last.
+    elect = 3 * LOAD if scores and parts > 1 else 0.0
+    # The program that stores the new token loads it, its row and its slot before it waits.
     attend = device.seconds(
-        KERNELS["attend_split", grouped], strips * splits, cached + logits, (4 + tiles) * LOAD
+        KERNELS["attend_split", grouped], strips * splits, cached + logits, (6 + tiles) * LOAD
     )
     score = device.seconds(
         KERNELS["merge_and_score", grouped],
-        strips,
+        strips * parts,
         logits + words,
-        3 * LOAD + splits * MERGE_SPLIT + serial,
+        4 * LOAD + math.ceil(shape.group / parts) * LOAD + serial + elect,
     )
     least = (cached + 8 * strips * slots) / (COPY * device.bytes_per_s)
-    return Decode(store, attend, score, least)
+    return Decode(attend, score, least)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,17 @@ FACT_FORMS = {
     "instructed": "instructed",
     "turns": "turns",
 }
-FACTS: Mapping[str, Plan] = {**_facts(CONFIRMATION, ""), **_facts(DEVELOPMENT, "-dev")}
+LONGER = {
+    f"facts-now-{name}": Plan(
+        partial(facts, source=CONFIRMATION, form="asked_now", count=count, length=length),
+        (0.1, 0.2),
+        ("h2o2",),
+    )
+    for name, length, count in (("4k", 4096, 25), ("8k", 8000, 20))
+}
+FACTS: Mapping[str, Plan] = {
+    **_facts(CONFIRMATION, ""), **_facts(DEVELOPMENT, "-dev"), **LONGER,
+}  # fmt: skip
 """Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on."""
 QUICK = Plan(prose(384, 256, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o2", "local", "random"))
 """A minute and a half, orders only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from tests.kernels.harness import Layer, Shape
 from tests.kernels.lives import SCALES, make_lives, merging, pool_size
 from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
+from vllm_h2o.kernels.triton import score
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.policy import POLICIES
 
@@ -80,9 +82,46 @@ def test_lives(name: str, merge: float, ranking: Ranking) -> None:
     assert (ranking.num_selections > before) is POLICIES[policy].evicts
 
 
-@pytest.mark.parametrize("merge", [0.0, 0.15])
-def test_lives_of_unequal_heads(merge: float) -> None:
+@pytest.mark.parametrize("name", ["the paper's halves", "float8 of float32"])
+def test_lives_in_parts(name: str, ranking: Ranking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where many programs share the slots of a KV head, and the last chooses."""
+    programs = many_programs(monkeypatch)
+    policy, shape, rows = TABLE[name]
+    lives = make_lives(rows)
+    num_blocks = pool_size(lives, shape.block_size, share=0.7)
+    layer = Layer(shape, policy, num_blocks, kernels=triton_kernels(shape))
+    live(layer, policy, lives, ranking, output_atol=OUTPUT_ATOL if shape.dtype == FP32 else 2e-3)
+    assert max(programs) >= 3
+
+
+def many_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Launches as a device with many multiprocessors has them, and tiles of 16 slots.
+
+    Returns:
+        How many programs score each (request, KV head), launch by launch.
+
+    """
+    monkeypatch.setattr("vllm_h2o.kernels.triton.kernels.PROCESSORS", 64)
+    monkeypatch.setattr("vllm_h2o.kernels.triton.kernels.PAGE_LANES", 16)
+    monkeypatch.setattr("vllm_h2o.kernels.triton.sizes.TILE", 16)
+    launch, programs = score.merge_and_score, list[int]()
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            programs.append(grid[2])
+            return launch[grid]
+
+    monkeypatch.setattr(score, "merge_and_score", Counted())
+    return programs
+
+
+@pytest.mark.parametrize(("merge", "in_parts"), [(0.0, False), (0.15, False), (0.15, True)])
+def test_lives_of_unequal_heads(
+    merge: float, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same where KV heads share slots, beside a request where they do not."""
+    if in_parts:
+        many_programs(monkeypatch)
     shape, count = Shape(3, 3, 32, 8, FP32), Ranking()
     rows = [(48, 8, 0, [20, 60], 30), (40, 12, 3, [70], 12), (24, 8, 0, [9], 18)]
     lives = [replace(life, splits=True) for life in make_lives(rows)]

@@ -17,7 +17,7 @@ from vllm_h2o.kernels.batch import (
 )
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.sinks import SinkLogits
-from vllm_h2o.kernels.triton import decode, merge, prefill, scoring_pass
+from vllm_h2o.kernels.triton import decode, merge, prefill, score, scoring_pass
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
 from vllm_h2o.kernels.triton.moving import Moving
 from vllm_h2o.kernels.triton.rehearsal import rehearse
@@ -36,6 +36,8 @@ from vllm_h2o.kernels.triton.sizes import (
     prompt_tiles,
 )
 
+PROCESSORS = 1
+"""Multiprocessors that stand for a device's where kernels are interpreted."""
 MAX_SENT = 3
 """Lists of chunks that a step has at most: its prompts, and those of two scoring passes."""
 PromptAttention = Callable[[LayerCache, Sequence[PromptChunk], StepTensors], torch.Tensor]
@@ -76,7 +78,7 @@ class TritonKernels:
         self.prompt_attention = prompt_attention or self._attend
         self._packs = Moving(num_kv_heads, head_size, device)
         self._chunks: list[DeviceChunks] = []
-        self._processors, self._shared_memory, self._capability = 1, 228 << 10, 90
+        self._processors, self._shared_memory, self._capability = PROCESSORS, 228 << 10, 90
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
             self._processors = found.multi_processor_count
@@ -87,6 +89,11 @@ class TritonKernels:
         self._partial_out = torch.empty(max_splits * self.group, head_size, device=device)
         self._partial_max_sum = torch.empty(max_splits * self.group, 2, device=device)
         self._nearest = torch.empty(max_splits, 2, device=device)
+        self._candidates = (
+            torch.empty(max_splits, device=device),
+            torch.empty(max_splits, 2, dtype=torch.int32, device=device),
+            torch.zeros(max_requests * num_kv_heads, dtype=torch.int32, device=device),
+        )
         self._logits = torch.empty(0, device=device)
 
     def decode(
@@ -116,33 +123,37 @@ class TritonKernels:
         tile = decode_tile(self.padded_head, size, self.group)
         grid = (num_requests, num_kv_heads, num_kv_splits)
         masses, merges = self._masses(cache)
-        if scoring.merge:
+        new = (
+            key, value, key if initial is None else initial,
+            cache.key, cache.value, cache.score, cache.position, masses,
+        )  # fmt: skip
+        factors = tuple(1.0 / scale for scale in cache.scales)
+        has_initial = {"HAS_INITIAL_SCORE": initial is not None}
+        if cache.mass is not None:
             merge.nearest_key[grid](
                 cache.key, *request_args, self._nearest, page_stride, *strides, num_kv_splits,
                 **shape, **can_split, TILE=tile,
             )  # fmt: skip
-        decode.store_token[grid[:2]](
-            key, value, key if initial is None else initial,
-            cache.key, cache.value, cache.score, cache.position, masses, self._nearest,
-            *request_args, scoring.merge, *(1.0 / scale for scale in cache.scales),
-            key.stride(0), value.stride(0), page_stride, word_stride, *strides, num_kv_splits,
-            **shape, **can_split, **merges, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
-            HAS_INITIAL_SCORE=initial is not None,
-        )  # fmt: skip
+            merge.merge_and_store[grid[:2]](
+                *new, self._nearest, *request_args, scoring.merge, *factors, key.stride(0),
+                value.stride(0), page_stride, word_stride, *strides, num_kv_splits, **shape,
+                **can_split, **has_initial, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
+            )  # fmt: skip
         group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": tile}
         decode.attend_split[grid](
-            query, cache.key, cache.value, masses, *request_args,
-            self._logits, self._partial_out, self._partial_max_sum,
-            tensors.scale * cache.scales[0], cache.scales[1], query.stride(0), page_stride,
-            word_stride, *strides, num_kv_splits, **shape, **group, **can_split, **merges,
+            query, *new, *request_args, self._logits, self._partial_out, self._partial_max_sum,
+            tensors.scale * cache.scales[0], cache.scales[1], *factors, query.stride(0),
+            key.stride(0), value.stride(0), page_stride, word_stride, *strides, num_kv_splits,
+            **shape, **group, **can_split, **merges, **has_initial,
             **few_registers(self.padded_head, size), HAS_FREE_SLOTS=scoring.by_page,
             KEEPS_LOGITS=scoring.power > 0, PRECISION=exact,
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
+        num_parts = min(num_kv_splits, triton.cdiv(max_pages * cache.block_size, PAGE_LANES))
         sinks, has_sinks = self._sinks(tensors.sink_logits)
-        decode.merge_and_score[grid[:2]](
+        score.merge_and_score[(*grid[:2], num_parts)](
             out, cache.score, cache.position, *request_args, sinks,
-            self._logits, self._partial_out, self._partial_max_sum,
+            self._logits, self._partial_out, self._partial_max_sum, *self._candidates,
             out.stride(0), word_stride, *strides, num_kv_splits, scoring.skip_recent,
             **shape, **group, N_PAD=padded_block, PAGES=max(1, PAGE_LANES // padded_block),
             MAX_KV_SPLITS=MAX_KV_SPLITS,
@@ -277,17 +288,20 @@ class TritonKernels:
         return constants | exact | by_query, constants | exact | by_key
 
     def _query_grid(self, sent: DeviceChunks, options: dict[str, Any]) -> tuple[int, int, int]:
-        """(tiles of queries, query heads, chunks)."""
+        """(query heads, chunks, tiles of queries): the last, which see most keys, begin first."""
         longest = max(chunk.num_tokens for chunk in sent.source)
-        return triton.cdiv(longest, options["TILE_Q"]), self.num_heads, len(sent)
+        return self.num_heads, len(sent), triton.cdiv(longest, options["TILE_Q"])
 
     def _key_grid(
         self, sent: DeviceChunks, options: dict[str, Any], overlap: int = 0
     ) -> tuple[int, int, int]:
-        """(tiles of slots, KV heads, chunks); each tile has some slots of the one before."""
+        """(KV heads, chunks, tiles of slots): the first, which most queries see, begin first.
+
+        Each tile has some slots of the one before.
+        """
         longest = max(chunk.attended_len for chunk in sent.source)
         tiles = triton.cdiv(longest, options["TILE_K"] - overlap)
-        return tiles, self.num_kv_heads, len(sent)
+        return self.num_kv_heads, len(sent), tiles
 
     def _sent(self, chunks: Sequence[PromptChunk]) -> DeviceChunks:
         """The step's chunks on the device, sent once for all layers."""

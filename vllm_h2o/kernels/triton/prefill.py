@@ -133,7 +133,7 @@ def attend(
     HAS_SINKS: tl.constexpr,
 ):
     """TILE_Q queries of (chunk, query head): where FlashAttention is missing, or of no use."""
-    t, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, r, t = tl.program_id(0), tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
     fields = fields_ptr + r
     num_tokens = tl.load(fields + NUM_TOKENS * num_chunks)
     if t * TILE_Q >= num_tokens:
@@ -203,7 +203,7 @@ def column_scores(
 
     With WINDOW those of an observation window's queries are stored outside the pages.
     """
-    t, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    h, r, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     fields = fields_ptr + r
     num_tokens = tl.load(fields + NUM_TOKENS * num_chunks)
     resident_start = tl.load(fields + RESIDENT_START * num_chunks)

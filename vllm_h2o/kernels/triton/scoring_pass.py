@@ -61,7 +61,7 @@ def log_sum_exp(
     HAS_SINKS: tl.constexpr,
 ):
     """Of TILE_Q queries of (chunk, query head), over the slots that they see."""
-    t, head, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, r, t = tl.program_id(0), tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
     fields = fields_ptr + r
     num_tokens = tl.load(fields + NUM_TOKENS * num_chunks)
     first_query = tl.load(
@@ -129,7 +129,7 @@ def weighted_scores(
 
     A tile begins REACH slots before those, with the ones that reach them.
     """
-    t, h, r = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    h, r, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     fields = fields_ptr + r
     num_tokens = tl.load(fields + NUM_TOKENS * num_chunks)
     resident_start = tl.load(fields + RESIDENT_START * num_chunks)

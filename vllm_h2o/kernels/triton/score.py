@@ -1,0 +1,242 @@
+"""After attention: splits merged, scores added to, and the slot that the next token will take.
+
+Twins of ``reference.attend_and_score`` and ``select_victim`` (arXiv 2306.14048, Algorithm 1). The
+pages of a strip are divided among programs, each of which finds a candidate of its own; the one
+that comes last chooses among them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_h2o.kernels.triton.strips import (
+    ATTENDED_LEN,
+    IN_PROMPT,
+    LOGICAL_START,
+    NUM_SINKS,
+    RECENT_START,
+    SCORES,
+    SELECTS,
+    TOKEN,
+    split_size,
+    strip_of,
+)
+from vllm_h2o.kernels.triton.tiles import page_row
+
+
+@triton.jit
+def lse_of_splits(
+    max_sum_ptrs,  # [MAX_KV_SPLITS, G_PAD]
+    live,  # the same shape
+    sink_ptr,  # [G], of the KV head; read when HAS_SINKS
+    group,
+    G: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Each query head's log-sum-exp of all logits, [G_PAD]."""
+    largest = tl.load(max_sum_ptrs, mask=live, other=float("-inf"))
+    sums = tl.load(max_sum_ptrs + 1, mask=live, other=0.0)
+    row_max = tl.max(largest, axis=0)
+    if HAS_SINKS:
+        sinks = tl.load(sink_ptr + group, mask=group < G, other=float("-inf"))
+        row_max = tl.maximum(row_max, sinks)
+    # Rows of the group's padding have no split: exp(-inf - -inf) would be NaN.
+    row_max = tl.where(group < G, row_max, 0.0)
+    row_sum = tl.sum(tl.exp(largest - row_max[None, :]) * sums, axis=0)
+    if HAS_SINKS:
+        row_sum += tl.exp(sinks - row_max)
+    return row_max + tl.log(tl.where(group < G, row_sum, 1.0))
+
+
+@triton.jit
+def best_of(lowest, newest, slot):
+    """Of candidates: the lowest score; of equals the newest position; its slot."""
+    least = tl.min(lowest, axis=0)
+    latest = tl.max(tl.where(lowest == least, newest, -1), axis=0)
+    is_it = (lowest == least) & (newest == latest)
+    return least, latest, tl.max(tl.where(is_it, slot, 0), axis=0)
+
+
+@triton.jit
+def elect(
+    victim_ptr,
+    lowest,
+    newest,
+    slot,
+    lowest_ptr,  # [parts], float32, of this strip
+    newest_ptr,  # [parts, 2], int32
+    arrived_ptr,  # int32, 0 before and after
+    part,
+    num_parts,  # that arrive
+    MAX_KV_SPLITS: tl.constexpr,
+):
+    """Leave a candidate; the last of all programs to do so writes the victim."""
+    if num_parts == 1:
+        tl.store(victim_ptr, slot)
+    else:
+        tl.store(lowest_ptr + part, lowest)
+        tl.store(newest_ptr + part * 2, newest)
+        tl.store(newest_ptr + part * 2 + 1, slot)
+        # All threads' stores come before the one that counts; it releases, and acquires.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == num_parts - 1:
+            every = tl.arange(0, MAX_KV_SPLITS)
+            came = every < num_parts
+            # Not from this multiprocessor's own cache.
+            lows = tl.load(lowest_ptr + every, mask=came, other=float("inf"), cache_modifier=".cg")
+            news = tl.load(newest_ptr + every * 2, mask=came, other=-1, cache_modifier=".cg")
+            slots = tl.load(newest_ptr + every * 2 + 1, mask=came, other=0, cache_modifier=".cg")
+            _, _, chosen = best_of(lows, news, slots)
+            tl.store(victim_ptr, chosen)
+            tl.store(arrived_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["num_kv_splits", "skip_recent"])
+def merge_and_score(
+    out_ptr,  # [T, Hq, D]: written
+    score_pages,  # written
+    position_pages,
+    block_table_ptr,
+    fields_ptr,
+    victims_ptr,  # written where a request selects
+    first_rows_ptr,
+    sink_ptr,  # [Hq], float32; read when HAS_SINKS
+    logits_ptr,
+    partial_out_ptr,
+    partial_max_sum_ptr,
+    lowest_ptr,  # [B, H, parts], float32: candidates of the programs, see elect
+    newest_ptr,  # [B, H, parts, 2], int32: their positions and slots
+    arrived_ptr,  # [B, H], int32
+    out_stride,
+    word_stride,
+    table_stride,
+    field_stride,
+    request_stride,
+    num_kv_heads,
+    num_kv_splits,
+    skip_recent,
+    N: tl.constexpr,
+    N_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_KV_SPLITS: tl.constexpr,
+    PAGES: tl.constexpr,
+    POWER: tl.constexpr,
+    BY_PAGE: tl.constexpr,
+    BY_AGE: tl.constexpr,
+    BY_MAXIMUM: tl.constexpr,
+    CAN_SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Merge the splits of (request, KV head), add to scores, and find the next victim.
+
+    Each program merges some of the group's query heads, and scores some of the pages.
+    """
+    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_parts = tl.num_programs(2)
+    fields = fields_ptr + b * request_stride
+    token = tl.load(fields + TOKEN * field_stride)
+    dim = tl.arange(0, D_PAD)
+    outs = out_ptr + token * out_stride + h * G * D
+    if tl.load(fields + ATTENDED_LEN * field_stride) == 0:
+        for head in range(part, G, num_parts):
+            zeros = tl.zeros([D_PAD], out_ptr.dtype.element_ty)
+            tl.store(outs + head * D + dim, zeros, mask=dim < D)
+        return
+    block_table = block_table_ptr + b.to(tl.int64) * table_stride
+    first_row, row_step, length = strip_of(
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
+    )
+    num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
+    strip = (b * num_kv_heads + h).to(tl.int64)
+    split, group = tl.arange(0, MAX_KV_SPLITS), tl.arange(0, G_PAD)
+    is_split = split < num_splits
+    partial = (strip * num_kv_splits + split) * G  # [MAX_KV_SPLITS], of the first query head
+    lse = lse_of_splits(
+        partial_max_sum_ptr + (partial[:, None] + group[None, :]) * 2,
+        is_split[:, None] & (group < G)[None, :], sink_ptr + h * G, group, G, HAS_SINKS,
+    )  # fmt: skip
+    for head in range(part, G, num_parts):
+        own_lse = tl.sum(tl.where(group == head, lse, 0.0), axis=0)
+        max_sum_ptrs = partial_max_sum_ptr + (partial + head) * 2
+        largest = tl.load(max_sum_ptrs, mask=is_split, other=float("-inf"))
+        sums = tl.load(max_sum_ptrs + 1, mask=is_split, other=0.0)
+        weight = tl.exp(largest - own_lse) * sums
+        mean_ptrs = partial_out_ptr + (partial + head)[:, None] * D + dim[None, :]
+        mean_mask = is_split[:, None] & (dim < D)[None, :]
+        mean = tl.load(mean_ptrs, mask=mean_mask, other=0.0)  # [MAX_KV_SPLITS, D_PAD]
+        out = tl.sum(weight[:, None] * mean, axis=0)
+        tl.store(outs + head * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
+    selects = tl.load(fields + SELECTS * field_stride) != 0
+    scores = tl.load(fields + SCORES * field_stride) != 0
+    in_prompt = tl.load(fields + IN_PROMPT * field_stride) != 0
+    # A query that scores nothing is one that no token is old enough for.
+    min_age = tl.where(scores, skip_recent, 1 << 30)
+    pages = tl.cdiv(length, N)
+    num_pages = tl.cdiv(tl.cdiv(pages, PAGES), num_parts) * PAGES  # of this program
+    first_page = part * num_pages
+    if (((POWER > 0) & scores) | selects) & (first_page < pages):
+        query_position = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
+        recent_start = tl.load(fields + RECENT_START * field_stride).to(tl.int32)
+        num_sinks = tl.load(fields + NUM_SINKS * field_stride)
+        offset = tl.arange(0, N_PAD)
+        # Running minima, each in its own lane: lowest score, of equals the newest, and its slot.
+        lanes: tl.constexpr = PAGES if BY_PAGE else PAGES * N_PAD
+        lowest = tl.full([lanes], float("inf"), tl.float32)
+        newest = tl.full([lanes], -1, tl.int32)
+        lowest_slot = tl.zeros([lanes], tl.int32)
+        for start in range(first_page, tl.minimum(first_page + num_pages, pages), PAGES):
+            page = start + tl.arange(0, PAGES)
+            slot = page[:, None] * N + offset[None, :]  # [PAGES, N_PAD]
+            live = (slot < length) & (offset < N)[None, :]
+            row = page_row(
+                block_table, page, page * N < length, first_row, row_step, num_kv_heads, CAN_SPLIT
+            )
+            words = row[:, None] * word_stride + offset[None, :]
+            position = tl.load(position_pages + words, mask=live, other=-1)  # [PAGES, N_PAD]
+            score = tl.load(score_pages + words, mask=live, other=0.0)  # [PAGES, N_PAD]
+            if POWER > 0:
+                contributions = tl.zeros([PAGES, N_PAD], tl.float32)
+                largest = tl.zeros([PAGES, N_PAD], tl.float32)
+                for g in tl.static_range(G):
+                    logits_ptrs = logits_ptr + ((row * G + g) * N)[:, None] + offset[None, :]
+                    logits = tl.load(logits_ptrs, mask=live, other=float("-inf"))
+                    probs = tl.exp(logits - tl.sum(tl.where(group == g, lse, 0.0)))
+                    contributions += probs if POWER == 1 else probs * probs
+                    largest = tl.maximum(largest, probs if POWER == 1 else probs * probs)
+                adds = live & (query_position - position >= min_age)
+                largest = tl.where(adds, tl.maximum(score, largest), score)
+                score += tl.where(adds, contributions, 0.0)
+                if BY_MAXIMUM:
+                    score = tl.where(in_prompt, largest, score)
+                tl.store(score_pages + words, score, mask=adds)
+            if BY_AGE:
+                score = score / tl.maximum(query_position + 1 - position, 1)
+            candidate = live & (position < recent_start) & (position >= num_sinks)
+            if BY_PAGE:
+                whole = tl.sum((candidate | (offset >= N)[None, :]).to(tl.int32), axis=1) == N_PAD
+                ranked = tl.where(whole, tl.sum(score, axis=1), float("inf"))
+                # Of a page, the first slot's position.
+                ranked_position = tl.sum(tl.where((offset == 0)[None, :], position, 0), axis=1)
+                ranked_slot = page * N
+            else:
+                whole = tl.reshape(candidate, [lanes])
+                ranked = tl.where(whole, tl.reshape(score, [lanes]), float("inf"))
+                ranked_position = tl.reshape(position, [lanes])
+                ranked_slot = tl.reshape(slot, [lanes])
+            better = whole & ((ranked < lowest) | ((ranked == lowest) & (ranked_position > newest)))
+            lowest = tl.where(better, ranked, lowest)
+            newest = tl.where(better, ranked_position, newest)
+            lowest_slot = tl.where(better, ranked_slot, lowest_slot)
+        if selects:
+            least, latest, least_slot = best_of(lowest, newest, lowest_slot)
+            elect(
+                victims_ptr + tl.load(block_table).to(tl.int64) * num_kv_heads + h,
+                least, latest, least_slot, lowest_ptr + strip * num_parts,
+                newest_ptr + strip * num_parts * 2, arrived_ptr + strip, part,
+                tl.cdiv(pages, num_pages), MAX_KV_SPLITS,
+            )  # fmt: skip
