@@ -98,29 +98,13 @@ def attend_split(
     out_scale,  # of V as it is stored
     key_factor,  # of K as it is stored, float8: 1 / scale
     value_factor,
-    query_stride,
-    key_stride,
-    value_stride,
-    page_stride,
-    word_stride,
-    table_stride,
-    field_stride,
-    request_stride,
-    num_kv_heads,
-    num_kv_splits,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    G: tl.constexpr,
-    G_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_FREE_SLOTS: tl.constexpr,
-    KEEPS_LOGITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CAN_SPLIT: tl.constexpr,
-    MERGES: tl.constexpr,
+    query_stride, key_stride, value_stride, page_stride, word_stride, table_stride, field_stride,
+    request_stride, num_kv_heads, num_kv_splits,
+    N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr,
+    TILE: tl.constexpr, HAS_FREE_SLOTS: tl.constexpr, KEEPS_LOGITS: tl.constexpr,
+    PRECISION: tl.constexpr, CAN_SPLIT: tl.constexpr, MERGES: tl.constexpr,
     HAS_INITIAL_SCORE: tl.constexpr,
-):
+):  # fmt: skip
     """Attend to one split of (request, KV head); G_PAD = 1 multiplies without matrix units.
 
     Unless MERGES, which has stored it, the new token is stored before.

@@ -107,18 +107,15 @@ class TritonKernels:
         """One new token of each request. Synchronises nothing; allocates for a new pool alone."""
         query, key, value, out = tensors.query, tensors.key, tensors.value, tensors.out
         initial, num_kv_heads = tensors.initial_score, self.num_kv_heads
-        self._check(cache, tensors)
         num_requests, max_pages = batch.block_table.shape
-        if num_requests > self.max_requests:
-            raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
-        self._prepare(cache, tensors, scoring)
+        self._prepare(cache, tensors, scoring, num_requests)
         shape = kv_shape(cache.block_size, self.head_size)
         can_split = {"CAN_SPLIT": cache.first_rows is not None}
         first_rows = victims if cache.first_rows is None else cache.first_rows
         request_args = (batch.block_table, batch.fields, victims, first_rows)
         strides = (batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads)
         page_stride, word_stride = cache.key.stride(0), cache.score.stride(0)
-        size, exact = query.element_size(), precision(query.dtype)
+        size = query.element_size()
         num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size, size)
         tile = decode_tile(self.padded_head, size, self.group)
         grid = (num_requests, num_kv_heads, num_kv_splits)
@@ -146,7 +143,7 @@ class TritonKernels:
             key.stride(0), value.stride(0), page_stride, word_stride, *strides, num_kv_splits,
             **shape, **group, **can_split, **merges, **has_initial,
             **few_registers(self.padded_head, size), HAS_FREE_SLOTS=scoring.by_page,
-            KEEPS_LOGITS=scoring.power > 0, PRECISION=exact,
+            KEEPS_LOGITS=scoring.power > 0, PRECISION=precision(query.dtype),
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
         num_parts = min(num_kv_splits, triton.cdiv(max_pages * cache.block_size, PAGE_LANES))
@@ -156,9 +153,8 @@ class TritonKernels:
             self._logits, self._partial_out, self._partial_max_sum, *self._candidates,
             out.stride(0), word_stride, *strides, num_kv_splits, scoring.skip_recent,
             **shape, **group, N_PAD=padded_block, PAGES=max(1, PAGE_LANES // padded_block),
-            MAX_KV_SPLITS=MAX_KV_SPLITS,
-            POWER=scoring.power, BY_PAGE=scoring.by_page, BY_AGE=scoring.by_age,
-            BY_MAXIMUM=scoring.by_maximum, **can_split, **has_sinks,
+            MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=scoring.power, BY_PAGE=scoring.by_page,
+            BY_AGE=scoring.by_age, BY_MAXIMUM=scoring.by_maximum, **can_split, **has_sinks,
         )  # fmt: skip
 
     def prefill(
@@ -318,8 +314,13 @@ class TritonKernels:
         strips = num_requests * self.num_kv_heads
         return num_splits(at_once * self._processors, strips, num_slots)
 
-    def _prepare(self, cache: LayerCache, tensors: StepTensors, scoring: Scoring) -> None:
+    def _prepare(
+        self, cache: LayerCache, tensors: StepTensors, scoring: Scoring, num_requests: int
+    ) -> None:
         """Room for the logits of a new pool; and the prompt's kernels, before a request waits."""
+        self._check(cache, tensors)
+        if num_requests > self.max_requests:
+            raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
         num_logits = cache.num_blocks * self.num_heads * cache.block_size
         if self._logits.numel() == num_logits:
             return

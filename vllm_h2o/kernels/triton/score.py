@@ -50,6 +50,44 @@ def lse_of_splits(
 
 
 @triton.jit
+def merge_splits(
+    outs,  # [G, D], of the KV head: some written
+    partial,  # index of the first split's first query head
+    num_splits,  # of this request: those with slots
+    partial_out_ptr,
+    partial_max_sum_ptr,
+    sink_ptr,
+    part,  # of the programs that divide the query heads among them
+    num_parts,
+    group,
+    dim,
+    D: tl.constexpr,
+    G: tl.constexpr,
+    MAX_KV_SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Write the splits' means of V, weighted; the log-sum-exp of each query head, [G_PAD]."""
+    split = tl.arange(0, MAX_KV_SPLITS)
+    live = split < num_splits
+    first = partial + split * G  # [MAX_KV_SPLITS], of the first query head
+    lse = lse_of_splits(
+        partial_max_sum_ptr + (first[:, None] + group[None, :]) * 2,
+        live[:, None] & (group < G)[None, :], sink_ptr, group, G, HAS_SINKS,
+    )  # fmt: skip
+    for head in range(part, G, num_parts):
+        max_sum_ptrs = partial_max_sum_ptr + (first + head) * 2
+        largest = tl.load(max_sum_ptrs, mask=live, other=float("-inf"))
+        sums = tl.load(max_sum_ptrs + 1, mask=live, other=0.0)
+        weight = tl.exp(largest - tl.sum(tl.where(group == head, lse, 0.0), axis=0)) * sums
+        mean_ptrs = partial_out_ptr + (first + head)[:, None] * D + dim[None, :]
+        mask = live[:, None] & (dim < D)[None, :]
+        mean = tl.load(mean_ptrs, mask=mask, other=0.0)  # [MAX_KV_SPLITS, D_PAD]
+        out = tl.sum(weight[:, None] * mean, axis=0)
+        tl.store(outs + head * D + dim, out.to(outs.dtype.element_ty), mask=dim < D)
+    return lse
+
+
+@triton.jit
 def best_of(lowest, newest, slot):
     """Of candidates: the lowest score; of equals the newest position; its slot."""
     least = tl.min(lowest, axis=0)
@@ -108,30 +146,13 @@ def merge_and_score(
     lowest_ptr,  # [B, H, parts], float32: candidates of the programs, see elect
     newest_ptr,  # [B, H, parts, 2], int32: their positions and slots
     arrived_ptr,  # [B, H], int32
-    out_stride,
-    word_stride,
-    table_stride,
-    field_stride,
-    request_stride,
-    num_kv_heads,
-    num_kv_splits,
-    skip_recent,
-    N: tl.constexpr,
-    N_PAD: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    G: tl.constexpr,
-    G_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_KV_SPLITS: tl.constexpr,
-    PAGES: tl.constexpr,
-    POWER: tl.constexpr,
-    BY_PAGE: tl.constexpr,
-    BY_AGE: tl.constexpr,
-    BY_MAXIMUM: tl.constexpr,
-    CAN_SPLIT: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
+    out_stride, word_stride, table_stride, field_stride, request_stride, num_kv_heads,
+    num_kv_splits, skip_recent,
+    N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
+    G_PAD: tl.constexpr, TILE: tl.constexpr, MAX_KV_SPLITS: tl.constexpr, PAGES: tl.constexpr,
+    POWER: tl.constexpr, BY_PAGE: tl.constexpr, BY_AGE: tl.constexpr, BY_MAXIMUM: tl.constexpr,
+    CAN_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
     """Merge the splits of (request, KV head), add to scores, and find the next victim.
 
     Each program merges some of the group's query heads, and scores some of the pages.
@@ -152,25 +173,11 @@ def merge_and_score(
         fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
     )
     num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
-    strip = (b * num_kv_heads + h).to(tl.int64)
-    split, group = tl.arange(0, MAX_KV_SPLITS), tl.arange(0, G_PAD)
-    is_split = split < num_splits
-    partial = (strip * num_kv_splits + split) * G  # [MAX_KV_SPLITS], of the first query head
-    lse = lse_of_splits(
-        partial_max_sum_ptr + (partial[:, None] + group[None, :]) * 2,
-        is_split[:, None] & (group < G)[None, :], sink_ptr + h * G, group, G, HAS_SINKS,
+    strip, group = (b * num_kv_heads + h).to(tl.int64), tl.arange(0, G_PAD)
+    lse = merge_splits(
+        outs, strip * num_kv_splits * G, num_splits, partial_out_ptr, partial_max_sum_ptr,
+        sink_ptr + h * G, part, num_parts, group, dim, D, G, MAX_KV_SPLITS, HAS_SINKS,
     )  # fmt: skip
-    for head in range(part, G, num_parts):
-        own_lse = tl.sum(tl.where(group == head, lse, 0.0), axis=0)
-        max_sum_ptrs = partial_max_sum_ptr + (partial + head) * 2
-        largest = tl.load(max_sum_ptrs, mask=is_split, other=float("-inf"))
-        sums = tl.load(max_sum_ptrs + 1, mask=is_split, other=0.0)
-        weight = tl.exp(largest - own_lse) * sums
-        mean_ptrs = partial_out_ptr + (partial + head)[:, None] * D + dim[None, :]
-        mean_mask = is_split[:, None] & (dim < D)[None, :]
-        mean = tl.load(mean_ptrs, mask=mean_mask, other=0.0)  # [MAX_KV_SPLITS, D_PAD]
-        out = tl.sum(weight[:, None] * mean, axis=0)
-        tl.store(outs + head * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
     selects = tl.load(fields + SELECTS * field_stride) != 0
     scores = tl.load(fields + SCORES * field_stride) != 0
     in_prompt = tl.load(fields + IN_PROMPT * field_stride) != 0
@@ -178,8 +185,8 @@ def merge_and_score(
     min_age = tl.where(scores, skip_recent, 1 << 30)
     pages = tl.cdiv(length, N)
     num_pages = tl.cdiv(tl.cdiv(pages, PAGES), num_parts) * PAGES  # of this program
-    first_page = part * num_pages
-    if (((POWER > 0) & scores) | selects) & (first_page < pages):
+    begin = part * num_pages
+    if (((POWER > 0) & scores) | selects) & (begin < pages):
         query_position = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
         recent_start = tl.load(fields + RECENT_START * field_stride).to(tl.int32)
         num_sinks = tl.load(fields + NUM_SINKS * field_stride)
@@ -189,7 +196,7 @@ def merge_and_score(
         lowest = tl.full([lanes], float("inf"), tl.float32)
         newest = tl.full([lanes], -1, tl.int32)
         lowest_slot = tl.zeros([lanes], tl.int32)
-        for start in range(first_page, tl.minimum(first_page + num_pages, pages), PAGES):
+        for start in range(begin, tl.minimum(begin + num_pages, pages), PAGES):
             page = start + tl.arange(0, PAGES)
             slot = page[:, None] * N + offset[None, :]  # [PAGES, N_PAD]
             live = (slot < length) & (offset < N)[None, :]
