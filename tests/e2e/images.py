@@ -14,6 +14,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from tests.e2e.harness import CHARACTERS, Probe, assert_same_tokens, engine, token_ids
 from tests.e2e.oracle import Oracle
 from tests.e2e.seeing import SEEING, picture_token, write
+from vllm_h2o.options.request import RefusedRequestError
 
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": False,
@@ -133,4 +134,21 @@ def test_images_are_part_of_what_is_found(
         assert (answers(llm, [same])[0].num_cached_tokens or 0) > start
         cold = answers(llm, [seen(text, picture(17))])[0]
         assert (cold.num_cached_tokens or 0) <= start
+        assert probe.num_free == probe.num_total
+
+
+def test_images_that_would_wait_for_ever_are_refused(model: Path) -> None:
+    """Those in the window, which do not fit the encoder's cache together.
+
+    The same images are served in another prompt: the engine is sent them, as if for the first time.
+    """
+    options = {"budget": 64, "prefill": "window", "observation_window": 23}
+    own = {**SETTINGS, "max_num_batched_tokens": 24, "max_model_len": 256}
+    image = picture_token(model.name)
+    apart = seen([*range(40), *image, *range(60), *image], picture(1), picture(2))
+    with engine(str(model), "h2o", options, **own) as llm:
+        probe = Probe(llm)
+        with pytest.raises(RefusedRequestError, match="the encoder's cache has"):
+            answers(llm, [seen([*range(40), *image, 7, *image], picture(1), picture(2))])
+        assert len(answers(llm, [apart])[0].outputs[0].token_ids) == OWN["max_tokens"]
         assert probe.num_free == probe.num_total

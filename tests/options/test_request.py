@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
@@ -80,18 +82,23 @@ def test_refused(options: dict[str, Any], extra_args: dict[str, Any], said: str)
 
 
 def check(
-    options: dict[str, Any] | None, extra_args: dict[str, Any] | None, pages: int | None = None
+    options: dict[str, Any] | None,
+    extra_args: dict[str, Any] | None,
+    pages: int | None = None,
+    images: Sequence[MultiModalFeatureSpec] = (),
 ) -> None:
     """Send a request of 100 + 50 tokens to an engine of 1024."""
     params = SimpleNamespace(extra_args=extra_args, max_tokens=50)
-    request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1] * 100)
+    request = SimpleNamespace(
+        sampling_params=params, prompt_token_ids=[1] * 100, mm_features=images
+    )
     config = SimpleNamespace(
         additional_config={} if options is None else {"kv_policy": {"name": "h2o", **options}},
         model_config=SimpleNamespace(max_model_len=1024),
         cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=pages),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
     )
-    assert check_request(request, config) is request
+    assert check_request(request, config, encoder_room=60) is request
 
 
 def test_where_requests_enter() -> None:
@@ -109,3 +116,20 @@ def test_a_pool_that_never_holds_it() -> None:
     with pytest.raises(ConfigError, match="come to 10 pages, and the pool has 9.* for ever"):
         check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=10)
     check({"prefill": "chunked", "budget": 32}, {"kv_budget": 32}, pages=10)
+
+
+def image(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    """What vLLM says of an image."""
+    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
+
+
+def test_images_that_the_encoder_never_holds() -> None:
+    """Only those that the observation window reaches count, and the same one counts once."""
+    window = {"prefill": "window", "observation_window": 32}
+    check(window, None, images=[image("a", 0, 60), image("b", 70, 30)])
+    check(window, None, images=[image("a", 5, 40), image("a", 50, 40)])
+    both = [image("a", 9, 60), image("b", 70, 30)]
+    check({}, None, images=both)
+    check(None, None, images=both)
+    with pytest.raises(ConfigError, match="2 images .* 32 tokens .* 90 embeddings, .* has 60"):
+        check(window, None, images=both)

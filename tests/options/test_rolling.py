@@ -90,7 +90,8 @@ def test_a_budget_of_a_request(llama: str) -> None:
     """Refused where it enters, as every budget is that cannot be used."""
     config = made(llama, {}, max_model_len=10_000)
     params = type("P", (), {"extra_args": {"kv_budget": 140}, "max_tokens": 900})()
-    request = type("R", (), {"sampling_params": params, "prompt_token_ids": [1, 2]})()
+    asked = {"sampling_params": params, "prompt_token_ids": [1, 2], "mm_features": None}
+    request = type("R", (), asked)()
     with pytest.raises(RefusedRequestError, match="kv_budget=140 with positions='rolling'"):
         check_request(request, config)
     params.extra_args = {"kv_budget": 128}

@@ -115,8 +115,21 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]]] =
 CALLS["stat_logger_manager__init"] = [
     ((SimpleNamespace(), engine_args(), [0, 1]), {"client_count": 2}, {"client_count": 2}),
 ]
+
+
+class InputProcessor:
+    """What the patch reads of vLLM's."""
+
+    vllm_config, mm_encoder_cache_size = None, 0
+    renderer = SimpleNamespace(mm_processor_cache=None)
+
+
 CALLS["input_processor__process_inputs"] = [
-    ((SimpleNamespace(vllm_config=None), "id", "prompt"), {"priority": 1}, {"priority": 1}),
+    (
+        (InputProcessor(), "id", "prompt"),
+        {"priority": 1},
+        {"priority": 1},
+    ),
 ]
 CALLS["async_engine_args__init"] = CALLS["engine_args__init"]
 RESULTS: dict[str, Callable[..., Any]] = {
@@ -124,7 +137,9 @@ RESULTS: dict[str, Callable[..., Any]] = {
     "async_engine_args__init": lambda *_, **__: None,
     "engine_args__add_cli_args": lambda parser: parser,
     "engine_args__from_cli_args": lambda cls, args: engine_args(),
-    "input_processor__process_inputs": lambda *_, **__: SimpleNamespace(sampling_params=None),
+    "input_processor__process_inputs": lambda *_, **__: SimpleNamespace(
+        sampling_params=None, mm_features=None
+    ),
 }
 
 

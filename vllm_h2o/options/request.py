@@ -23,7 +23,7 @@ KEY = "kv_budget"
 
 
 class RefusedRequestError(ConfigError, VLLMClientError):
-    """A request's own budget cannot be used: HTTP 400. Of a mere ValueError vLLM makes 500."""
+    """A request cannot be served as it asks: HTTP 400. Of a mere ValueError vLLM makes 500."""
 
 
 def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | None:
@@ -75,14 +75,20 @@ def budget_of(
 
 
 def check_request(
-    request: Any, vllm_config: Any, window_pages: Callable[[int], int] = lambda _: 0
+    request: Any,
+    vllm_config: Any,
+    window_pages: Callable[[int], int] = lambda _: 0,
+    encoder_room: int = 0,
+    images: Any = None,
 ) -> Any:
-    """Refuse a request whose own budget cannot be used.
+    """Refuse a request whose own budget cannot be used, or that would wait for ever.
 
     Args:
         request: vLLM's EngineCoreRequest, complete.
         vllm_config: of the engine that will get it.
         window_pages: pages, in layers with a sliding window, of a sequence of so many tokens.
+        encoder_room: embeddings of images that the encoder's cache holds.
+        images: vLLM's cache of those that the engine has been sent, if it has one.
 
     Returns:
         ``request``.
@@ -92,9 +98,35 @@ def check_request(
 
     """
     try:
+        _check_images(request, vllm_config, encoder_room)
         return _checked(request, vllm_config, window_pages)
     except ConfigError as error:
+        for image in request.mm_features or ():
+            # The engine is never sent it: it must not pass for sent when it is asked about again.
+            if images is not None and image.data is not None:
+                images.invalidate(image.mm_hash)
         raise RefusedRequestError(*error.args) from error
+
+
+def _check_images(request: Any, vllm_config: Any, room: int) -> None:
+    """Those that the observation window reaches are embedded in one step."""
+    config = KVPolicyConfig.of(vllm_config) if request.mm_features else None
+    if config is None or not config.num_window_queries:
+        return
+    start = len(request.prompt_token_ids) - config.num_window_queries
+    reached = {
+        image.identifier: image.mm_position.get_num_embeds()
+        for image in request.mm_features
+        if image.mm_position.offset + image.mm_position.length > start
+    }
+    if sum(reached.values()) > room:
+        raise ConfigError(
+            f"{len(reached)} images within the last {config.num_window_queries} tokens of a prompt",
+            f"they are {sum(reached.values())} embeddings, and the encoder's cache has {room}",
+            "these tokens score together, in one step: the request would wait for ever",
+            "move images forward, or start the server with a smaller observation_window or a "
+            "larger --max-num-batched-tokens",
+        )
 
 
 def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int]) -> Any:

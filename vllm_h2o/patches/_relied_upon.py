@@ -120,4 +120,6 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(f"{_RUNNER_V1}._init_kv_zero_meta", "4829badf28a3"),
     Symbol(f"{_RUNNER_V2}._init_kv_zero_meta", "8ca227a01c92"),
     Symbol("vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids", "9f7e577e2adb"),
+    # Images of a refused request are sent again when they are asked about again.
+    Symbol("vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.invalidate", "fe6ae33cd0f8"),
 )

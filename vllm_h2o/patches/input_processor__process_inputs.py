@@ -1,11 +1,11 @@
-"""Refuses a request whose own budget cannot be used, before it reaches the engine.
+"""Refuses a request whose own budget or images cannot be used, before it reaches the engine.
 
 Symbol: vllm.v1.engine.input_processor:InputProcessor.process_inputs
 Why no seam: what vLLM validates of ``extra_args`` goes through logits processors, which would run
     in every step, and knows neither the prompt's length nor the engine's configuration.
-What changes: a request with a ``kv_budget`` in its ``extra_args`` is checked when it is complete; a
-    refusal is a VLLMClientError, too, which vLLM's server answers with HTTP 400, where a mere
-    ValueError is a 500. Any other request passes untouched.
+What changes: a request with images, or a ``kv_budget`` in its ``extra_args``, is checked when it is
+    complete; a refusal is a VLLMClientError, too, which vLLM's server answers with HTTP 400, where
+    a mere ValueError is a 500. Any other request passes untouched.
 Upstream: none yet.
 Drop when: vLLM calls plugins with each finished request.
 """
@@ -27,8 +27,10 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         # Not before the first request: nothing heavy is loaded where there is no policy.
         from vllm_h2o.planner.model import window_pages
 
-        config = self.vllm_config
-        return check_request(original(self, *args, **kwargs), config, partial(window_pages, config))
+        config, images = self.vllm_config, self.renderer.mm_processor_cache
+        request = original(self, *args, **kwargs)
+        pages = partial(window_pages, config)
+        return check_request(request, config, pages, self.mm_encoder_cache_size, images)
 
     return process_inputs
 
