@@ -40,7 +40,6 @@ IMPORTED_BY_NO_TEST = {
     "vllm_h2o.kernels.triton.decode": "tests/kernels/test_agree.py calls its launcher",
     "vllm_h2o.kernels.triton.merge": "tests/kernels/test_agree.py calls its launcher",
     "vllm_h2o.kernels.triton.scoring_pass": "tests/kernels/test_agree.py calls its launcher",
-    "vllm_h2o.kernels.triton.share": "tests/kernels/test_agree.py calls its launcher",
     "vllm_h2o.kernels.triton.strips": "every kernel of a decode finds its slots with it",
     "vllm_h2o.kernels.triton.tiles": "every kernel of a prompt loads its tiles with it",
     "vllm_h2o.options.checks": "tests/options/test_config.py meets each of its refusals",

@@ -111,7 +111,10 @@ SECOND_PASS = (*EVICTING, "--policy", "h2o2")
 COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "100 % against stock": ((), WHOLE),
     "1/8, graphs against eager": (EVICTING, (*EVICTING, "--eager")),
-    "1/8, nothing compiled or waited for while it serves": (EVICTING, (*EVICTING, "--strict")),
+    "1/8, nothing compiled while it serves": (
+        EVICTING,
+        (*EVICTING, "--strict"),
+    ),
     "1/8, shared prefixes, graphs against eager": ((*WINDOW, "--strict"), (*WINDOW, "--eager")),
     "1/8, V2 against V1": (EVICTING, (*EVICTING, "--v1")),
     "1/8, h2o2, graphs against eager": (SECOND_PASS, (*SECOND_PASS, "--eager")),

@@ -90,7 +90,9 @@ def main() -> None:
         "--window", action="store_true", help="prefix caching, and the last queries alone score"
     )
     parser.add_argument(
-        "--strict", action="store_true", help="fail where a kernel is compiled late, or CPUs wait"
+        "--strict",
+        action="store_true",
+        help="fail where a kernel is compiled late, or a forward pass waits",
     )
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)

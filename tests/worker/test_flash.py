@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -83,7 +85,7 @@ def test_attention_sinks() -> None:
 
 
 def test_sent_once_a_step() -> None:
-    """All layers of a step share what was sent for the first."""
+    """All layers of a step share what was sent for the first; its chunks are not held."""
     flash, chunks = FlashPrompt(Varlen(), 3), [chunk_at(0, 9, 0, 0)]
     cache, query = filled(SHAPE, 20, seed=1), torch.randn(9, 6, 64)
     key = torch.randn(9, 2, 64)
@@ -93,8 +95,11 @@ def test_sent_once_a_step() -> None:
         flash(cache, chunks, tensors)
         seen.add(id(flash._runs[0]))
     assert len(seen) == 1
-    flash(cache, list(chunks), tensors)
-    assert id(flash._runs[0]) not in seen
+    last = flash._runs[0]
+    flash(cache, [replace(chunks[0])], tensors)
+    assert flash._runs[0] is not last
+    held = ref(chunks.pop())
+    assert held() is None
 
 
 def test_runs_do_not_copy_tables_of_first_chunks() -> None:

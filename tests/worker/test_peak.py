@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,17 +91,32 @@ def test_of_an_engine(second_pass: bool, caches: bool, expected: tuple[int, bool
     """Scores lie outside pages with prefix caching alone; a second pass rotates queries."""
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=4096),
-        cache_config=SimpleNamespace(enable_prefix_caching=caches),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches, block_size=16),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
     )
     policy: Any = SimpleNamespace(
         score_power=1,
         kernels="auto",
+        splits=second_pass,
+        resolve=lambda max_model_len, block_size: SimpleNamespace(capacity=max_model_len // 4),
         ranking=SimpleNamespace(second_pass="mean" if second_pass else None),
     )
     found = Peak.of(config, policy)
     assert (found.max_len, found.rotates, found.max_tokens) == (*expected, 512)
     assert found.passing(6, 2, 64, 2) >= peak.SURVIVORS == 4 * moving.MAX_SURVIVORS
+    # K, V, score and position of a layer's survivors, where heads share slots.
+    assert found.shared_len == (1024 if second_pass else 0)
+    more = replace(found, shared_len=4096 * 64).passing(6, 2, 64, 2)
+    assert more == peak.SURVIVORS + 4096 * 64 * 2 * (2 * 64 * 2 + 8)
+
+
+def test_what_xformers_takes() -> None:
+    """K and V in order, and V as it lies; where queries are more than that, two outputs."""
+    own = Peak(max_len=0, max_tokens=8192, rotates=False, gathered_len=8192)
+    lse, output = 4 * 32 * 8192, 8192 * 32 * 128 * 2
+    assert own.passing(32, 8, 128, 2) == lse + 2 * (8192 * 8 * 128 * 2) + 2 * output
+    longer = replace(own, gathered_len=1 << 17)
+    assert longer.passing(32, 8, 128, 2) == lse + 3 * ((1 << 17) * 8 * 128 * 2)
 
 
 def test_rotated_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

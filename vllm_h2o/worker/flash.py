@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -71,7 +72,8 @@ class FlashPrompt:
 
     def __init__(self, function: Callable[..., Any], version: int) -> None:
         self.function, self.version = function, version
-        self._source: Sequence[PromptChunk] | None = None
+        # Not held: of a prompt that ends, chunks hold the scores of every layer.
+        self._source: ReferenceType[PromptChunk] | None = None
         self._runs: list[Run] = []
 
     def __call__(
@@ -79,8 +81,8 @@ class FlashPrompt:
     ) -> torch.Tensor:
         """Attend, and return each query's log-sum-exp, [Hq, T] float32. ``out`` is written."""
         query = tensors.query
-        if self._source is not chunks:
-            self._source, self._runs = chunks, runs_of(chunks, query.device)
+        if self._source is None or self._source() is not chunks[0]:
+            self._source, self._runs = ref(chunks[0]), runs_of(chunks, query.device)
         parts = [self._attend(cache, run, tensors) for run in self._runs]
         if len(parts) == 1 and self._runs[0].tokens == slice(0, query.shape[0]):
             return parts[0]

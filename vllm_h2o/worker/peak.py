@@ -47,6 +47,7 @@ class Peak:
         max_tokens: of a step.
         rotates: whether a second pass rotates queries.
         gathered_len: slots of which K and V are gathered for xformers; 0: none are.
+        shared_len: slots a KV head that a prompt keeps where heads share them; 0: they do not.
 
     """
 
@@ -54,6 +55,7 @@ class Peak:
     max_tokens: int
     rotates: bool
     gathered_len: int = 0
+    shared_len: int = 0
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, config: KVPolicyConfig) -> Peak:
@@ -65,6 +67,7 @@ class Peak:
             vllm_config.scheduler_config.max_num_batched_tokens,
             config.ranking.second_pass is not None,
             model.max_model_len if model is not None and _gathers(config) else 0,
+            _shared_len(vllm_config, config),
         )
 
     def kept(self, num_kv_heads: int) -> int:
@@ -77,13 +80,16 @@ class Peak:
 
     def passing(self, num_heads: int, num_kv_heads: int, head_size: int, element_size: int) -> int:
         """Bytes that one layer, or the move of survivors, takes at once."""
-        # K in order, V as its pages lie, and in order.
-        gathered = 3 * self.gathered_len * num_kv_heads * head_size * element_size
         lse, queries = 4 * num_heads * self.max_tokens, num_heads * self.max_tokens * head_size
+        # K and V in order; and V as its pages lie, or what xformers makes of them, twice.
+        one = self.gathered_len * num_kv_heads * head_size * element_size
+        gathered = 2 * one + max(one, 2 * queries * element_size) if one else 0
         rotated = 0
         if self.rotates:
             rotated = queries * element_size + 4 * COPIES * min(MAX_ROTATED, queries) + lse
-        return max(lse + max(rotated, gathered), SURVIVORS)
+        # K, V, score and position, of one layer.
+        shared = self.shared_len * num_kv_heads * (2 * head_size * element_size + 8)
+        return max(lse + max(rotated, gathered), SURVIVORS + shared)
 
     def allocate(self, name: str, query: torch.Tensor, num_kv_heads: int) -> None:
         """Once for each layer, and only while vLLM profiles: what it keeps, and what it drops.
@@ -102,6 +108,14 @@ class Peak:
         held[name] = torch.empty(kept, dtype=torch.uint8, device=query.device)
         passing = self.passing(num_heads, num_kv_heads, head_size, query.element_size())
         torch.empty(passing, dtype=torch.uint8, device=query.device)
+
+
+def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
+    """With the engine's budget; a request may ask for more."""
+    model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
+    if model is None or not config.splits:
+        return 0
+    return config.resolve(model.max_model_len, block_size).capacity
 
 
 def _gathers(config: KVPolicyConfig) -> bool:

@@ -144,11 +144,12 @@ def _prompts(
         attention.try_on((num_heads, spec.num_kv_heads, spec.head_size), spec.dtype, device)
     except XformersUnavailableError as error:
         if asked:
+            remedy = "--kv-cache-dtype auto" if quantised else "pip install 'vllm-h2o[xformers]'"
             raise UnsupportedError(
                 "kernels='xformers'",
                 str(error),
                 "prompts would be attended by its memory-efficient attention",
-                "pip install 'vllm-h2o[xformers]', or leave kernels out",
+                f"{remedy}, or leave kernels out",
             ) from error
         logger.warning_once("h2o: prompts are attended slowly, without matrix units: %s", error)
         return own

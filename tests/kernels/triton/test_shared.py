@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch import pack
 from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.kernels.triton import pack as triton_pack
+from vllm_h2o.kernels.triton import share
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 
 SHAPE = Shape(num_kv_heads=3, group=2, head_size=32, block_size=8)
@@ -88,6 +92,57 @@ def test_window_scores(by_maximum: bool, skip_recent: int) -> None:
     torch.testing.assert_close(by_triton.score[last], by_torch.score[last], equal_nan=True)
 
 
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How far each table of a launch is from where 16 bytes begin, launch by launch."""
+    found: list[int] = []
+
+    class Launch:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*args: Any, **options: Any) -> None:
+                tables = [a for a in args if torch.is_tensor(a) and a.dtype == torch.int32]
+                found.extend(table.data_ptr() % 16 for table in tables)
+                self.kernel[grid](*args, **options)
+
+            return launch
+
+    for module, name in (
+        (triton_pack, "select_survivors"),
+        (triton_pack, "pack_survivors"),
+        (share, "share_rows"),
+        (share, "move_shared"),
+    ):
+        monkeypatch.setattr(module, name, Launch(getattr(module, name)))
+    return found
+
+
+def test_scores_that_are_read_are_let_go() -> None:
+    """What lay outside of the pages of a prompt is free once its survivors are copied."""
+    cache, own = filled(), kernels()
+    chunk = PromptChunk(
+        tokens=slice(0, 20),
+        block_table=torch.tensor(BLOCKS[0], dtype=torch.int32),
+        resident_start=41,
+        logical_start=41,
+        num_survivors=31,
+        recent_start=52,
+        first_scoring_query=20,
+        first_window_query=0,
+        window_scores=torch.zeros(1, 3, 61),
+        destination_blocks=torch.tensor([36, 33, 38, 12], dtype=torch.int32),
+    )
+    query, (key, value) = torch.randn(20, 6, 32), torch.randn(2, 20, 3, 32)
+    step = StepTensors(query, key, value, torch.empty_like(query), None, 1.0)
+    own.prefill(cache, [chunk], step, Scoring(1))
+    assert chunk.window_scores is not None
+    own.copy_survivors([cache], chunk, Scoring(1), chunk.window_scores)
+    scores = ref(chunk.window_scores)
+    del chunk
+    assert scores() is None
+
+
 @pytest.mark.parametrize(
     ("kinds", "splits", "reach", "by_age", "keeps_all"),
     [
@@ -99,7 +154,12 @@ def test_window_scores(by_maximum: bool, skip_recent: int) -> None:
     ],
 )
 def test_survivors_are_copied(
-    kinds: tuple[bool, bool], splits: bool, reach: int, by_age: bool, keeps_all: bool
+    kinds: tuple[bool, bool],
+    splits: bool,
+    reach: int,
+    by_age: bool,
+    keeps_all: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch's, of every layer; the pages they leave, and all others, are not touched."""
     torch.manual_seed(2)
@@ -116,6 +176,9 @@ def test_survivors_are_copied(
         destination_blocks=torch.tensor(destination[: 8 if keeps_all else 4], dtype=torch.int32),
         splits=splits,
     )
+    # A part of a row of the block table, as it is in an engine.
+    odd = torch.tensor([99, *chunk.destination_blocks.tolist()], dtype=torch.int32)[1:]
+    chunk = replace(chunk, destination_blocks=odd)
     scoring = Scoring(by_age=by_age, reach=reach)
     caches = [filled(kinds) for _ in range(2)]
     scores = torch.rand(2, 3, length) * torch.tensor([1.0, 0.3, 1.5])[:, None]
@@ -123,7 +186,10 @@ def test_survivors_are_copied(
     others = [twin(cache) for cache in caches]
     for cache, score in zip(others, scores.clone(), strict=True):
         pack.pack_survivors(cache, chunk, scoring, score)
+    launched = launches(monkeypatch)
     kernels().copy_survivors(caches, chunk, scoring, scores)
+    # None that is less aligned than the rehearsal's, which would be another kernel to compile.
+    assert set(launched) == {0} and odd.data_ptr() % 16
     assert chunk.destination_blocks is not None
     whole = torch.tensor(destination)[: num_survivors // 8, None] * 3 + torch.arange(3)
     for found, expected in zip(caches, others, strict=True):

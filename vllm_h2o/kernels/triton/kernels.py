@@ -240,6 +240,7 @@ class TritonKernels:
     ) -> None:
         """The same launches, with another table to store by."""
         self._packs(caches, [chunk], scoring, scores)
+        self._chunks.clear()  # or the scores, which are read now, would live as long as they do
 
     def _attend(
         self, cache: LayerCache, chunks: Sequence[PromptChunk], tensors: StepTensors

@@ -51,6 +51,11 @@ class Moving:
                 ``destination_blocks``; overwritten. None: those of the pages.
 
         """
+        if len(chunks) > 1 and any(chunk.splits for chunk in chunks):
+            # Each alone: those of the longest take the most room, and all would be given as much.
+            for chunk in chunks:
+                self(caches, [chunk], scoring, scores)
+            return
         most = (share.most_survivors(c, self.num_kv_heads, caches[0].block_size) for c in chunks)
         max_survivors = max(most)
         listed = self.num_kv_heads * len(chunks) * max_survivors
@@ -74,7 +79,7 @@ class Moving:
         if scores is not None:
             (destination,) = [chunk.destination_blocks for chunk in chunks]
             assert destination is not None and scores.is_contiguous()
-            new_table = destination[None]
+            new_table = torch.stack([destination])  # as aligned as any: no kernel more
         shares = any(chunk.splits for chunk in chunks)
         addresses = self._addresses(caches, scores, shares)
         host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
@@ -107,7 +112,8 @@ class Moving:
             self._move_shared(caches, sent, new_table, survivors, scores)
         for layer in caches if scores is not None else ():
             if layer.mass is not None:  # nothing is merged before a request is full
-                layer.mass[cache_rows(new_table[0], self.num_kv_heads)] = 1.0
+                rows = cache_rows(new_table[0], self.num_kv_heads)
+                layer.mass.index_fill_(0, rows.flatten(), 1.0)
 
     def _addresses(
         self, caches: Sequence[LayerCache], scores: torch.Tensor | None, shares: bool

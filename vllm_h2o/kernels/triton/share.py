@@ -140,7 +140,10 @@ def share_rows(
     tl.store(bounds + 1 + head, tl.cumsum(pages, axis=0), mask=head < num_kv_heads)
 
 
-@triton.jit(do_not_specialize=["layer", "num_chunks", "table_stride", "max_survivors"])
+@triton.jit(
+    do_not_specialize=["layer", "num_chunks", "table_stride", "max_survivors", "max_slots"],
+    do_not_specialize_on_alignment=["old_scores"],  # of any layer, each as long as the prompt is
+)
 def move_shared(
     key_pages,
     value_pages,
