@@ -28,8 +28,8 @@ COLORS = {
 }
 STABLE = 0.05
 """Nats by which a part far into a text may cost more."""
-SHORTEST = 2048
-"""Tokens of a point in the chart."""
+SHORTEST, MOST = 2048, 64
+"""Tokens of a point in the chart, and points of a line."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def _pairs(parts: list[Part], afresh: list[Part]) -> Iterator[tuple[int, float]]
 
 def _smooth(parts: list[Part]) -> Iterator[tuple[int, float]]:
     """Where parts end, and nats of them: short ones together."""
-    nats, begin = 0.0, parts[0].start
+    nats, begin, size = 0.0, parts[0].start, max(SHORTEST, parts[-1].end // MOST)
     for part in parts:
         nats += part.nll * (part.end - part.start)
-        if part.end - begin >= SHORTEST or part is parts[-1]:
+        if part.end - begin >= size or part is parts[-1]:
             yield part.end, nats / (part.end - begin)
             nats, begin = 0.0, part.end
 
@@ -180,14 +180,14 @@ def draw(path: Path, target: Path) -> None:
         costs.plot(ends, nats, style, color=color, label=policy, linewidth=1.4)
         pairs = sorted(pair for run in every if run.policy == policy for pair in run.pairs)
         if pairs:
-            drifts.plot(*zip(*pairs, strict=True), "o-", color=color, markersize=3, linewidth=1)
+            drifts.plot(*zip(*pairs, strict=True), "o", color=color, markersize=3)
     drifts.axhspan(-STABLE, STABLE, color="grey", alpha=0.15, linewidth=0)
     drifts.axhline(0, color="grey", linewidth=0.8)
     drifts.set_ylabel("nats per token more than read afresh")
     drifts.set_ylim(-0.12, 0.12)
     drifts.set_xlim(2**15, 2 * max(part.end for run in every for part in run.parts))
     costs.set_ylabel("nats per token")
-    costs.set_ylim(3, 4.2)
+    costs.set_ylim(2.8, 4.2)
     costs.axvline(8192, color="grey", linewidth=0.8, linestyle=":")
     costs.annotate("trained to 8,192", (8192, 4.1), (4, 0), textcoords="offset points", fontsize=8)
     costs.legend(frameon=False, fontsize=8)

@@ -158,7 +158,7 @@ def test_scores(options: dict[str, Any], power: int, by_age: bool) -> None:
     [
         ({"budget": 0.25, "budget_basis": "prompt"}, 100, 500, Budget(32, 15, 16, 0)),
         ({"budget": 0.25, "budget_basis": "request"}, 100, 156, Budget(64, 31, 32, 0)),
-        ({"budget": 0.5, "budget_basis": "request"}, 900, 900, Budget(512, 255, 256, 0)),
+        ({"budget": 0.5, "budget_basis": "request"}, 900, 900, Budget(256, 127, 128, 0)),
         ({"budget": 0.1, "budget_basis": "prompt", "min_budget": 48}, 9, 9, Budget(48, 23, 24, 0)),
         (
             {"budget": 0.1, "budget_basis": "prompt", "num_sink_tokens": 20},

@@ -21,6 +21,7 @@ CONFLICTING = (
     {"split": True, "evict_every": 4},
     {"split": True, "prefill": "chunked"},
     {"split": True, "continuation": True},
+    {"merge": 1},
     {"budget": 64, "budget_basis": "prompt"},
     {"name": "local", "prefill": "window"},
     {"observation_window": 16},

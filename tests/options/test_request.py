@@ -86,16 +86,30 @@ def check(
     extra_args: dict[str, Any] | None,
     pages: int | None = None,
     images: Sequence[MultiModalFeatureSpec] = (),
+    engines: int = 1,
+    resumable: bool = False,
 ) -> None:
     """Send a request of 100 + 50 tokens to an engine of 1024."""
     params = SimpleNamespace(extra_args=extra_args, max_tokens=50)
     request = SimpleNamespace(
-        sampling_params=params, prompt_token_ids=[1] * 100, mm_features=images
+        sampling_params=params,
+        prompt_token_ids=[1] * 100,
+        mm_features=images,
+        resumable=resumable,
+    )
+    parallel = SimpleNamespace(
+        data_parallel_size=engines,
+        data_parallel_size_local=1,
+        data_parallel_rank_local=None,
+        local_engines_only=False,
     )
     config = SimpleNamespace(
         additional_config={} if options is None else {"kv_policy": {"name": "h2o", **options}},
         model_config=SimpleNamespace(max_model_len=1024),
-        cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=pages),
+        cache_config=SimpleNamespace(
+            block_size=16, num_gpu_blocks=pages, enable_prefix_caching=True
+        ),
+        parallel_config=parallel,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
     )
     assert check_request(request, config, encoder_room=60) is request
@@ -115,6 +129,12 @@ def test_a_pool_that_never_holds_it() -> None:
     check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=11)
     with pytest.raises(ConfigError, match="come to 10 pages, and the pool has 9.* for ever"):
         check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=10)
+    # vLLM adds up the pages of all engines; a session may grow to the longest sequence.
+    check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=22, engines=2)
+    with pytest.raises(ConfigError, match="come to 10 pages, and the pool has 9"):
+        check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=20, engines=2)
+    with pytest.raises(ConfigError, match="come to 64 pages, and the pool has 10"):
+        check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, 11, resumable=True)
     check({"prefill": "chunked", "budget": 32}, {"kv_budget": 32}, pages=10)
 
 

@@ -90,7 +90,12 @@ def test_a_budget_of_a_request(llama: str) -> None:
     """Refused where it enters, as every budget is that cannot be used."""
     config = made(llama, {}, max_model_len=10_000)
     params = type("P", (), {"extra_args": {"kv_budget": 140}, "max_tokens": 900})()
-    asked = {"sampling_params": params, "prompt_token_ids": [1, 2], "mm_features": None}
+    asked = {
+        "sampling_params": params,
+        "prompt_token_ids": [1, 2],
+        "mm_features": None,
+        "resumable": False,
+    }
     request = type("R", (), asked)()
     with pytest.raises(RefusedRequestError, match="kv_budget=140 with positions='rolling'"):
         check_request(request, config)

@@ -5,26 +5,25 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from vllm import SamplingParams
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.request import Request
 
+from tests.scheduler.harness import Simulation, vllm_config
 from vllm_h2o.scheduler.chunks import CutsChunks
 from vllm_h2o.scheduler.ledger import Ledger
 
 Chunk = tuple[int, int]
 
 
+def _image(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
+
+
 def _request(images: list[Chunk], prompt_len: int) -> SimpleNamespace:
     """What vLLM's scheduler reads of one with images."""
-    features = [
-        MultiModalFeatureSpec(
-            data=None,
-            modality="image",
-            identifier=f"image {at}",
-            mm_position=PlaceholderRange(offset=at, length=length),
-        )
-        for at, length in images
-    ]
+    features = [_image(f"image {at}", at, length) for at, length in images]
     return SimpleNamespace(
         request_id="r0",
         num_tokens=prompt_len,
@@ -105,3 +104,29 @@ def test_every_prompt_comes_to_its_end(
     assert found[-1][1] == prompt_len and found[-1][0] <= prompt_len - 64
     assert [end for _, end in found[:-1]] == [start for start, _ in found[1:]]
     assert found[0][0] == 0 and len(found) > 1
+
+
+def test_who_waits_for_the_encoder_holds_none_of_it() -> None:
+    """Two requests, whose images each fit, do not wait for each other."""
+    options = (("prefix_caching", True), ("prefill", "window"), ("observation_window", 12))
+    simulation = Simulation(vllm_config(12, 20, 8, "fcfs", False, options), 200, 1)
+    scheduler = simulation.scheduler
+    scheduler.encoder_cache_manager = EncoderCacheManager(20)
+    scheduler.max_num_encoder_input_tokens = 20
+    for number, name in enumerate(("r0", "r1")):
+        prompt = [100 * number + token for token in range(1, 24)]
+        simulation.pool.prompts[name] = tuple(prompt)
+        simulation.count["add"] += 1
+        scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=prompt,
+                sampling_params=SamplingParams(max_tokens=4, ignore_eos=True),
+                pooling_params=None,
+                mm_features=[_image(f"{name} {at}", at, size) for at, size in ((6, 8), (14, 6))],
+                block_hasher=simulation.hasher,
+            )
+        )
+    for _ in range(40):
+        simulation.step()
+    assert not scheduler.requests

@@ -304,7 +304,7 @@ class KVPolicyConfig:
         if asked is None and self.budget_basis == "max_model_len" and num_sinks == self.num_sinks:
             return None
         own = self if asked is None else self._with(asked)
-        whole = {"prompt": prompt_len, "request": prompt_len + max_tokens}
+        whole = {"prompt": prompt_len, "request": min(prompt_len + max_tokens, max_model_len)}
         basis = whole.get(self.budget_basis, max_model_len)
         slots = self._slots(own.budget, basis, max_model_len)
         if asked is None:

@@ -73,6 +73,7 @@ def _with_split(applies: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 CONFLICTS = (
     *(Conflict(_with_split(applies), "split=true", found, NOT_BUILT) for applies, found in UNSPLIT),
+    Conflict(lambda c: c.merge == 1, "merge={c.merge!r}", "no cosine is above 1", NO_OP),
     Conflict(
         lambda c: _has_basis(c) and isinstance(c.budget, int),
         "budget_basis={c.budget_basis!r}",

@@ -113,6 +113,8 @@ def _check_images(request: Any, vllm_config: Any, room: int) -> None:
     config = KVPolicyConfig.of(vllm_config) if request.mm_features else None
     if config is None or not config.num_window_queries:
         return
+    if config.ranking.second_pass is None and not vllm_config.cache_config.enable_prefix_caching:
+        return  # the window may be computed in several steps
     start = len(request.prompt_token_ids) - config.num_window_queries
     reached = {
         image.identifier: image.mm_position.get_num_embeds()
@@ -129,6 +131,15 @@ def _check_images(request: Any, vllm_config: Any, room: int) -> None:
         )
 
 
+def _pages_of_an_engine(vllm_config: Any) -> int:
+    """0 before they are known; vLLM adds up those of all engines that a front end speaks to."""
+    parallel, pages = vllm_config.parallel_config, vllm_config.cache_config.num_gpu_blocks or 0
+    if parallel.data_parallel_rank_local is not None:  # offline, with an engine of its own
+        return pages
+    local = parallel.data_parallel_size_local
+    return pages // (local if parallel.local_engines_only else parallel.data_parallel_size)
+
+
 def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int]) -> Any:
     params = request.sampling_params
     asked = asked_budget(params.extra_args) if params is not None else None
@@ -143,12 +154,12 @@ def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int])
             f"start it with --kv-policy h2o, or leave {KEY} out",
         )
     max_model_len = vllm_config.model_config.max_model_len
-    block_size, pages = vllm_config.cache_config.block_size, vllm_config.cache_config.num_gpu_blocks
+    block_size, pages = vllm_config.cache_config.block_size, _pages_of_an_engine(vllm_config)
     prompt_len = len(request.prompt_token_ids or ()) or request.prompt_embeds.shape[0]
     lengths = (max_model_len, block_size, prompt_len, params.max_tokens)
     budget = budget_of(config, *lengths, asked)
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
-    longest = prompt_len + params.max_tokens
+    longest = max_model_len if request.resumable else prompt_len + params.max_tokens
     if budget is not None:
         check_positions(config, f"{KEY}={asked!r}", budget, chunk, longest)
     if config.prefill == "chunked" and budget is not None and pages:

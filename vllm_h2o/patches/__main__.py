@@ -77,6 +77,13 @@ LIBERTIES = (
         "vLLM lets a scheduler choose the size of chunks",
     ),
     Liberty(
+        "disable_chunked_mm_input",
+        "scheduler/chunks.py",
+        "off for one call, where a chunk that begins at an image must end within it",
+        "with it on, that chunk is put off for ever",
+        "vLLM lets a scheduler choose the size of chunks",
+    ),
+    Liberty(
         "_record_new_block_ids",
         "scheduler/scheduler.py",
         "next to sliding windows, pages that these take are reported, and cleared before a step",

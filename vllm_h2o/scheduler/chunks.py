@@ -35,15 +35,21 @@ class CutsChunks(AsyncScheduler):
         A chunk that begins at an image and must end within it is computed, also where images are
         not to be cut (``--disable-chunked-mm-input``): put off, it would be so for ever.
         """
+        ends_chunks = self.need_mamba_block_aligned_split
         asked = (request, start, num_new, budget)
         images, cut, *rest = super()._try_schedule_encoder_inputs(*asked, *args, **kwargs)
-        if not cut and self.scheduler_config.disable_chunked_mm_input:
+        if not cut and ends_chunks and self.scheduler_config.disable_chunked_mm_input:
+            # A liberty: an option of vLLM's, off for one call.
             self.scheduler_config.disable_chunked_mm_input = False
             try:
                 images, cut, *rest = super()._try_schedule_encoder_inputs(*asked, *args, **kwargs)
             finally:
                 self.scheduler_config.disable_chunked_mm_input = True
-        if not 0 < cut < num_new or not self.need_mamba_block_aligned_split:
+        if not 0 < cut < num_new or not ends_chunks:
             return images, cut, *rest
         cut = self.ledger.align_chunk(request.request_id, start, cut, request.num_tokens, True)
-        return (images, cut, *rest) if cut else ([], 0, budget, [], [])
+        if cut:
+            return images, cut, *rest
+        # Who waits for room in the encoder's cache holds none: two would wait for each other.
+        self.encoder_cache_manager.free(request)
+        return [], 0, budget, [], []

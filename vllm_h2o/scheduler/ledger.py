@@ -23,7 +23,7 @@ from vllm_h2o.scheduler.state import (
     RequestInfo,
     RequestState,
     check_evicts,
-    check_positions,
+    check_position_end,
     check_span,
 )
 from vllm_h2o.wire import RequestPlan, ResidencyPlan, int64
@@ -267,7 +267,7 @@ class Ledger:
         """
         self._check_once(request_id)
         # Not when it is previewed: a prompt is asked for whole before it is admitted.
-        check_positions(request_id, plan.position_end, self.position_limit)
+        check_position_end(request_id, plan.position_end, self.position_limit)
         start = plan.logical_start
         held = self._states.get(request_id) or self._fresh(request_id, info, start)
         # Before the prompt's end nothing is freed: a worker's block table only grows meanwhile.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from vllm.logger import init_logger
@@ -49,9 +49,9 @@ class HeavyHitterScheduler(CutsChunks):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = KVPolicyConfig.required(self.vllm_config)
+        self.policy_config = config
         self.manager, self.windows = self._managers(self.kv_cache_config)
         block_size = self.manager.block_size
-        self.policy_config = config
         self._drafted: list[str] = []
         self.ledger = Ledger(
             config.resolve(self.max_model_len, block_size),
@@ -161,9 +161,9 @@ class HeavyHitterScheduler(CutsChunks):
         # vLLM keeps these free when it admits a request next to others.
         kept_free = self.kv_cache_manager.watermark_blocks if self.running else 0
         adapters = self._adapters_at_work()
-        for request in islice(self.waiting, max(room, 0)):
-            if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                continue
+        ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        every = chain(self.kv_holding_waiting, self.waiting)
+        for request in islice((r for r in every if r.status in ready), max(room, 0)):
             if num_tokens >= self.max_num_scheduled_tokens:
                 return
             adapter = request.lora_request and request.lora_request.lora_int_id
@@ -237,7 +237,9 @@ class HeavyHitterScheduler(CutsChunks):
             if self.windows.managers:
                 if num_cached > limit:
                     blocks, num_cached, *rest = find(request, limit)
-                rest[0] = rest[0] or own  # vLLM keeps windows for who asks for the same again
+                rest[0] = min(
+                    rest[0] or own, own
+                )  # vLLM keeps windows for who asks for the same again
             elif num_cached > limit:
                 blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, limit)
                 num_cached = limit
@@ -302,7 +304,10 @@ class HeavyHitterScheduler(CutsChunks):
         Scores are not K or V: pages that a window takes are cleared before they are written to.
         """
         unbounded = self._prefix_caching and not bounds_hits(self.vllm_config)
-        own = policy_group(kv_cache_config, alone=unbounded or bool(self.num_spec_tokens))
+        config = self.policy_config
+        further = config.continuation or config.position_limit is not None
+        alone = unbounded or further or self.num_spec_tokens > 0
+        own = policy_group(kv_cache_config, alone)
         managers = list(self.kv_cache_manager.coordinator.single_type_managers)
         manager = managers.pop(own)
         assert isinstance(manager, HeavyHitterManager)

@@ -318,7 +318,7 @@ def check_span(
         )
 
 
-def check_positions(request_id: str, position_end: int, position_limit: int | None) -> None:
+def check_position_end(request_id: str, position_end: int, position_limit: int | None) -> None:
     """Whether a step's last token has a position that the model knows.
 
     Raises:

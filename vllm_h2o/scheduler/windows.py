@@ -126,8 +126,9 @@ def policy_group(kv_cache_config: KVCacheConfig, alone: bool = False) -> int:
     if others and alone:
         raise _unsupported(
             "it has sliding windows, of which its configuration does not tell",
-            "prefix caching (before vLLM 0.33) and speculative decoding do not go with those",
-            "leave --enable-prefix-caching and --speculative-config out",
+            "prefix caching (before vLLM 0.33), speculative decoding, continuation and positions "
+            "that roll do not go with those",
+            "leave --enable-prefix-caching, --speculative-config, continuation and positions out",
         )
     if not all(type(other) is SlidingWindowSpec for other in others):
         raise _unsupported(
