@@ -28,8 +28,8 @@ COLORS = {
 }
 STABLE = 0.05
 """Nats by which a part far into a text may cost more."""
-SHORTEST, MOST = 2048, 64
-"""Tokens of a point in the chart, and points of a line."""
+SHORTEST, SHARE = 2048, 16
+"""Tokens of a point in the chart, at least, and by which part of what is read they grow."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def _pairs(parts: list[Part], afresh: list[Part]) -> Iterator[tuple[int, float]]
 
 def _smooth(parts: list[Part]) -> Iterator[tuple[int, float]]:
     """Where parts end, and nats of them: short ones together."""
-    nats, begin, size = 0.0, parts[0].start, max(SHORTEST, parts[-1].end // MOST)
+    nats, begin = 0.0, parts[0].start
     for part in parts:
         nats += part.nll * (part.end - part.start)
-        if part.end - begin >= size or part is parts[-1]:
+        if part.end - begin >= max(SHORTEST, part.end // SHARE) or part is parts[-1]:
             yield part.end, nats / (part.end - begin)
             nats, begin = 0.0, part.end
 
