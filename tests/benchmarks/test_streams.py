@@ -46,6 +46,7 @@ def test_what_was_measured_is_stable(tmp_path: Path) -> None:
         # Sums that do not fade cost more further on, as docs/performance.md says.
         far_away = one.parts[-1].end > 2**17
         assert one.drift[0] < STABLE or (one.policy, far_away) == ("h2o, sums kept", True)
-        assert one.parts[-1].memory <= one.parts[0].memory + 64
+        # With the last, vLLM puts the log-probabilities of the whole text together.
+        assert one.parts[-2].memory <= one.parts[0].memory + 64
     draw(CSV, tmp_path / "streams")
     assert (tmp_path / "streams.png").stat().st_size > 10_000

@@ -143,7 +143,8 @@ def test_images_that_would_wait_for_ever_are_refused(model: Path) -> None:
     The same images are served in another prompt: the engine is sent them, as if for the first time.
     """
     options = {"budget": 64, "prefill": "window", "observation_window": 23}
-    own = {**SETTINGS, "max_num_batched_tokens": 24, "max_model_len": 256}
+    own = {**SETTINGS, "max_num_batched_tokens": 24, "enable_prefix_caching": True}
+    own |= {"max_model_len": 256, "max_num_seqs": 1}
     image = picture_token(model.name)
     apart = seen([*range(40), *image, *range(60), *image], picture(1), picture(2))
     with engine(str(model), "h2o", options, **own) as llm:
