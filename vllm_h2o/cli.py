@@ -106,7 +106,7 @@ def _add_plan(commands: Any) -> None:
         type=_count,
         default=2048,
         metavar="N",
-        help="tokens of a chunk, where a policy has prefill=chunked; 2048 by default",
+        help="tokens of a chunk, with prefill=chunked or sliding windows; 2048 by default",
     )
     parser.add_argument(
         "--kv-dtype",
