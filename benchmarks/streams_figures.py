@@ -187,9 +187,9 @@ def draw(path: Path, target: Path) -> None:
     drifts.set_ylim(-0.12, 0.12)
     drifts.set_xlim(2**15, 2 * max(part.end for run in every for part in run.parts))
     costs.set_ylabel("nats per token")
-    costs.set_ylim(2.8, 4.2)
+    costs.set_ylim(2.8, 4.8)
     costs.axvline(8192, color="grey", linewidth=0.8, linestyle=":")
-    costs.annotate("trained to 8,192", (8192, 4.1), (4, 0), textcoords="offset points", fontsize=8)
+    costs.annotate("trained to 8,192", (8192, 2.85), (4, 0), textcoords="offset points", fontsize=8)
     costs.legend(frameon=False, fontsize=8)
     for axes in (costs, drifts):
         axes.set_xscale("log", base=2)
