@@ -111,10 +111,7 @@ SECOND_PASS = (*EVICTING, "--policy", "h2o2")
 COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "100 % against stock": ((), WHOLE),
     "1/8, graphs against eager": (EVICTING, (*EVICTING, "--eager")),
-    "1/8, nothing compiled while it serves": (
-        EVICTING,
-        (*EVICTING, "--strict"),
-    ),
+    "1/8, nothing compiled while it serves": (EVICTING, (*EVICTING, "--strict")),
     "1/8, shared prefixes, graphs against eager": ((*WINDOW, "--strict"), (*WINDOW, "--eager")),
     "1/8, V2 against V1": (EVICTING, (*EVICTING, "--v1")),
     "1/8, h2o2, graphs against eager": (SECOND_PASS, (*SECOND_PASS, "--eager")),
@@ -131,11 +128,8 @@ def compare(small: bool, shape: str, name: str) -> Iterator[Check]:
     one, other = (found_by(shape, *size_of(small), *options) for options in COMPARED[name])
     # Kernels that round differently in half precision differ at a near tie, sooner or later.
     allowed = 0.0 if small else 0.4
-    yield (
-        f"{shape}: {name}: tokens from the first that differs",
-        apart(one["tokens"], other["tokens"]),
-        allowed,
-    )
+    differ = apart(one["tokens"], other["tokens"])
+    yield f"{shape}: {name}: tokens from the first that differs", differ, allowed
     if one["pool_bytes"] is not None:
         less = (one["pool_bytes"] - other["pool_bytes"]) / (1 << 20)
         yield f"{shape}: {name}: MiB that the second finds less for its pool", less, 1024.0

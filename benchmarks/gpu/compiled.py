@@ -33,6 +33,7 @@ from vllm_h2o.kernels.triton.sizes import (
     STORE_TILE,
     decode_tile,
     few_registers,
+    kv_shape,
     padded_group,
     precision,
     prompt_tiles,
@@ -82,7 +83,7 @@ class Shape(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         """Constants of every kernel that touches K and V."""
-        return {"N": self.block, "D": self.head, "D_PAD": triton.next_power_of_2(self.head)}
+        return kv_shape(self.block, self.head)
 
     @property
     def paged(self) -> bool:
@@ -192,8 +193,8 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
         }  # fmt: skip
     yield decode.attend_split, "*i64", {
         **sizes, **grouped, **split, **initial, **few_registers(sizes["D_PAD"], size),
-        "MERGES": merges,
-        "PRECISION": precision(shape.dtype), "HAS_FREE_SLOTS": paged, "KEEPS_LOGITS": not paged,
+        "MERGES": merges, "PRECISION": precision(shape.dtype), "HAS_FREE_SLOTS": paged,
+        "KEEPS_LOGITS": not paged,
     }  # fmt: skip
     yield score.merge_and_score, "*i64", {
         **sizes, **grouped, **split, "N_PAD": shape.block, "PAGES": PAGE_LANES // shape.block,

@@ -125,11 +125,7 @@ class InputProcessor:
 
 
 CALLS["input_processor__process_inputs"] = [
-    (
-        (InputProcessor(), "id", "prompt"),
-        {"priority": 1},
-        {"priority": 1},
-    ),
+    ((InputProcessor(), "id", "prompt"), {"priority": 1}, {"priority": 1}),
 ]
 CALLS["async_engine_args__init"] = CALLS["engine_args__init"]
 RESULTS: dict[str, Callable[..., Any]] = {

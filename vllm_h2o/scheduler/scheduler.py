@@ -237,9 +237,8 @@ class HeavyHitterScheduler(CutsChunks):
             if self.windows.managers:
                 if num_cached > limit:
                     blocks, num_cached, *rest = find(request, limit)
-                rest[0] = min(
-                    rest[0] or own, own
-                )  # vLLM keeps windows for who asks for the same again
+                # vLLM keeps windows for who asks for the same again.
+                rest[0] = min(rest[0] or own, own)
             elif num_cached > limit:
                 blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, limit)
                 num_cached = limit

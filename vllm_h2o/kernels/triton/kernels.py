@@ -318,7 +318,7 @@ class TritonKernels:
     def _prepare(
         self, cache: LayerCache, tensors: StepTensors, scoring: Scoring, num_requests: int
     ) -> None:
-        """Room for the logits of a new pool; and the prompt's kernels, before a request waits."""
+        """Check a batch; of a new pool make room for logits, and have prompts' kernels compiled."""
         self._check(cache, tensors)
         if num_requests > self.max_requests:
             raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
