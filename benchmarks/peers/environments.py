@@ -57,7 +57,8 @@ OPENVINO = Environment(
     ("torchvision",),
 )
 KVPRESS = Environment(
-    "kvpress", (TORCH, "kvpress==0.5.5", "transformers==4.57.1", "tokenizers==0.22.1")
+    "kvpress",
+    (TORCH, "kvpress==0.5.5", "transformers==4.57.1", "tokenizers==0.22.1", "datasets==4.4.1"),
 )
 """Has transformers, too; for ``benchmarks.quality.presses``."""
 ENVIRONMENTS = {environment.name: environment for environment in (OPENVINO, KVPRESS)}
