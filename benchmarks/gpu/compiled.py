@@ -185,16 +185,15 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
     tile = decode_tile(sizes["D_PAD"], size, shape.group)
     grouped = {"G": shape.group, "G_PAD": padded_group(shape.group), "TILE": tile}
     split = {"CAN_SPLIT": not paged}
-    initial = {"HAS_INITIAL_SCORE": paged}
     if merges:
         yield merge.nearest_key, "*i64", {**sizes, **split, "TILE": tile}
-        yield merge.merge_and_store, "*i64", {
-            **sizes, **split, **initial, "TILE": tile, "MAX_KV_SPLITS": MAX_KV_SPLITS,
+        yield merge.take_victim_in, "*i64", {
+            **sizes, **split, "TILE": tile, "MAX_KV_SPLITS": MAX_KV_SPLITS,
         }  # fmt: skip
     yield decode.attend_split, "*i64", {
-        **sizes, **grouped, **split, **initial, **few_registers(sizes["D_PAD"], size),
-        "MERGES": merges, "PRECISION": precision(shape.dtype), "HAS_FREE_SLOTS": paged,
-        "KEEPS_LOGITS": not paged,
+        **sizes, **grouped, **split, **few_registers(sizes["D_PAD"], size),
+        "HAS_INITIAL_SCORE": paged, "MERGES": merges, "PRECISION": precision(shape.dtype),
+        "HAS_FREE_SLOTS": paged, "KEEPS_LOGITS": not paged,
     }  # fmt: skip
     yield score.merge_and_score, "*i64", {
         **sizes, **grouped, **split, "N_PAD": shape.block, "PAGES": PAGE_LANES // shape.block,

@@ -8,8 +8,8 @@
     score[j] += sum_g P[g, j] ** power; victim = argmin score.merge_and_score, in the same pass
 
 The split that the new token's slot is in stores it first. Where victims are merged, two launches go
-before: one finds out where to, the other moves them there and stores; and logits gain the
-logarithms of masses: see merge.py.
+before: one finds out where to, the other moves them there; and logits gain the logarithms of
+masses: see merge.py.
 
 Raw logits pass through a scratch buffer, one float32 for each query head and slot of the pool, so
 no place in it belongs to two requests, and a split's end needs no bookkeeping. Twins of
@@ -45,6 +45,7 @@ def store_token(
     value_pages,
     score_pages,
     position_pages,
+    mass_pages,
     fields,  # the request's
     field_stride,
     row,  # of the new token's slot
@@ -60,8 +61,9 @@ def store_token(
     dim,
     D: tl.constexpr,
     HAS_INITIAL_SCORE: tl.constexpr,
+    MERGES: tl.constexpr,
 ):
-    """Write K, V, position and initial score of a KV head into the new token's slot."""
+    """Write K, V, position, initial score and mass of a KV head into the new token's slot."""
     token = tl.load(fields + TOKEN * field_stride)
     key = tl.load(key_ptr + token * key_stride + h * D + dim, mask=dim < D)  # [D_PAD]
     value = tl.load(value_ptr + token * value_stride + h * D + dim, mask=dim < D)  # [D_PAD]
@@ -74,19 +76,21 @@ def store_token(
     if HAS_INITIAL_SCORE:
         score = tl.load(initial_score_ptr + token * num_kv_heads + h)
     tl.store(score_pages + row * word_stride + offset, score)
+    if MERGES:
+        tl.store(mass_pages + row * word_stride + offset, 1.0)
 
 
 @triton.jit(do_not_specialize=["num_kv_splits"])
 def attend_split(
     query_ptr,  # [T, Hq, D]
-    key_ptr,  # [T, H, D]; here and below: read unless MERGES
+    key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
     initial_score_ptr,  # [T, H], float32; read when HAS_INITIAL_SCORE
     key_pages,  # [R, N, D]
     value_pages,  # [R, N, D]
     score_pages,  # [R, N], float32
     position_pages,  # [R, N], int32
-    mass_pages,  # [R, N], float32; read when MERGES
+    mass_pages,  # [R, N], float32; read and written when MERGES
     block_table_ptr,  # [B, P], int32
     fields_ptr,  # [len(DECODE_FIELDS), B], int64
     victims_ptr,  # [num_blocks, H], int32
@@ -105,9 +109,9 @@ def attend_split(
     PRECISION: tl.constexpr, CAN_SPLIT: tl.constexpr, MERGES: tl.constexpr,
     HAS_INITIAL_SCORE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one split of (request, KV head); G_PAD = 1 multiplies without matrix units.
+    """Attend to one split of (request, KV head), the new token stored in it, if its slot is there.
 
-    Unless MERGES, which has stored it, the new token is stored before.
+    G_PAD = 1 multiplies without matrix units.
     """
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     fields = fields_ptr + b * request_stride
@@ -128,20 +132,18 @@ def attend_split(
     query = tl.load(query_ptrs, mask=group_mask, other=0.0)  # [G_PAD, D_PAD]
     first_block = tl.load(block_table)
     slot_new = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
-    if not MERGES:
-        if (slot_new >= begin) & (slot_new < begin + size):
-            row_new = page_row(
-                block_table, slot_new // N, slot_new >= 0, first_row, row_step, num_kv_heads,
-                CAN_SPLIT,
-            )  # fmt: skip
-            store_token(
-                key_ptr, value_ptr, initial_score_ptr, key_pages, value_pages, score_pages,
-                position_pages, fields, field_stride, row_new, slot_new % N, h, key_factor,
-                value_factor, key_stride, value_stride, page_stride, word_stride, num_kv_heads,
-                dim, D, HAS_INITIAL_SCORE,
-            )  # fmt: skip
-        # Other threads of this program load what one has stored.
-        tl.debug_barrier()
+    if (slot_new >= begin) & (slot_new < begin + size):
+        row_new = page_row(
+            block_table, slot_new // N, slot_new >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT
+        )
+        store_token(
+            key_ptr, value_ptr, initial_score_ptr, key_pages, value_pages, score_pages,
+            position_pages, mass_pages, fields, field_stride, row_new, slot_new % N, h, key_factor,
+            value_factor, key_stride, value_stride, page_stride, word_stride, num_kv_heads, dim, D,
+            HAS_INITIAL_SCORE, MERGES,
+        )  # fmt: skip
+    # Other threads of this program load what one has stored.
+    tl.debug_barrier()
     num_free_slots = tl.load(fields + NUM_FREE_SLOTS * field_stride).to(tl.int32)
     num_kept = tl.where(tl.load(fields + SCORES * field_stride) != 0, G, 0)
     row_max = tl.full([G_PAD], float("-inf"), tl.float32)

@@ -120,30 +120,27 @@ class TritonKernels:
         tile = decode_tile(self.padded_head, size, self.group)
         grid = (num_requests, num_kv_heads, num_kv_splits)
         masses, merges = self._masses(cache)
-        new = (
-            key, value, key if initial is None else initial,
-            cache.key, cache.value, cache.score, cache.position, masses,
-        )  # fmt: skip
-        factors = tuple(1.0 / scale for scale in cache.scales)
-        has_initial = {"HAS_INITIAL_SCORE": initial is not None}
         if cache.mass is not None:
             merge.nearest_key[grid](
                 cache.key, *request_args, self._nearest, page_stride, *strides, num_kv_splits,
                 **shape, **can_split, TILE=tile,
             )  # fmt: skip
-            merge.merge_and_store[grid[:2]](
-                *new, self._nearest, *request_args, scoring.merge, *factors, key.stride(0),
-                value.stride(0), page_stride, word_stride, *strides, num_kv_splits, **shape,
-                **can_split, **has_initial, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
+            merge.take_victim_in[grid[:2]](
+                cache.key, cache.value, cache.mass, self._nearest, *request_args, scoring.merge,
+                page_stride, word_stride, *strides, num_kv_splits, **shape, **can_split,
+                TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
             )  # fmt: skip
         group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": tile}
         decode.attend_split[grid](
-            query, *new, *request_args, self._logits, self._partial_out, self._partial_max_sum,
-            tensors.scale * cache.scales[0], cache.scales[1], *factors, query.stride(0),
-            key.stride(0), value.stride(0), page_stride, word_stride, *strides, num_kv_splits,
-            **shape, **group, **can_split, **merges, **has_initial,
-            **few_registers(self.padded_head, size), HAS_FREE_SLOTS=scoring.by_page,
-            KEEPS_LOGITS=scoring.power > 0, PRECISION=precision(query.dtype),
+            query, key, value, key if initial is None else initial,
+            cache.key, cache.value, cache.score, cache.position, masses, *request_args,
+            self._logits, self._partial_out, self._partial_max_sum,
+            tensors.scale * cache.scales[0], cache.scales[1],
+            *(1.0 / scale for scale in cache.scales), query.stride(0), key.stride(0),
+            value.stride(0), page_stride, word_stride, *strides, num_kv_splits,
+            **shape, **group, **can_split, **merges, **few_registers(self.padded_head, size),
+            HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
+            PRECISION=precision(query.dtype), HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
         num_parts = min(num_kv_splits, triton.cdiv(max_pages * cache.block_size, PAGE_LANES))

@@ -1,7 +1,7 @@
 """A victim is merged into the nearest key of its KV head, before the new token takes its slot.
 
-``nearest_key`` finds the largest cosine in each split of the slots; ``merge_and_store`` takes the
-best of those, writes the means, and stores the new token. Twins of ``merge.nearest``
+``nearest_key`` finds the largest cosine in each split of the slots; ``take_victim_in`` takes the
+best of those, and writes the means. Twins of ``merge.nearest``
 and ``merge.merged``. A cosine stands here as the square of the product of both keys, divided by
 that of the other key's length: as good to compare, without roots.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_h2o.kernels.triton.decode import store_token
 from vllm_h2o.kernels.triton.strips import ATTENDED_LEN, OVERWRITES, new_slot, split_size, strip_of
 from vllm_h2o.kernels.triton.tiles import load_slots, page_row
 
@@ -78,29 +77,49 @@ def nearest_key(
     tl.store(partial + 1, nearest.to(tl.float32))  # exact up to 2 ** 24 slots
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kv_splits"])
 def take_victim_in(
-    key_pages,
-    value_pages,
-    mass_pages,
-    nearest,  # [splits, 2], of one request and KV head
-    num_splits,  # those with slots
-    block_table,
-    row,  # of the victim's slot
-    offset,
-    merge,
-    first_row,
-    row_step,
+    key_pages,  # [R, N, D]
+    value_pages,  # [R, N, D]
+    mass_pages,  # [R, N], float32
+    nearest_ptr,  # [B, H, splits, 2], float32: see nearest_key
+    block_table_ptr,
+    fields_ptr,
+    victims_ptr,
+    first_rows_ptr,
+    merge,  # the cosine above which a victim is merged
     page_stride,
     word_stride,
+    table_stride,
+    field_stride,
+    request_stride,
     num_kv_heads,
-    dim,
+    num_kv_splits,
     N: tl.constexpr,
     D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TILE: tl.constexpr,
     MAX_KV_SPLITS: tl.constexpr,
     CAN_SPLIT: tl.constexpr,
 ):
-    """Write K, V and mass of the nearest slot of all splits, if it is near enough."""
+    """Write K, V and mass of the slot nearest to the victim's, of all splits, if near enough."""
+    b, h = tl.program_id(0), tl.program_id(1)
+    fields = fields_ptr + b * request_stride
+    has_victim = tl.load(fields + OVERWRITES * field_stride) != 0
+    if (tl.load(fields + ATTENDED_LEN * field_stride) == 0) | (has_victim == 0):
+        return
+    block_table = block_table_ptr + b.to(tl.int64) * table_stride
+    first_row, row_step, length = strip_of(
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
+    )
+    first_block = tl.load(block_table)
+    victim = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
+    row = page_row(
+        block_table, victim // N, victim >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT
+    )
+    offset, dim = victim % N, tl.arange(0, D_PAD)
+    num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
+    nearest = nearest_ptr + (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * 2
     split = tl.arange(0, MAX_KV_SPLITS)
     live = split < num_splits
     squares = tl.load(nearest + split * 2, mask=live, other=-1.0)
@@ -128,70 +147,3 @@ def take_victim_in(
         # Other threads of this program may still read the mass.
         tl.debug_barrier()
         tl.store(to_word, held + mass)
-    # Other threads of this program may still read what is overwritten next.
-    tl.debug_barrier()
-
-
-@triton.jit(do_not_specialize=["num_kv_splits"])
-def merge_and_store(
-    key_ptr,  # [T, H, D]
-    value_ptr,  # [T, H, D]
-    initial_score_ptr,  # [T, H], float32; read when HAS_INITIAL_SCORE
-    key_pages,  # [R, N, D]
-    value_pages,  # [R, N, D]
-    score_pages,  # [R, N], float32
-    position_pages,  # [R, N], int32
-    mass_pages,  # [R, N], float32
-    nearest_ptr,  # [B, H, splits, 2], float32: see nearest_key
-    block_table_ptr,  # [B, P], int32
-    fields_ptr,  # [len(DECODE_FIELDS), B], int64
-    victims_ptr,  # [num_blocks, H], int32
-    first_rows_ptr,  # [num_blocks, H + 1], int32; read when CAN_SPLIT
-    merge,  # the cosine above which a victim is merged
-    key_factor,  # of K as it is stored, float8: 1 / scale
-    value_factor,
-    key_stride,
-    value_stride,
-    page_stride,  # of K and V, in elements
-    word_stride,  # of scores and positions, in words
-    table_stride,
-    field_stride,
-    request_stride,
-    num_kv_heads,
-    num_kv_splits,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_KV_SPLITS: tl.constexpr,
-    HAS_INITIAL_SCORE: tl.constexpr,
-    CAN_SPLIT: tl.constexpr,
-):
-    """What was in the new token's slot goes to the nearest key; then the token is stored."""
-    b, h = tl.program_id(0), tl.program_id(1)
-    fields = fields_ptr + b * request_stride
-    if tl.load(fields + ATTENDED_LEN * field_stride) == 0:
-        return
-    block_table = block_table_ptr + b.to(tl.int64) * table_stride
-    first_row, row_step, length = strip_of(
-        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
-    )
-    first_block = tl.load(block_table)
-    slot = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
-    row = page_row(block_table, slot // N, slot >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT)
-    offset = slot % N
-    dim = tl.arange(0, D_PAD)
-    if tl.load(fields + OVERWRITES * field_stride) != 0:
-        num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
-        nearest = nearest_ptr + (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * 2
-        take_victim_in(
-            key_pages, value_pages, mass_pages, nearest, num_splits, block_table, row, offset,
-            merge, first_row, row_step, page_stride, word_stride, num_kv_heads, dim, N, D,
-            MAX_KV_SPLITS, CAN_SPLIT,
-        )  # fmt: skip
-    tl.store(mass_pages + row * word_stride + offset, 1.0)
-    store_token(
-        key_ptr, value_ptr, initial_score_ptr, key_pages, value_pages, score_pages, position_pages,
-        fields, field_stride, row, offset, h, key_factor, value_factor, key_stride, value_stride,
-        page_stride, word_stride, num_kv_heads, dim, D, HAS_INITIAL_SCORE,
-    )  # fmt: skip
