@@ -23,23 +23,26 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from triton.errors import TritonError
 
-from benchmarks.gpu import kernels, roofline
+from benchmarks.gpu import kernels, latency, roofline
 from benchmarks.gpu.engine import LENGTHS, MAX_MODEL_LEN
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.triton.kernels import PromptAttention
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("kernels", "engines", "graphs", "speed", "throughput")
+KINDS = ("kernels", "engines", "graphs", "speed", "throughput", "latency")
 """Of parts."""
 PROFILES = ("OPT-16-512+512",)
 MORE_PROFILES = (*PROFILES, "8B-1/8", "free-100", "OPT-80-512+512")
 """Pools of cards of 16, 24 and 80 GB, and one that is free."""
+REQUESTS_PER_S = 8.0
+"""Of the servers whose latencies are measured."""
 BROKEN = (
     RuntimeError, ValueError, AssertionError, AttributeError, TypeError, LookupError, ImportError,
     ArithmeticError, OSError, TritonError,
@@ -83,11 +86,11 @@ def check_kernels(device: torch.device, size: kernels.Size) -> Iterator[Check]:
                 yield f"{label}: prompt ({name}, {where}), {what}", error, allowed
 
 
-def found_by(shape: str, *options: str) -> dict[str, Any]:
-    """Tokens and memory of one engine, in a process of its own."""
+def found_by(module: str, *options: str) -> dict[str, Any]:
+    """What one engine gives, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "tokens.json"
-        command = [sys.executable, "-m", "benchmarks.gpu.engine", shape, str(out), *options]
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-m", f"benchmarks.gpu.{module}", str(out), *options]
         # An interpreter of Triton is for the kernels' check alone.
         environment = {**os.environ, "TRITON_INTERPRET": "0"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -125,7 +128,8 @@ def size_of(small: bool) -> tuple[str, ...]:
 
 def compare(small: bool, shape: str, name: str) -> Iterator[Check]:
     """Tokens of a pair of engines, and the memory that each finds for its pool."""
-    one, other = (found_by(shape, *size_of(small), *options) for options in COMPARED[name])
+    sizes = (shape, *size_of(small))
+    one, other = (found_by("engine", *sizes, *options) for options in COMPARED[name])
     # Kernels that round differently in half precision differ at a near tie, sooner or later.
     allowed = 0.0 if small else 0.4
     differ = apart(one["tokens"], other["tokens"])
@@ -137,11 +141,22 @@ def compare(small: bool, shape: str, name: str) -> Iterator[Check]:
 
 def control(small: bool, shape: str) -> Iterator[Check]:
     """That a budget shows in the tokens at all."""
-    each = (found_by(shape, *size_of(small), *options) for options in (WHOLE, EVICTING))
+    sizes = (shape, *size_of(small))
+    each = (found_by("engine", *sizes, *options) for options in (WHOLE, EVICTING))
     whole, evicted = (found["tokens"] for found in each)
     long = [i for i in range(len(whole)) if LENGTHS[i % len(LENGTHS)] > MAX_MODEL_LEN / 8]
     same = 1 - apart([whole[i] for i in long], [evicted[i] for i in long])
     yield f"{shape}: control: tokens that 1/8 leaves as they are", same, 0.7
+
+
+def retained(small: bool, dtype: str) -> Iterator[Check]:
+    """What is kept, against the reference in a model of float64."""
+    sizes = ("--prompt", "160", "--tokens", "16") if small else ()
+    found = found_by("retained", "--dtype", dtype, *sizes)
+    # Half precision orders tokens of nearly one score otherwise.
+    allowed = 1e-3 if dtype == "float32" else 0.02
+    what = f"{found['num_sets']} sets in {dtype}: share of tokens that the reference does not keep"
+    yield f"retained: {what}", found["differing"], allowed
 
 
 @dataclass
@@ -184,6 +199,17 @@ class Report:
         append_rows(self.out / "gpu-kernels.csv", [row])
         print({name: round(value, 3) for name, value in figures.items()}, flush=True)
         yield from ()
+
+    def latency(self, small: bool) -> Iterator[Check]:
+        """Of each side, printed and kept; that every request is answered is checked."""
+        profile = latency.SMALL if small else latency.PROFILE
+        for name, figures in latency.measure(profile, REQUESTS_PER_S, small):
+            row = {"machine": self.machine, "vllm": version("vllm"), "profile": profile.id}
+            row |= {"side": name, "requests_per_s": REQUESTS_PER_S, **figures}
+            append_rows(self.out / "gpu-latency.csv", [row])
+            print(row, flush=True)
+            missing = profile.num_prompts - figures["completed"]
+            yield f"latency: {profile.id}, {name}: requests that were not answered", missing, 0.0
 
     def throughput(self, profiles: Sequence[str]) -> Iterator[Check]:
         """Profiles of benchmarks.throughput, which prints a table of its own."""
@@ -243,14 +269,17 @@ def parts(small: bool, every: bool) -> list[Part]:
     """
     if small:
         found = [_kernels(size) for size in kernels.SMALL]
-        return [*found, *_engines("llama", list(COMPARED)[:2], small)]
+        found += _engines("llama", list(COMPARED)[:2], small)
+        return [*found, _retained("float32", small), _latency(small)]
     names = list(COMPARED)
     found = [_kernels(size) for size in kernels.ODD[:2]]
+    found += [_retained(dtype, small) for dtype in ("float32", "bfloat16")]
     found += _engines("llama", names if every else names[:4], small)
     found += [_kernels(size) for size in kernels.REAL[:2]]
     found += [_graph(size) for size in kernels.REAL[:2]]
     found += [_speed(size) for size in kernels.SPEED]
     found += [_throughput(profile) for profile in (MORE_PROFILES if every else PROFILES)]
+    found += [_latency(small)]
     found += [_kernels(size) for size in (*kernels.ODD[2:], *kernels.REAL[2:])]
     found += [_graph(size) for size in kernels.REAL[2:]]
     long = Part("kernels: 128k tokens", 120, lambda _, device: kernels.check_long(device))
@@ -273,6 +302,14 @@ def _speed(size: kernels.Size) -> Part:
 
 def _throughput(profile: str) -> Part:
     return Part(f"throughput: {profile}", 420, lambda report, _: report.throughput([profile]))
+
+
+def _latency(small: bool) -> Part:
+    return Part("latency", 420, lambda report, _: report.latency(small))
+
+
+def _retained(dtype: str, small: bool) -> Part:
+    return Part(f"engines: retained sets, {dtype}", 300, lambda *_: retained(small, dtype))
 
 
 def _engines(shape: str, names: Sequence[str], small: bool) -> list[Part]:

@@ -7,7 +7,7 @@ The weights are wide enough for every layer's attention to decide what is said; 
 
 Usage::
 
-    python -m benchmarks.gpu.engine opt|llama OUT.json [--policy-budget 1.0] [--eager] [--v1] ...
+    python -m benchmarks.gpu.engine OUT.json opt|llama [--policy-budget 1.0] [--eager] [--v1] ...
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,32 @@ def pool_bytes(worker: Any) -> int | None:
     return getattr(worker, "available_kv_cache_memory_bytes", None)
 
 
+def forbid_waits(_: Any) -> None:
+    """Let what moves survivors and scores after a forward pass fail where it waits."""
+    import torch
+
+    from vllm_h2o.worker.packing import Packing, Restoring
+    from vllm_h2o.worker.renumbering import Rolled
+
+    def without_waits(run: Callable[[Any], None]) -> Callable[[Any], None]:
+        def checked(self: Any) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                run(self)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return checked if torch.cuda.is_available() else run
+
+    for kind in (Packing, Restoring, Rolled):
+        kind.run = without_waits(kind.run)  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Generate, and write the tokens."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("out", type=Path)
+    parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--policy-budget", type=float, default=None)
     parser.add_argument("--eager", action="store_true")
@@ -92,7 +114,7 @@ def main() -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="fail where a kernel is compiled late, or a forward pass waits",
+        help="fail where a kernel is compiled late, or a forward pass or what follows it waits",
     )
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
@@ -132,6 +154,8 @@ def main() -> None:
         greedy = SamplingParams(
             temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
         )
+        if args.strict and options:
+            llm.collective_rpc(forbid_waits)
         outputs = llm.generate(prompts, greedy, use_tqdm=False)
         (memory,) = llm.collective_rpc(pool_bytes)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]

@@ -94,7 +94,8 @@ SMALL = (Size(3, 100, 6, 2, 64, 16, torch.float32), Size(2, 64, 4, 4, 64, 16, to
 def filled(size: Size, device: torch.device) -> LayerCache:
     """Random pages for all requests; positions are those of prompts."""
     content = 2 * size.head_size + 8 // size.dtype.itemsize
-    blocks = size.requests * size.pages + 1
+    # And as many for copies of two requests' survivors.
+    blocks = (size.requests + 2) * size.pages + 1
     shape = (blocks, size.num_kv_heads, size.block_size, content)
     cache = LayerCache.of(torch.zeros(shape, dtype=size.dtype, device=device), size.head_size)
     cache.key.normal_()
@@ -196,6 +197,7 @@ def check_prompt(
         TorchKernels().score_pass(twin, twin_chunks, expected.query, size.scale, which)
         yield f"score of {what}, relative", _score_error(cache, twin), 1e-3
     yield _check_pack(cache, chunks, kernels)
+    yield from _check_copies(size, chunks, kernels, device)
 
 
 def check_long(device: torch.device) -> Iterator[tuple[str, float, float]]:
@@ -217,10 +219,48 @@ def _check_pack(
     return "survivors that differ", float((kept[0] != kept[1]).float().mean()), 0.0
 
 
+def _check_copies(
+    size: Size, chunks: list[PromptChunk], kernels: TritonKernels, device: torch.device
+) -> Iterator[tuple[str, float, float]]:
+    """Survivors that leave pages which others read: copies of the same bytes, and those pages."""
+    cache = filled(size, device)
+    before = on_cpu(cache)
+    places = torch.arange(2 * size.pages, dtype=torch.int32, device=device).view(2, -1)
+    copied = [
+        replace(chunk, destination_blocks=place + size.requests * size.pages)
+        for chunk, place in zip(chunks, places, strict=True)
+    ]
+    twin = on_cpu(cache)
+    twin_chunks = [
+        replace(c, block_table=c.block_table.cpu(), destination_blocks=c.destination_blocks.cpu())
+        for c in copied
+    ]
+    for chunk, theirs in zip(copied, twin_chunks, strict=True):
+        score = torch.rand(1, size.num_kv_heads, chunk.attended_len, device=device)
+        TorchKernels().copy_survivors([twin], theirs, Scoring(), score.cpu())
+        kernels.copy_survivors([cache], chunk, Scoring(), score)
+    at = [replace(c, block_table=c.destination_blocks) for c in twin_chunks]
+    for name in VIEWS:
+        ours, theirs = (_kept(held, at, name) for held in (on_cpu(cache), twin))
+        yield f"copied survivors: {name} that differs", float((ours != theirs).sum()), 0.0
+    own = slice(0, size.requests * size.pages * size.num_kv_heads)
+    changed = sum(
+        int((getattr(on_cpu(cache), name)[own] != getattr(before, name)[own]).sum())
+        for name in VIEWS
+    )
+    yield "copied survivors: what changes in the pages that they leave", float(changed), 0.0
+
+
 def _positions(cache: LayerCache, chunks: list[PromptChunk]) -> torch.Tensor:
     """Of all survivors."""
-    pages = cache.position.view(cache.num_blocks, cache.num_kv_heads, -1).cpu()
-    strips = [pages[c.block_table.cpu().long()].transpose(0, 1).flatten(1) for c in chunks]
+    return _kept(cache, chunks, "position")
+
+
+def _kept(cache: LayerCache, chunks: list[PromptChunk], name: str) -> torch.Tensor:
+    """One of :data:`VIEWS` of all survivors, flat."""
+    view = getattr(cache, name).cpu()
+    pages = view.view(cache.num_blocks, cache.num_kv_heads, *view.shape[1:])
+    strips = [pages[c.block_table.cpu().long()].transpose(0, 1).flatten(1, 2) for c in chunks]
     kept = [s[:, : c.num_survivors].flatten() for s, c in zip(strips, chunks, strict=True)]
     return torch.cat(kept)
 

@@ -93,21 +93,36 @@ class Profile:
 
     def options(self, side: Side, bytes_per_slot: int) -> list[str]:
         """Of ``vllm bench throughput``."""
+        return [*self.requests(), *self.engine(side, bytes_per_slot)]
+
+    def requests(self) -> list[str]:
+        """Options that say what is asked for."""
+        return flags(
+            {
+                "--dataset-name": "random",
+                "--random-input-len": self.input_len,
+                "--random-output-len": self.output_len,
+                "--num-prompts": self.num_prompts,
+                "--seed": 0,
+            }
+        )
+
+    def engine(self, side: Side, bytes_per_slot: int) -> list[str]:
+        """Options of an engine."""
         options = {
-            "--dataset-name": "random",
-            "--random-input-len": self.input_len,
-            "--random-output-len": self.output_len,
-            "--num-prompts": self.num_prompts,
             "--max-model-len": self.max_model_len,
             "--block-size": self.block_size,
             "--num-gpu-blocks-override": self.num_blocks(side, bytes_per_slot),
             "--max-num-seqs": side.max_num_seqs,
-            "--seed": 0,
             **self.extra,
+            **side.policy_options(),
         }
-        options |= side.policy_options()
-        flags = [str(part) for pair in options.items() if pair[1] is not None for part in pair]
-        return [*flags, "--no-enable-prefix-caching"]
+        return [*flags(options), "--no-enable-prefix-caching"]
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Of a command line; without those that are None."""
+    return [str(part) for pair in options.items() if pair[1] is not None for part in pair]
 
 
 def tight(budget: float | int, pool: int, free_pool: int | None = None) -> tuple[Side, Side]:

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def test_kernels_hold(size: kernels.Size) -> None:
     """Decode, prompts, a second pass and packing."""
     checks = list(check_kernels(CPU, size))
-    assert len(checks) == 18 and all(map(holds, checks))
+    assert len(checks) == 28 and all(map(holds, checks))
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_each_part_in_a_process(tmp_path: Path) -> None:
     assert run_all([whole], out, tmp_path, minutes=0) == []
     with (tmp_path / "gpu-checks.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["holds"] for row in rows] == ["0", "0"] + ["1"] * 18
+    assert [row["holds"] for row in rows] == ["0", "0"] + ["1"] * 28
     assert [row["what"] for row in rows[:2]] == failed
 
 
@@ -85,7 +85,7 @@ def test_the_most_telling_first() -> None:
         assert len(names) == len(set(names))
         kinds = [part.kind for part in parts(small=False, every=every)]
         first = list(dict.fromkeys(kinds))
-        assert first == ["kernels", "engines", "graphs", "speed", "throughput"]
+        assert first == ["kernels", "engines", "graphs", "speed", "throughput", "latency"]
 
 
 def test_a_part_here(tmp_path: Path) -> None:
