@@ -1,5 +1,6 @@
 """Settings of the quick, quiet engine; they must be there before vLLM is imported."""
 
+import gc
 import os
 
 os.environ.update(
@@ -30,3 +31,9 @@ def _honest(wrapper: object, name: str) -> object:
 
 
 ffi._lib_wrapper.__getattr__ = _honest
+
+
+def pytest_collection_finish() -> None:
+    """All modules are there by now: the garbage of an engine is looked for among what is newer."""
+    gc.collect()
+    gc.freeze()
