@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -32,8 +33,18 @@ def _honest(wrapper: object, name: str) -> object:
 
 ffi._lib_wrapper.__getattr__ = _honest
 
+_num_modules = 0
 
-def pytest_collection_finish() -> None:
-    """All modules are there by now: the garbage of an engine is looked for among what is newer."""
-    gc.collect()
-    gc.freeze()
+
+def pytest_runtest_logfinish() -> None:
+    """Garbage is looked for, after each engine, among what is newer than most modules."""
+    global _num_modules
+    if len(sys.modules) > 1.05 * _num_modules or not gc.get_freeze_count():
+        _num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Bindings count what is left."""
+    gc.unfreeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -140,6 +141,8 @@ def engine(*args: Any, **kwargs: Any) -> Iterator[LLM]:
     """An engine in this process, of these :func:`arguments`, with a pool that is zeroed soon."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_CPU_KVCACHE_SPACE")  # whole GiB, which would go before
+        for name in ("freeze", "unfreeze"):  # what conftest.py does after tests
+            patch.setattr(gc, name, lambda: None)
         settings = {"kv_cache_memory_bytes": POOL_BYTES, **arguments(*args, **kwargs)}
         with in_process(**settings) as llm:
             yield llm
