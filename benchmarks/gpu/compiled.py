@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.compiler import ASTSource
 
+from vllm_h2o.kernels.batch import WINDOW_REACH
 from vllm_h2o.kernels.triton import decode, merge, pack, prefill, score, scoring_pass, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
@@ -154,7 +155,7 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     sizes, paged, block = shape.sizes, shape.paged, shape.block
     by_query, by_key = prompt_tiles(sizes["D_PAD"], shape.dtype.itemsize, capability)
     dots = {**sizes, "G": shape.group, "PRECISION": precision(shape.dtype)}
-    split, reach = {"CAN_SPLIT": not paged}, {"REACH": 8 if paged else 0}
+    split, reach = {"CAN_SPLIT": not paged}, {"REACH": WINDOW_REACH if paged else 0}
     yield from decode_launches(shape, shape.merges)
     yield prefill.store_chunk, "*i32", {
         **sizes, "TILE": STORE_TILE, "HAS_INITIAL_SCORE": paged, "MERGES": shape.merges,

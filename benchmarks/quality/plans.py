@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -114,9 +114,11 @@ LONGER = {
     )
     for name, length, count in (("4k", 4096, 25), ("8k", 8000, 20))
 }
+ANEW = replace(CONFIRMATION, name="anew", seed=3)
 FACTS: Mapping[str, Plan] = {
-    **_facts(CONFIRMATION, ""), **_facts(DEVELOPMENT, "-dev"), **LONGER,
+    **_facts(CONFIRMATION, ""), **_facts(DEVELOPMENT, "-dev"), **_facts(ANEW, "-anew"), **LONGER,
 }  # fmt: skip
-"""Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on."""
+"""Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on, ``-anew``
+with other facts, places and hays' windows than those of the confirmation set."""
 QUICK = Plan(prose(384, 256, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o2", "local", "random"))
 """A minute and a half, orders only."""

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from benchmarks.quality.facts import COUNT, FORMS, KINDS, LENGTHS, Facts, encode, facts
 from benchmarks.quality.paired import answered, lines, paired
 from benchmarks.quality.phrasings import CONFIRMATION, DEVELOPMENT, Source
-from benchmarks.quality.plans import FACTS, LONGER, VARIANTS
+from benchmarks.quality.plans import ANEW, FACTS, LONGER, VARIANTS
 from benchmarks.quality.tables import row
 from benchmarks.quality.texts import TextsUnavailableError, archive, documents
 from benchmarks.smollm2 import model_dir
@@ -156,10 +156,11 @@ def test_figures_and_pairs(tasks: dict[tuple[str, str], Facts]) -> None:
 
 
 def test_plans() -> None:
-    """Every form in both sets, at three budgets; longer ones; of policies that there are."""
-    assert len(FACTS) == 2 * len(FORMS) + len(LONGER)
+    """Every form in each set, at three budgets; longer ones; of policies that there are."""
+    assert len(FACTS) == 3 * len(FORMS) + len(LONGER)
+    sets = {"dev": DEVELOPMENT, "anew": ANEW}
     for name, plan in FACTS.items():
         source = plan.make.keywords["source"]  # type: ignore[attr-defined]
-        assert source is (DEVELOPMENT if name.endswith("-dev") else CONFIRMATION)
+        assert source is sets.get(name.rpartition("-")[2], CONFIRMATION)
         assert plan.shares == ((0.1, 0.2) if name in LONGER else (0.1, 0.2, 0.3))
         assert set(plan.policies) <= set(VARIANTS)

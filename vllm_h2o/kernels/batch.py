@@ -70,8 +70,9 @@ class Scoring:
     merge: float = 0.0
 
 
-WINDOW_REACH = 8
-"""Tokens after one that an observation window's queries look at, which stay with it."""
+WINDOW_REACH = 12
+"""Tokens after one that an observation window's queries look at, which stay with it: a written-out
+date has ten."""
 
 MEAN_SECOND_PASS = ScoringPass(weight=4.0, rotated=True)
 LARGEST_SECOND_PASS = ScoringPass(weight=0.1, rotated=True, by_maximum=True, stride=4)

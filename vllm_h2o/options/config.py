@@ -110,7 +110,7 @@ class KVPolicyConfig:
     window_score: str = option(
         "max",
         "with prefill=window: a token's score: max, the most that any of those queries and heads "
-        "gives to it or to one of the eight tokens before it; sum, all that they give to it",
+        "gives to it or to one of the twelve tokens before it; sum, all that they give to it",
         choices=("max", "sum"),
     )
     positions: str = option(

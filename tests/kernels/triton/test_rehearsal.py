@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_h2o.kernels.batch import LARGEST_SECOND_PASS, WINDOW_PASS, Scoring, StepTensors
+from vllm_h2o.kernels.batch import (
+    LARGEST_SECOND_PASS,
+    WINDOW_PASS,
+    WINDOW_REACH,
+    Scoring,
+    StepTensors,
+)
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.kernels.triton.rehearsal import rehearse
@@ -51,7 +57,7 @@ def test_everything_runs(
     ran: Counter[str] = Counter()
     for name in ("prefill", "score_pass", "pack_survivors", "copy_survivors"):
         monkeypatch.setattr(kernels, name, partial(counted, ran, name, getattr(kernels, name)))
-    scoring = Scoring(power=2, passes=(LARGEST_SECOND_PASS, WINDOW_PASS), reach=8)
+    scoring = Scoring(power=2, passes=(LARGEST_SECOND_PASS, WINDOW_PASS), reach=WINDOW_REACH)
     query, key = torch.zeros(1, GROUP * HEADS, HEAD_SIZE), torch.zeros(1, HEADS, HEAD_SIZE)
     scores, sinks = (
         (torch.zeros(1, HEADS), torch.zeros(GROUP * HEADS)) if has_both else (None, None)
