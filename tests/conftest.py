@@ -1,6 +1,8 @@
 """Settings of the quick, quiet engine; they must be there before vLLM is imported."""
 
+import gc
 import os
+import sys
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -30,3 +32,19 @@ def _honest(wrapper: object, name: str) -> object:
 
 
 ffi._lib_wrapper.__getattr__ = _honest
+
+_num_modules = 0
+
+
+def pytest_runtest_logfinish() -> None:
+    """Garbage is looked for, after each engine, among what is newer than most modules."""
+    global _num_modules
+    if len(sys.modules) > 1.05 * _num_modules or not gc.get_freeze_count():
+        _num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Bindings count what is left."""
+    gc.unfreeze()

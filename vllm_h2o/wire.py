@@ -179,7 +179,8 @@ class RequestPlan:
 
     def go_on(self) -> None:
         """Become the plan of the next step, of a request that goes on as it did: a token later."""
-        self.resident_start = self.attended_len
+        if self.resident_start < self.capacity:
+            self.resident_start += 1
         self.logical_start += 1
 
 
@@ -241,14 +242,14 @@ class Plans:
         for request_id in gone:
             self._last.pop(request_id, None)
         # Those that are told may be the sender's.
-        self._last |= {request_id: copy(new) for request_id, new in plan.requests.items()}
+        whole = {request_id: copy(new) for request_id, new in plan.requests.items()}
+        self._last |= whole
         for request_id in plan.ongoing:
-            if request_id not in self._last:
+            last = self._last.get(request_id)
+            if last is None:
                 raise IntegrityError(f"request {request_id} goes on, and has no plan")
-            self._last[request_id].go_on()
-        whole = {
-            request_id: self._last[request_id] for request_id in (*plan.requests, *plan.ongoing)
-        }
+            last.go_on()
+            whole[request_id] = last
         return ResidencyPlan(whole, continued=plan.continued)
 
 

@@ -12,7 +12,7 @@ from vllm import LLM, RequestOutput
 
 from tests.e2e.harness import generate
 from tests.e2e.oracle import Oracle, Where
-from vllm_h2o.kernels.reference import Head
+from tests.e2e.ties import WatchedHead
 from vllm_h2o.wire import RequestPlan
 
 
@@ -35,7 +35,7 @@ class ConversationOracle(Oracle):
         for request_id, plan in step.plan.requests.items():
             self.computed[request_id] = self.scheduler.requests[request_id], plan.logical_end
 
-    def _next_turn(self, where: Where, plan: RequestPlan) -> Head:
+    def _next_turn(self, where: Where, plan: RequestPlan) -> WatchedHead:
         layer, head, request_id = where
         text = self.scheduler.requests[request_id].all_token_ids[: plan.logical_start]
         earlier = [

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import Cohere2Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, OPTConfig
@@ -21,6 +23,8 @@ from benchmarks.throughput.models import write_random
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
 CHARACTERS = [ord(c) % 256 for c in TEXT]
 """Token ids for a vocabulary of 256."""
+POOL_BYTES = 1 << 27
+"""Of an engine's pages, where a test says nothing of them."""
 
 
 def smollm2() -> str:
@@ -132,9 +136,16 @@ def arguments(
     return settings
 
 
-def engine(*args: Any, **kwargs: Any) -> AbstractContextManager[LLM]:
-    """An engine in this process, of these :func:`arguments`."""
-    return in_process(**arguments(*args, **kwargs))
+@contextmanager
+def engine(*args: Any, **kwargs: Any) -> Iterator[LLM]:
+    """An engine in this process, of these :func:`arguments`, with a pool that is zeroed soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_CPU_KVCACHE_SPACE")  # whole GiB, which would go before
+        for name in ("freeze", "unfreeze"):  # what conftest.py does after tests
+            patch.setattr(gc, name, lambda: None)
+        settings = {"kv_cache_memory_bytes": POOL_BYTES, **arguments(*args, **kwargs)}
+        with in_process(**settings) as llm:
+            yield llm
 
 
 def generate(

@@ -13,19 +13,17 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from tests.e2e.harness import Probe, engine, generate
+from tests.e2e.ties import TIE, WatchedHead
 from tests.kernels.truth import follow_merge
 from vllm_h2o.kernels.batch import Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.float8 import as_read
-from vllm_h2o.kernels.reference import Head, random_score
+from vllm_h2o.kernels.reference import random_score
 from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.step import PublishesSteps, Step, current_step
-
-TIE = 1e-5
-"""Relative distance of two scores at which float32 may order them either way."""
 
 Where = tuple[str, int, str]
 """Layer name, KV head, request id."""
@@ -44,7 +42,7 @@ class Oracle:
         num_packs: packs because memory was short that were compared.
         num_renumbered: requests that were renumbered, in each layer and KV head, and followed.
         num_together: packs of every few tokens that were compared.
-        num_ties: victims that differ, between scores closer than ``TIE``.
+        num_ties: victims and packs that differ, between scores closer than ``TIE``.
         num_merged: victims that went to the nearest key; their K, V and masses are compared.
         num_merge_ties: those that went to another key than the reference's, as near.
         num_unequal: times that KV heads of a layer got unequal numbers of slots.
@@ -59,7 +57,7 @@ class Oracle:
     """
 
     scheduler: Any
-    heads: dict[Where, Head] = field(default_factory=dict)
+    heads: dict[Where, WatchedHead] = field(default_factory=dict)
     retained: dict[Where, frozenset[int]] = field(default_factory=dict)
     num_compared: int = 0
     num_victims: int = 0
@@ -174,7 +172,7 @@ class Oracle:
                 victim = None if victims is None else victims[head]
                 self._compare((layer_name, head, request_id), plan, cache, strip, num_slots, victim)
 
-    def _next_turn(self, where: Where, plan: RequestPlan) -> Head:
+    def _next_turn(self, where: Where, plan: RequestPlan) -> WatchedHead:
         """Where conversations are continued: what came of an earlier request."""
         raise NotImplementedError
 
@@ -218,13 +216,13 @@ class Oracle:
         plan: RequestPlan,
         cache: LayerCache,
         rows: torch.Tensor,
-    ) -> Head:
+    ) -> WatchedHead:
         """A new reference, with the keys and values that the request found in the prefix cache."""
         slots = torch.arange(plan.logical_start)
         at = (rows[slots // cache.block_size], slots % cache.block_size)
         assert cache.position[at].tolist() == slots.tolist()
         scoring = metadata.scoring
-        return Head(
+        return WatchedHead(
             Strip(
                 cache.key[at].double() * cache.scales[0],
                 cache.value[at].double() * cache.scales[1],
@@ -327,8 +325,7 @@ class Oracle:
         num_slots: int,
         victim: Any,
     ) -> None:
-        strip = self.heads[where].strip
-        slots = torch.arange(num_slots)
+        head, slots = self.heads[where], torch.arange(num_slots)
         if plan.num_free_slots:
             newest = int(victim) + plan.next_offset
             slots = slots[(slots <= newest) | (slots > newest + plan.num_free_slots)]
@@ -336,7 +333,10 @@ class Oracle:
         positions = cache.position[at].tolist()
         self.retained[where] = frozenset(positions)
         assert len(self.retained[where]) == len(positions)
-        assert self.retained[where] == {p for p in strip.position.tolist() if p >= 0}, (where, plan)
+        if self.retained[where] != {p for p in head.strip.position.tolist() if p >= 0}:
+            assert plan.num_survivors and head.follow_tie(positions, TIE), (where, plan)
+            self.num_ties += 1
+        strip = head.strip
         if cache.mass is not None:
             masses = dict(zip(strip.position.tolist(), strip.mass.tolist(), strict=True))
             assert cache.mass[at].tolist() == [masses[p] for p in positions], (where, plan)

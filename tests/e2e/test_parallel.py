@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tests.e2e import ranks
 from tests.e2e.conversations import converse
 from tests.e2e.harness import (
     CHARACTERS,
@@ -41,7 +41,6 @@ TIGHT = {**SETTINGS, "num_gpu_blocks_override": 17}
 """16 pages: the prompts whole, or one longest sequence."""
 WINDOW = {**OPTIONS, "prefill": "window", "observation_window": 16}
 MAX_TOKENS = 16
-FIRST, LAST = (f(os.sched_getaffinity(0)) for f in (min, max))
 # On a CPU vLLM makes the buffers between two stages while it warms up, which it skips when eager.
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 
@@ -87,8 +86,8 @@ def alone(model: str) -> dict[str, Run]:
 
 @pytest.fixture
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A core for each: on one NUMA node vLLM asks for that."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{FIRST}|{LAST}")
+    """Which start soon."""
+    ranks.install(monkeypatch)
     yield monkeypatch
 
 

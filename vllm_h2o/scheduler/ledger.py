@@ -298,15 +298,6 @@ class Ledger:
         if self.is_scheduled(request_id):
             raise IntegrityError(f"request {request_id} is scheduled twice in one step")
 
-    def goes_on(self, request_id: str, num_computed: int, num_tokens: int) -> bool:
-        """Whether computing tokens [num_computed, num_tokens) is as a request's last step was."""
-        held = self._states.get(request_id)
-        return (
-            held is not None
-            and num_computed == held.logical_len == num_tokens - 1
-            and num_tokens <= held.ongoing_end
-        )
-
     def go_on(self, request_id: str) -> None:
         """Enter another token of a request that goes on, and has the pages for it.
 
@@ -315,12 +306,7 @@ class Ledger:
 
         """
         self._check_once(request_id)
-        held = self._states[request_id]
-        grown_len = held.grown_len
-        self._ongoing[request_id] = 1 - (grown_len - held.resident_len)
-        held.logical_len += 1
-        held.resident_len = grown_len
-        held.held_len = max(held.held_len, grown_len)
+        self._ongoing[request_id] = self._states[request_id].go_on()
 
     def settle(self, request_id: str, num_computed: int) -> None:
         """Drop the drafts of a request's last step that were rejected; their slots are free.

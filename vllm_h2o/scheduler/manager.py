@@ -201,8 +201,9 @@ class HeavyHitterManager(FullAttentionManager):
 
         Those that are found computed and that nobody holds are taken from it, too.
         """
-        if self.ledger.goes_on(request_id, total_computed_tokens, num_tokens):
-            return self._pages_to_go_on(request_id)
+        going = self.ledger.states.get(request_id)
+        if going and going.goes_on(total_computed_tokens, num_tokens):
+            return self._pages_to_go_on(request_id, going)
         plan, info = self._preview(request_id, total_computed_tokens, num_tokens)
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         needed = self.ledger.num_row_blocks(plan)
@@ -221,13 +222,11 @@ class HeavyHitterManager(FullAttentionManager):
     ) -> list[KVCacheBlock]:
         """Take the pages and commit the plan."""
         held, entry = self.ledger.states.get(request_id), self._entries.get(request_id)
-        if held and self.ledger.goes_on(request_id, held.logical_len, num_tokens):
-            return self._go_on(request_id)
-        start = len(self.req_to_blocks[request_id]) * self.block_size
-        if held:
-            start = held.logical_len
-        elif entry:
-            start = entry.turn.logical_len
+        if held and held.goes_on(held.logical_len, num_tokens):
+            return self._go_on(request_id, held)
+        begun = held or (entry and entry.turn)
+        num_found = len(self.req_to_blocks[request_id]) * self.block_size
+        start = begun.logical_len if begun else num_found
         plan, info = self._preview(request_id, start, num_tokens)
         num_slots = self.ledger.num_row_blocks(plan) * self.block_size
         new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
@@ -244,20 +243,21 @@ class HeavyHitterManager(FullAttentionManager):
             self._reserved = max(self._reserved + admitted - len(new_blocks), 0)
         return new_blocks
 
-    def _pages_to_go_on(self, request_id: str) -> int:
+    def _pages_to_go_on(self, request_id: str, held: RequestState) -> int:
         """Pages of another token of a request that goes on."""
-        held = self.ledger.states[request_id]
-        needed = held.first_block_idx + self.ledger.num_pages(held.grown_len)
+        if held.resident_len == held.budget.capacity:
+            return 0
+        needed = held.first_block_idx + self.ledger.num_pages(held.resident_len + 1)
         return max(needed - len(self.req_to_blocks[request_id]), 0)
 
-    def _go_on(self, request_id: str) -> list[KVCacheBlock]:
+    def _go_on(self, request_id: str, held: RequestState) -> list[KVCacheBlock]:
         """Take them."""
-        new_blocks: list[KVCacheBlock] = []
-        if num_new := self._pages_to_go_on(request_id):
+        new_blocks = []
+        if num_new := self._pages_to_go_on(request_id, held):
             num_slots = (len(self.req_to_blocks[request_id]) + num_new) * self.block_size
             new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
+            self._reserved = max(self._reserved - num_new, 0)
         self.ledger.go_on(request_id)
-        self._reserved = max(self._reserved - len(new_blocks), 0)
         return new_blocks
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:

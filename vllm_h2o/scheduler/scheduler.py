@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
+from types import MethodType
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
@@ -94,6 +94,11 @@ class HeavyHitterScheduler(CutsChunks):
         num_layers = max(len(group.layer_names) for group in groups)
         self.stats_reporter = StatsReporter(self.manager, num_layers, self.windows)
         self._log_meaning(config)
+        if not self.scheduler_config.async_scheduling:
+            # A liberty: vLLM takes its other scheduler then. The asynchronous one runs ahead of
+            # the tokens: wrong where several batches are in flight all the same, in a pipeline.
+            for name in ("_update_after_schedule", "_update_request_with_output"):
+                setattr(self, name, MethodType(getattr(Scheduler, name), self))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One step of vLLM's schedule, with its plan as ``residency_plan``."""
@@ -253,23 +258,6 @@ class HeavyHitterScheduler(CutsChunks):
         others = (limits.max_num_seqs - 1) * (1 + self.num_spec_tokens)
         room = max(max_tokens - others, max_tokens // 2, 1)
         return min(room, limits.long_prefill_token_threshold or room)
-
-    @property
-    def _stock(self) -> type[Scheduler]:
-        """Which of its two schedulers vLLM takes: the asynchronous one runs ahead of the tokens.
-
-        A step before its token is known is wrong where async scheduling is off and several batches
-        are in flight all the same: in a pipeline.
-        """
-        return AsyncScheduler if self.scheduler_config.async_scheduling else Scheduler
-
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        self._stock._update_after_schedule(self, scheduler_output)
-
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        return self._stock._update_request_with_output(self, request, new_token_ids, is_stale)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """A streaming input's next part: after what is resident, or all of it from the start."""

@@ -123,10 +123,18 @@ class RequestState:
             return self.resident_len < self.logical_len
         return self.resident_len == self.budget.capacity
 
-    @property
-    def grown_len(self) -> int:
-        """Slots in use after a step that goes on as the last one did."""
-        return min(self.resident_len + 1, self.budget.capacity)
+    def goes_on(self, num_computed: int, num_tokens: int) -> bool:
+        """Whether computing tokens [num_computed, num_tokens) is as its last step was."""
+        return num_computed == self.logical_len == num_tokens - 1 and num_tokens <= self.ongoing_end
+
+    def go_on(self) -> int:
+        """Hold another token; how many are evicted for it."""
+        self.logical_len += 1
+        if self.resident_len == self.budget.capacity:
+            return 1
+        self.resident_len += 1
+        self.held_len = max(self.held_len, self.resident_len)
+        return 0
 
     def max_new(self, num_drafts: int) -> int:
         """Most tokens of its next step: drafts leave the last slot to a token that is certain.

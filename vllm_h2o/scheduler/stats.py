@@ -35,15 +35,19 @@ class StatsReporter:
         """
         manager, ledger = self._manager, self._manager.ledger
         stats, ledger.stats = ledger.stats, LedgerStats()
-        held = ledger.states.values()
         # Of windows stock holds as many, without room for scores.
         others = self._windows.num_held()
-        stock_pages = sum(ledger.num_pages(state.logical_len) for state in held) + others
-        pages = manager.num_held() + others
+        at_capacity = resident = logical = 0
+        stock_pages, pages = others, manager.num_held() + others
+        for held in ledger.states.values():  # in one pass: this is done after every step
+            at_capacity += held.is_full
+            resident += ledger.resident_tokens(held)
+            logical += held.logical_len
+            stock_pages += ledger.num_pages(held.logical_len)
         return PolicyStats(
             **asdict(stats),
-            requests_at_capacity=sum(state.is_full for state in held),
-            resident_tokens=sum(map(ledger.resident_tokens, held)),
-            logical_tokens=sum(state.logical_len for state in held),
+            requests_at_capacity=at_capacity,
+            resident_tokens=resident,
+            logical_tokens=logical,
             saved_bytes=stock_pages * self._stock_page_bytes - pages * self._page_bytes,
         )
