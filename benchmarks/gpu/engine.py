@@ -156,10 +156,11 @@ def main() -> None:
         )
         if args.strict and options:
             llm.collective_rpc(forbid_waits)
-        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        found = [
+            list(o.outputs[0].token_ids) for o in llm.generate(prompts, greedy, use_tqdm=False)
+        ]
         (memory,) = llm.collective_rpc(pool_bytes)
-    tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    args.out.write_text(json.dumps({"tokens": tokens, "pool_bytes": memory}))
+    args.out.write_text(json.dumps({"tokens": found, "pool_bytes": memory}))
 
 
 if __name__ == "__main__":

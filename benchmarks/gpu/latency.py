@@ -16,7 +16,7 @@ from benchmarks.throughput.profiles import GPU, Profile, tight
 PERCENTILES = (50, 99)
 PROFILE = next(profile for profile in GPU if profile.id == "OPT-16-512+512")
 """Which takes its requests one after another."""
-SMALL = Profile("small", "", "", 64, 32, 8, tight(0.5, 2 * 128), block_size=16)
+SMALL = Profile("small", "", "", 64, 32, 8, tight(0.5, 2 * 128))
 Figures = dict[str, float]
 
 

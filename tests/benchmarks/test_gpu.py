@@ -11,7 +11,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, latency
 from benchmarks.gpu.__main__ import (
     Check,
     Part,
@@ -23,7 +23,11 @@ from benchmarks.gpu.__main__ import (
     run_all,
     run_part,
 )
+from benchmarks.gpu.retained import differing, kept_by_reference
+from tests.e2e.harness import CHARACTERS, engine, tiny_llama
 from vllm_h2o.kernels.triton.kernels import TritonKernels
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.trace.record import record
 
 CPU = torch.device("cpu")
 
@@ -97,3 +101,27 @@ def test_a_part_here(tmp_path: Path) -> None:
 def test_apart() -> None:
     """What follows the first difference counts, be it alike or not."""
     assert apart([[1, 2, 3, 4], [5, 6]], [[1, 9, 3, 4], [5, 6]]) == 0.375
+
+
+def test_what_an_engine_keeps(tmp_path: Path) -> None:
+    """A model in float64 keeps the same after each step; with another window it does not."""
+    folder, prompt = tiny_llama(tmp_path, 6, 2), CHARACTERS[:90]
+    with engine(folder, "h2o", {"budget": 32}) as llm:
+        _, token_ids, frames = record(llm, prompt, 1, 12)
+    for recent, agrees in ((0.5, True), (0.3, False)):
+        config = KVPolicyConfig(name="h2o", budget=32, recent_ratio=recent)
+        budget = config.resolve(512, 32)
+        kept = kept_by_reference(tmp_path, torch.float32, token_ids, len(prompt), budget)
+        num_sets, share = differing(frames, kept)
+        assert num_sets == 12 * 2 * 2
+        assert (share == 0) is agrees
+
+
+def test_latencies() -> None:
+    """Two servers, one after the other; each answers every request."""
+    found = dict(latency.measure(latency.SMALL, 8.0, small=True))
+    assert list(found) == ["stock vLLM", "h2o"]
+    for figures in found.values():
+        assert figures["completed"] == latency.SMALL.num_prompts
+        assert 0 < figures["itl_p50_ms"] <= figures["itl_p99_ms"]
+        assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
