@@ -134,8 +134,7 @@ def main() -> None:
         config = {"budget": args.policy_budget, **({"prefill": "window"} if args.window else {})}
         options = {"kv_policy": args.policy, "kv_policy_config": config}
     with tempfile.TemporaryDirectory() as folder:
-        shape = SHAPES[args.shape]
-        write_random(AutoConfig.for_model(**shape), Path(folder), std=0.05)
+        write_random(AutoConfig.for_model(**SHAPES[args.shape]), Path(folder), std=0.05)
         llm = LLM(
             folder,
             dtype=args.dtype,
@@ -156,9 +155,8 @@ def main() -> None:
         )
         if args.strict and options:
             llm.collective_rpc(forbid_waits)
-        found = [
-            list(o.outputs[0].token_ids) for o in llm.generate(prompts, greedy, use_tqdm=False)
-        ]
+        outputs = llm.generate(prompts, greedy, use_tqdm=False)
+        found = [list(output.outputs[0].token_ids) for output in outputs]
         (memory,) = llm.collective_rpc(pool_bytes)
     args.out.write_text(json.dumps({"tokens": found, "pool_bytes": memory}))
 
