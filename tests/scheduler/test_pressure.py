@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.observed import Observed
@@ -283,3 +284,21 @@ def test_what_a_request_takes_and_could_give(
     assert (found.takes, found.gives, found.saves) == (takes, gives, saves)
     assert not saves or found.loses == loses
     assert found.takes <= most_taken([held], 4)
+
+
+def test_a_session_s_next_part_is_waited_for() -> None:
+    """Others fall back for it, as for any request that has no room."""
+    simulation = engine(12)
+    session, other = simulation.add(8, 1, resumable=True), simulation.add(8, 60)
+    while simulation.scheduler.requests[session].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+        simulation.step()
+    while simulation.num_free > 1:
+        simulation.step()
+    assert not simulation.count["fall back"]
+    simulation.add(12, 4, resumable=True, request_id=session)
+    for _ in range(3):
+        simulation.step()
+    assert simulation.count["fall back"] == 1
+    assert session in simulation.scheduler.ledger.states
+    simulation.abort([session, other])
+    assert simulation.num_free == simulation.num_total
