@@ -95,8 +95,8 @@ class HeavyHitterScheduler(CutsChunks):
         self.stats_reporter = StatsReporter(self.manager, num_layers, self.windows)
         self._log_meaning(config)
         if not self.scheduler_config.async_scheduling:
-            # A liberty: vLLM takes its other scheduler then. The asynchronous one runs ahead of
-            # the tokens: wrong where several batches are in flight all the same, in a pipeline.
+            # vLLM takes its other scheduler then. The asynchronous one runs ahead of the tokens:
+            # wrong where several batches are in flight all the same, in a pipeline.
             for name in ("_update_after_schedule", "_update_request_with_output"):
                 setattr(self, name, MethodType(getattr(Scheduler, name), self))
 
