@@ -140,7 +140,7 @@ def arguments(
 def engine(*args: Any, **kwargs: Any) -> Iterator[LLM]:
     """An engine in this process, of these :func:`arguments`, with a pool that is zeroed soon."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("VLLM_CPU_KVCACHE_SPACE")  # whole GiB, which would go before
+        patch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)  # whole GiB, and it goes before
         for name in ("freeze", "unfreeze"):  # what conftest.py does after tests
             patch.setattr(gc, name, lambda: None)
         settings = {"kv_cache_memory_bytes": POOL_BYTES, **arguments(*args, **kwargs)}

@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.harness import Probe, engine, generate, tiny_gemma3, tiny_llama
+from tests.e2e.harness import POOL_BYTES, Probe, engine, generate, tiny_gemma3, tiny_llama
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.planner.capacity import Row, Workload, plan, policy_row, stock_row
 from vllm_h2o.planner.model import Model, load
 from vllm_h2o.scheduler import scheduler
 from vllm_h2o.scheduler.footprint import CacheShape, row_bytes
 
-MEMORY = 1 << 30
-"""What the suite's settings give every engine on a CPU."""
 WORK = Workload(max_model_len=512, prompt_len=512, block_size=32, max_num_batched_tokens=64)
 SETTINGS: dict[str, Any] = {
     "block_size": WORK.block_size,
@@ -55,7 +53,7 @@ def blocks(llm: Any) -> int:
 def test_stock_vllm(model: tuple[str, str, Model]) -> None:
     """Its pages, its own figure of concurrency, and the bytes of the weights."""
     _, folder, read = model
-    row = stock_row(read.cache("auto"), MEMORY, WORK)
+    row = stock_row(read.cache("auto"), POOL_BYTES, WORK)
     with engine(folder, **SETTINGS) as llm:
         assert blocks(llm) == row.pool.num_blocks
         assert llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency == row.concurrency
@@ -77,7 +75,7 @@ def test_the_scheduler_says_the_same(
 
     monkeypatch.setattr(scheduler.logger, "info", info)
     for options in BUDGETS[name]:
-        row = policy_row(shape, MEMORY, WORK, KVPolicyConfig.from_options("h2o", options))
+        row = policy_row(shape, POOL_BYTES, WORK, KVPolicyConfig.from_options("h2o", options))
         said.clear()
         with engine(folder, "h2o", options, **SETTINGS) as llm:
             assert blocks(llm) == row.pool.num_blocks
@@ -99,12 +97,12 @@ def test_sliding_windows(
     read, said = load(folder, "float32"), []
     shape, work = read.cache("auto"), replace(WORK, in_flight=1)  # never two on a CPU
     assert (shape.num_layers, shape.windows, read.num_layers) == (2, (32, 32), 6)
-    stock = stock_row(shape, MEMORY, work)
+    stock = stock_row(shape, POOL_BYTES, work)
     with engine(folder, **SETTINGS) as llm:
         assert blocks(llm) == stock.pool.num_blocks
         capacity = llm.llm_engine.vllm_config.cache_config.kv_cache_max_concurrency
         assert capacity == stock.concurrency
-    row = policy_row(shape, MEMORY, work, KVPolicyConfig(budget=100))
+    row = policy_row(shape, POOL_BYTES, work, KVPolicyConfig(budget=100))
     monkeypatch.setattr(scheduler.logger, "info", lambda text, *args, **_: said.append(text % args))
     with engine(folder, "h2o", {"budget": 100}, **SETTINGS) as llm:
         assert blocks(llm) == row.pool.num_blocks
@@ -193,14 +191,14 @@ def test_budgets_of_requests() -> None:
     """A share of the prompt is a share of the longest one."""
     config = KVPolicyConfig(budget=0.5, budget_basis="prompt")
     work = Workload(max_model_len=512, prompt_len=128, block_size=16, max_num_batched_tokens=64)
-    row = policy_row(CacheShape(2, 3, 8, 2), MEMORY, work, config)
+    row = policy_row(CacheShape(2, 3, 8, 2), POOL_BYTES, work, config)
     assert row.slots == 64
     assert row.label == "h2o 50 %"
 
 
 def test_the_policy_that_evicts_nothing() -> None:
     """It has the longest sequence, in pages with scores."""
-    row = policy_row(CacheShape(2, 3, 8, 2), MEMORY, WORK, KVPolicyConfig(name="full"))
+    row = policy_row(CacheShape(2, 3, 8, 2), POOL_BYTES, WORK, KVPolicyConfig(name="full"))
     assert (row.label, row.slots, row.pages) == ("full", 512, 16)
 
 
