@@ -46,18 +46,8 @@ bench: $(STAMP) $(LIBRARIES)  ## stock vLLM against h2o: table, CSV and chart (1
 gpu-check:  ## on a machine with a GPU and vLLM: correctness, then speed (`PYTHON=`, `ARGUMENTS=--all`)
 	@$(PYTHON) -m benchmarks.gpu $(ARGUMENTS)
 
-bench-quality: $(STAMP) $(LIBRARIES)  ## what a budget costs: tables, CSVs and chart (hours on two cores)
-	@rm -f $(RESULTS)/quality.csv $(RESULTS)/quality_search.csv $(RESULTS)/quality_mass.csv \
-	    $(RESULTS)/quality_facts.csv
-	@for part in "1k novel 2k 4k after after-64 commonsense" \
-	    "pairs passkey --dtype float32" "passkey-2k passkey-4k --dtype float32"; do \
-	    VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.quality \
-	        --only $$part --csv $(RESULTS)/quality.csv || exit 1; done
-	@VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.quality \
-	    --only facts-now facts-later facts-instructed --dtype float32 \
-	    --csv $(RESULTS)/quality_facts.csv
-	@$(BIN)/python -m benchmarks.quality.search --csv $(RESULTS)/quality_search.csv
-	@$(BIN)/python -m benchmarks.quality.mass --csv $(RESULTS)/quality_mass.csv
+bench-quality: $(STAMP) $(LIBRARIES)  ## what a budget costs: the charts' figures, and the chart (XX on two cores)
+	@$(BIN)/python -m benchmarks.quality.charts --folder $(RESULTS)
 	@$(BIN)/python -m benchmarks.quality.chart $(RESULTS)/quality.csv $(RESULTS)/quality_facts.csv \
 	    $(RESULTS)/quality_presses.csv $(RESULTS)/quality.svg
 

@@ -28,6 +28,7 @@ POLICIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 """By the name in tables: a policy, and its options."""
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     **POLICIES,
+    "h2o2 merge": ("h2o2", {"merge": 0.9}),
     "h2o window": ("h2o", {"prefill": "window"}),
     "h2o window sum": ("h2o", {"prefill": "window", "window_score": "sum"}),
 }
@@ -70,7 +71,7 @@ SHARES_AFTER = (0.1, 0.2, 0.3, 0.5)
 
 SCORED = ("h2o", "h2o_mean", "h2o_replay", "h2o2")
 PLANS: Mapping[str, Plan] = {
-    "1k": Plan(prose(1024, 768, 2), (0.05, 0.1, 0.2, 0.4, 0.6)),
+    "1k": Plan(prose(1024, 768, 2), (0.05, 0.1, 0.2, 0.4, 0.6), (*POLICIES, "h2o2 merge")),
     "novel": Plan(prose(1536, 1280, 4, ("moby_dick",)), (0.05, 0.1, 0.2)),
     "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), (*SCORED, "streaming")),
     "after": Plan(AFTER[0], SHARES_AFTER),

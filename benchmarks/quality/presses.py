@@ -8,7 +8,10 @@ The environment: see benchmarks/README.md (kvpress wants another transformers th
 from __future__ import annotations
 
 import argparse
+import copy
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -37,8 +40,11 @@ MASKING = {
     "Ada-KV, ExpectedAttention": lambda **how: kvpress.AdaKVPress(
         kvpress.ExpectedAttentionPress(**how)
     ),
+    "KVzip": kvpress.KVzipPress,
 }
 """Presses that mask; they refuse eager attention, which ObservedAttention needs."""
+KVZIP = "KVzip"
+"""Masks, too, and has the model repeat the context first: it is given one at a time."""
 BATCH = 4
 """Contexts at once: eager attention holds all probabilities of a layer."""
 
@@ -47,12 +53,13 @@ class Several(kvpress.BasePress):  # type: ignore[misc]
     """Lets several presses compress the cache of one forward pass, each for itself.
 
     Args:
-        presses: by anything.
+        presses: by name and how many tokens each leaves.
 
     """
 
     def __init__(self, presses: Mapping[Any, Any]) -> None:
-        self.presses = presses
+        self.zips = {key: press for key, press in presses.items() if key[0] == KVZIP}
+        self.presses = {key: press for key, press in presses.items() if key[0] != KVZIP}
         self.caches = {key: DynamicCache() for key in presses}
         self.masks: dict[Any, dict[Any, Any]] = {key: {} for key in presses}
 
@@ -75,12 +82,30 @@ class Several(kvpress.BasePress):  # type: ignore[misc]
 
     def left(self, key: Any) -> set[int]:
         """How many tokens a press left, by layer, on average over heads and contexts."""
-        found = set()
+        found = []
         masked = [len(mask[0]) for mask in self.masks[key].values()]
         for number, layer in enumerate(self.caches[key].layers):
             batch, heads, length, _ = layer.keys.shape
-            found.add(length - (masked[number] // (batch * heads) if masked else 0))
-        return found
+            found.append(length - (masked[number] / (batch * heads) if masked else 0))
+        if key[0] == KVZIP:  # some layers keep more than others
+            return {round(sum(found) / len(found))}
+        return set(map(int, found))
+
+    def repeat(self, key: Any, model: Any, context: torch.Tensor, cache: DynamicCache) -> None:
+        """What KVzip masks of each context, in a copy of the cache of all of them."""
+        self.caches[key] = copy.deepcopy(cache)
+        masks: dict[Any, list[tuple[torch.Tensor, ...]]] = {}
+        for index, ids in enumerate(context):
+            with self.zips[key](model):
+                model.model(input_ids=ids[None], past_key_values=DynamicCache())
+            for layer in model.model.layers:
+                _, heads, places = layer.self_attn.masked_key_indices
+                layer.self_attn.masked_key_indices = None
+                mask = torch.full_like(heads, index), heads, places
+                masks.setdefault(layer.self_attn, []).append(mask)
+        self.masks[key] = {
+            module: tuple(map(torch.cat, zip(*rows, strict=True))) for module, rows in masks.items()
+        }
 
     def go_on(self, model: Any, key: Any, tail: torch.Tensor, position: torch.Tensor) -> Any:
         """[B, S, V] logits of a tail's tokens, from what a press left."""
@@ -128,6 +153,8 @@ def judge(model: Any, wanted: Sequence[Wanted], task: Task) -> dict[Wanted, list
         cache = DynamicCache()
         with several(model):
             guess = model(context, past_key_values=cache, logits_to_keep=1).logits
+        for key in several.zips:
+            several.repeat(key, model, context, cache)
         position = torch.arange(length, length + size - 1).expand(len(tail), -1)
         for key in wanted:
             if key[0] == "full":
@@ -150,7 +177,9 @@ def main() -> None:
     )
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     parser.add_argument("--facts", nargs="*", default=[], choices=FACTS, help="instead of the rest")
-    parser.add_argument("--masking", action="store_true", help="Ada-KV, instead of the rest")
+    parser.add_argument(
+        "--masking", action="store_true", help="Ada-KV and KVzip, instead of the rest"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -161,6 +190,11 @@ def main() -> None:
         dtype=torch.float32,
         attn_implementation="sdpa" if args.masking else "eager",
     )
+    # KVzip reads the tokenizer there, and would take a context's start for a chat's.
+    plain = tempfile.TemporaryDirectory()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / name, plain.name)
+    model.config.name_or_path = plain.name
     presses = MASKING if args.masking else PRESSES
     by, rows = f"kvpress {version('kvpress')}", []
     asked = [(FACTS[name].make, FACTS[name].shares) for name in args.facts]

@@ -29,9 +29,10 @@ PROMPT = (
     "The keeper of the lighthouse wrote </script><b>it</b> & 'all' down —\n"
     "日本 🙂 the storm, the ships, and the names of those who came ashore."
 )
+OPTIONS = {"score": "combined", "observation_window": 8, "merge": 0.2}
 ARGUMENTS = (
     *("--max-tokens", "40", "--every", "9", "--budget", "32", "--dtype", "float32"),
-    *("--kv-policy-config", '{"score": "combined", "merge": 0.2}'),
+    *("--kv-policy-config", json.dumps(OPTIONS)),
 )
 
 
@@ -127,9 +128,8 @@ def trace(model: str) -> Trace:
     """A run in this process."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt = tokenizer(PROMPT)["input_ids"]
-    options = {"budget": 32, "score": "combined", "observation_window": 8, "merge": 0.2}
     settings = {"block_size": 16, "max_model_len": len(prompt) + 40}
-    with engine(model, "h2o", options, **settings) as llm:
+    with engine(model, "h2o", {"budget": 32, **OPTIONS}, **settings) as llm:
         layers, token_ids, frames = record(llm, prompt, every=9, max_tokens=40)
     frames = [frame.ranked_by_age() for frame in frames]
     pieces = texts(tokenizer, token_ids)
