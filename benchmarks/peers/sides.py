@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,12 @@ def ours(policy: str) -> Side:
     return Side(f"vLLM, {policy}", "with_vllm", None, {"policy": policy}, evicts=True)
 
 
+def compiled(side: Side) -> Side:
+    """vLLM with torch.compile, which it compiles before its time is taken."""
+    options = {**side.options, "enforce_eager": False}
+    return replace(side, name=f"{side.name}, compiled", options=options)
+
+
 SIDES = {
     side.name: side
     for side in (
@@ -77,6 +83,8 @@ SIDES = {
         Side("vLLM", "with_vllm", None),
         ours("h2o"),
         ours("h2o2"),
+        compiled(Side("vLLM", "with_vllm", None)),
+        compiled(ours("h2o")),
     )
 }
 """By name. Without a policy's name all tokens are kept."""
@@ -123,7 +131,7 @@ def run(
     folder = openvino_folder() if peer else model_dir("float32")
     options = side.options_for(budget)
     if side.module == "with_vllm":
-        options |= {"kv_heads": shape.kv_heads, "enforce_eager": True}
+        options = {"kv_heads": shape.kv_heads, "enforce_eager": True, **options}
     job = Job(
         str(folder),
         [list(prompt) for prompt in prompts],
