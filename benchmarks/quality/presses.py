@@ -12,6 +12,7 @@ import copy
 import os
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -47,6 +48,29 @@ KVZIP = "KVzip"
 """Masks, too, and has the model repeat the context first: it is given one at a time."""
 BATCH = 4
 """Contexts at once: eager attention holds all probabilities of a layer."""
+
+
+class Zip(kvpress.KVzipPress):  # type: ignore[misc]
+    """KVzip, which reads one context again and chooses for several budgets.
+
+    Args:
+        wanted: presses of these budgets, by anything.
+
+    """
+
+    def __init__(self, wanted: Mapping[Any, Any]) -> None:
+        super().__init__(compression_ratio=0.5)
+        self.wanted = wanted
+        self.masks: dict[Any, dict[Any, Any]] = {key: {} for key in wanted}
+
+    def compress_post(self, model: Any) -> None:
+        """Choose for each budget, and leave the model as it was."""
+        for key, press in self.wanted.items():
+            self.compression_ratio = press.compression_ratio
+            super().compress_post(model)
+            for layer in model.model.layers:
+                self.masks[key][layer.self_attn] = layer.self_attn.masked_key_indices
+                layer.self_attn.masked_key_indices = None
 
 
 class Several(kvpress.BasePress):  # type: ignore[misc]
@@ -91,21 +115,24 @@ class Several(kvpress.BasePress):  # type: ignore[misc]
             return {round(sum(found) / len(found))}
         return set(map(int, found))
 
-    def repeat(self, key: Any, model: Any, context: torch.Tensor, cache: DynamicCache) -> None:
-        """What KVzip masks of each context, in a copy of the cache of all of them."""
-        self.caches[key] = copy.deepcopy(cache)
-        masks: dict[Any, list[tuple[torch.Tensor, ...]]] = {}
+    def repeat(self, model: Any, context: torch.Tensor, cache: DynamicCache) -> None:
+        """What KVzip masks of each context, in copies of the cache of all of them."""
+        if not self.zips:
+            return
+        masks: dict[Any, dict[Any, list[Any]]] = {key: defaultdict(list) for key in self.zips}
         for index, ids in enumerate(context):
-            with self.zips[key](model):
+            press = Zip(self.zips)
+            with press(model):
                 model.model(input_ids=ids[None], past_key_values=DynamicCache())
-            for layer in model.model.layers:
-                _, heads, places = layer.self_attn.masked_key_indices
-                layer.self_attn.masked_key_indices = None
-                mask = torch.full_like(heads, index), heads, places
-                masks.setdefault(layer.self_attn, []).append(mask)
-        self.masks[key] = {
-            module: tuple(map(torch.cat, zip(*rows, strict=True))) for module, rows in masks.items()
-        }
+            for key, chosen in press.masks.items():
+                for module, (_, heads, places) in chosen.items():
+                    masks[key][module].append((torch.full_like(heads, index), heads, places))
+        for key, by_module in masks.items():
+            self.caches[key] = copy.deepcopy(cache)
+            self.masks[key] = {
+                module: tuple(map(torch.cat, zip(*rows, strict=True)))
+                for module, rows in by_module.items()
+            }
 
     def go_on(self, model: Any, key: Any, tail: torch.Tensor, position: torch.Tensor) -> Any:
         """[B, S, V] logits of a tail's tokens, from what a press left."""
@@ -153,8 +180,7 @@ def judge(model: Any, wanted: Sequence[Wanted], task: Task) -> dict[Wanted, list
         cache = DynamicCache()
         with several(model):
             guess = model(context, past_key_values=cache, logits_to_keep=1).logits
-        for key in several.zips:
-            several.repeat(key, model, context, cache)
+        several.repeat(model, context, cache)
         position = torch.arange(length, length + size - 1).expand(len(tail), -1)
         for key in wanted:
             if key[0] == "full":

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.quality import charts, kept
 from benchmarks.quality.facts import COUNT, FORMS, KINDS, LENGTHS, Facts, encode, facts
 from benchmarks.quality.paired import answered, lines, paired
 from benchmarks.quality.phrasings import CONFIRMATION, DEVELOPMENT, Source
-from benchmarks.quality.plans import ANEW, FACTS, LONGER, VARIANTS
+from benchmarks.quality.plans import ANEW, FACTS, LONGER, PLANS, VARIANTS
 from benchmarks.quality.tables import row
 from benchmarks.quality.texts import TextsUnavailableError, archive, documents
 from benchmarks.smollm2 import model_dir
@@ -135,6 +137,22 @@ def test_the_sets_have_nothing_in_common(
         assert all(found == facts_of[0] for found in facts_of)
 
 
+def test_how_much_of_a_fact_is_held(
+    tokenizer: Tokenizer, tasks: dict[tuple[str, str], Facts]
+) -> None:
+    """Its places are those of its value; of layers and heads, the share that holds each of them."""
+    for form in kept.FORMS:
+        task = tasks["confirmation", form]
+        for index in range(COUNT):
+            wanted = kept.places(task, tokenizer, index)
+            said = tokenizer.decode(task.context[index][wanted.start : wanted.stop].tolist())
+            assert said == f" {task.facts[index][0].value}"
+    none = kept.NOTHING
+    positions = np.array([[[4, 5, none], [5, 9, none]], [[0, 1, 4], [4, 5, 7]]])
+    assert kept.shares(positions, range(4, 6)) == (0.75, 0.75)
+    assert kept.shares(positions, range(5, 8)) == (pytest.approx(1 / 3), 0.0)
+
+
 def test_figures_and_pairs(tasks: dict[tuple[str, str], Facts]) -> None:
     """A fact is found whole or not at all; a row says enough for a paired standard error."""
     task = tasks["confirmation", "asked_now"]
@@ -164,3 +182,12 @@ def test_plans() -> None:
         assert source is sets.get(name.rpartition("-")[2], CONFIRMATION)
         assert plan.shares == ((0.1, 0.2) if name in LONGER else (0.1, 0.2, 0.3))
         assert set(plan.policies) <= set(VARIANTS)
+
+
+def test_what_the_charts_need() -> None:
+    """Each part is a plan's, of policies that it runs: others would be left out without a word."""
+    for file, plan, shares, policies in charts.PARTS:
+        assert (file == "quality_facts.csv") is (plan in FACTS)
+        known = {**PLANS, **FACTS}[plan]
+        assert set(policies) <= set(known.policies)
+        assert set(map(float, shares)) <= set(known.shares)
