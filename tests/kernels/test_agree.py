@@ -167,7 +167,7 @@ def test_score_pass(
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("which", [LARGEST_SECOND_PASS, WINDOW_PASS], ids=["largest", "window"])
 def test_score_pass_of_wide_heads(make: Callable[[Shape], Kernels], which: ScoringPass) -> None:
-    """The smallest tiles, half of which is the reach; and some of the queries alone."""
+    """The smallest tiles, most of which is the reach; and some of the queries alone."""
     shape = replace(SHAPE, group=1, head_size=256)
     chunks, owned = prompt_chunks(shape, packs=False)
     chunks = [replace(c, first_window_query=max(c.num_tokens - 20, 0)) for c in chunks]
