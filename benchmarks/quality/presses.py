@@ -112,7 +112,7 @@ class Several(kvpress.BasePress):  # type: ignore[misc]
             batch, heads, length, _ = layer.keys.shape
             found.append(length - (masked[number] / (batch * heads) if masked else 0))
         if key[0] == KVZIP:  # some layers keep more than others
-            return {round(sum(found) / len(found))}
+            return {int(sum(found) / len(found))}
         return set(map(int, found))
 
     def repeat(self, model: Any, context: torch.Tensor, cache: DynamicCache) -> None:
