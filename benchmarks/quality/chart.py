@@ -24,8 +24,7 @@ OURS = {
     "local": ("local", "#8c564b"),
 }
 """By the name in tables: the label, and a colour."""
-GREYS = ("#222222", "#555555", "#777777", "#999999", "#aaaaaa", "#bbbbbb")
-MARKERS = "os*D^vxPXhd<>"
+MARKERS = "os*D^vxPXhd<>1234"
 
 
 def panel(row: Mapping[str, Any]) -> str | None:
@@ -57,9 +56,12 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "quality"
     shown = [name for name in PANELS if any(panel(row) == name for row in rows)]
     figure, axes = pyplot.subplots(1, len(shown), figsize=(4.6 * len(shown), 3.9), squeeze=False)
+    pressed = [row["policy"] for row in rows if panel(row) and row["by"].startswith("kvpress")]
+    presses = [policy for policy in dict.fromkeys(pressed) if policy != "full"]
+    greys = {press: f"{0.1 + 0.65 * i / len(presses):.2f}" for i, press in enumerate(presses)}
     handles: dict[str, Any] = {}
     for axis, name in zip(axes[0], shown, strict=True):
-        handles |= _fill(axis, name, [row for row in rows if panel(row) == name])
+        handles |= _fill(axis, name, [row for row in rows if panel(row) == name], greys)
     figure.legend(
         handles.values(), handles.keys(), loc="lower center", ncols=min(5, len(handles)), fontsize=8
     )
@@ -67,28 +69,27 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, metadata={"Creator": None, "Date": None})
 
 
-def _fill(axis: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Draw one panel; its lines by their labels."""
+def _fill(
+    axis: Any, name: str, rows: Sequence[Mapping[str, Any]], greys: Mapping[str, str]
+) -> dict[str, Any]:
+    """Draw one panel, the presses in their greys; its lines by their labels."""
     costs = name.startswith("prose")
     # Of two full caches, the engine's.
     rows = sorted(rows, key=lambda row: row["by"].startswith("engine"))
     column, unit = ("above_full", 1) if costs else ("mean", 100)
     last = {(row["policy"], 100 * float(row["share"])): unit * float(row[column]) for row in rows}
-    pressed = [row["policy"] for row in rows if row["by"].startswith("kvpress")]
-    presses = [policy for policy in dict.fromkeys(pressed) if policy != "full"]
-    for index, policy in enumerate((*OURS, *presses)):
+    for marker, policy in zip(MARKERS, (*OURS, *greys), strict=False):
         points = sorted((share, value) for (of, share), value in last.items() if of == policy)
         if not points:
             continue
-        grey = GREYS[presses.index(policy)] if policy in presses else ""
-        label, color = OURS.get(policy, (f"kvpress {policy}", grey))
+        label, color = OURS.get(policy, (f"kvpress {policy}", greys.get(policy)))
         axis.plot(
             *zip(*points, strict=True),
             color=color,
-            marker=MARKERS[index],
+            marker=marker,
             markersize=4,
-            linestyle=":" if grey else "-",
-            linewidth=1 if grey else 2,
+            linestyle=":" if policy in greys else "-",
+            linewidth=1 if policy in greys else 2,
             label=label,
         )
     if costs:
