@@ -58,7 +58,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(shown), figsize=(4.6 * len(shown), 3.9), squeeze=False)
     pressed = [row["policy"] for row in rows if panel(row) and row["by"].startswith("kvpress")]
     presses = [policy for policy in dict.fromkeys(pressed) if policy != "full"]
-    greys = {press: f"{0.1 + 0.65 * i / len(presses):.2f}" for i, press in enumerate(presses)}
+    greys = {press: f"{0.75 - 0.65 * i / len(presses):.2f}" for i, press in enumerate(presses)}
     handles: dict[str, Any] = {}
     for axis, name in zip(axes[0], shown, strict=True):
         handles |= _fill(axis, name, [row for row in rows if panel(row) == name], greys)
