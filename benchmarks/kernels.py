@@ -129,7 +129,7 @@ def our_prompt(
     def call() -> None:
         kernels.prefill(cache, [chunk], tensors, Scoring())
         for which in passes:
-            asked = [chunk.thinned(which.stride)]
+            asked = chunk.in_blocks(which.in_pages(BLOCK_SIZE))
             kernels.score_pass(cache, asked, tensors.query, tensors.scale, which)
 
     return call

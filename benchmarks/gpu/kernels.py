@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,6 +170,12 @@ def check_decode(size: Size, device: torch.device) -> Iterator[tuple[str, float,
     yield "victims that differ", float((victims.cpu() != theirs)[written].float().mean()), 1e-3
 
 
+def _asked(size: Size, chunks: Sequence[PromptChunk], which: ScoringPass) -> list[PromptChunk]:
+    """What a pass's queries see, block by block where it goes so."""
+    which = which.in_pages(size.block_size)
+    return [block for chunk in chunks for block in chunk.in_blocks(which)]
+
+
 def check_prompt(
     size: Size, device: torch.device, attention: PromptAttention | None, later: bool
 ) -> Iterator[tuple[str, float, float]]:
@@ -193,8 +199,10 @@ def check_prompt(
     yield from _compare(cache, twin, tensors.out, expected.out, size)
     # Any queries will do for those of a second pass.
     for what, which in PASSES.items():
-        kernels.score_pass(cache, chunks, tensors.query, size.scale, which)
-        TorchKernels().score_pass(twin, twin_chunks, expected.query, size.scale, which)
+        asked = _asked(size, chunks, which)
+        kernels.score_pass(cache, asked, tensors.query, size.scale, which)
+        asked = _asked(size, twin_chunks, which)
+        TorchKernels().score_pass(twin, asked, expected.query, size.scale, which)
         yield f"score of {what}, relative", _score_error(cache, twin), 1e-3
     yield _check_pack(cache, chunks, kernels)
     yield from _check_copies(size, chunks, kernels, device)
@@ -375,7 +383,8 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
         return seconds(lambda: kernels.prefill(cache, chunk, long, Scoring(power=power)))
 
     def score_pass(which: ScoringPass) -> float:
-        return seconds(lambda: kernels.score_pass(cache, chunk, long.query, size.scale, which))
+        asked = _asked(size, chunk, which)
+        return seconds(lambda: kernels.score_pass(cache, asked, long.query, size.scale, which))
 
     full, bare = prompt(1), prompt(0)
     # Its fields are sent by every call, so that it is not captured.

@@ -299,7 +299,6 @@ class Oracle:
         for which in scoring.passes:
             start = plan.scoring_start if which.rotated else plan.window_start
             own = query[max(start - plan.logical_start, 0) :]
-            own = own[(len(own) - 1) % which.stride :: which.stride]
             asking.append((which, self._rotated(own, plan.num_new) if which.rotated else own))
         return [(which, own) for which, own in asking if len(own)]
 

@@ -167,7 +167,7 @@ def test_score_pass(
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("which", [LARGEST_SECOND_PASS, WINDOW_PASS], ids=["largest", "window"])
 def test_score_pass_of_wide_heads(make: Callable[[Shape], Kernels], which: ScoringPass) -> None:
-    """The smallest tiles, most of which is the reach; and some of the queries alone."""
+    """The smallest tiles, most of which is the reach; and blocks."""
     shape = replace(SHAPE, group=1, head_size=256)
     chunks, owned = prompt_chunks(shape, packs=False)
     chunks = [replace(c, first_window_query=max(c.num_tokens - 20, 0)) for c in chunks]
@@ -176,7 +176,7 @@ def test_score_pass_of_wide_heads(make: Callable[[Shape], Kernels], which: Scori
     ours = copied(theirs, shape)
     torch.manual_seed(9)
     query, before = torch.randn(140, 2, 256), theirs.score.clone()
-    asked = [c.thinned(which.stride) for c in chunks]
+    asked = [b for c in chunks for b in c.in_blocks(which.in_pages(shape.block_size))]
     for kernels, cache in ((TorchKernels(), theirs), (make(shape), ours)):
         kernels.score_pass(cache, asked, query, 0.1, which)
     assert not torch.equal(theirs.score, before)

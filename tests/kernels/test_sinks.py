@@ -136,7 +136,7 @@ def test_score_pass(make: Callable[[Shape], Kernels], which: ScoringPass) -> Non
     """Scores of queries that score once more; they differ from those without sinks."""
     chunks, owned = prompt_chunks(SHAPE, packs=False)
     chunks = [replace(c, first_window_query=max(c.num_tokens - 20, 0)) for c in chunks]
-    chunks = [c.thinned(which.stride) for c in chunks]
+    chunks = [b for c in chunks for b in c.in_blocks(which.in_pages(SHAPE.block_size))]
     theirs = filled(SHAPE, owned + 1, seed=8)
     number(theirs, chunks)
     ours, bare = copied(theirs, SHAPE), copied(theirs, SHAPE)

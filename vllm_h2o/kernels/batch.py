@@ -23,7 +23,9 @@ class ScoringPass:
         by_maximum: whether the largest contribution counts, and not the mean.
         reach: a token takes the largest of its own contribution and of so many tokens' before it.
         power: of the probabilities.
-        stride: of a rotated chunk every so many queries score, the last one among them.
+        block: a rotated query sees the block of so many slots that it is in, and the first
+            ``page`` slots, to which it adds only from the first block; 0: it sees every token.
+        page: slots of a page; blocks are whole pages: see :meth:`in_pages`.
 
     """
 
@@ -32,11 +34,19 @@ class ScoringPass:
     by_maximum: bool = False
     reach: int = 0
     power: int = 2
-    stride: int = 1
+    block: int = 0
+    page: int = 0
 
     def __post_init__(self) -> None:
-        if self.stride > 1 and not self.rotated:
-            raise ValueError(f"queries that see the past alone are not thinned: {self}")
+        if self.block and (self.reach or not self.rotated):
+            raise ValueError(f"only a rotated pass without a reach goes block by block: {self}")
+
+    def in_pages(self, page_size: int) -> ScoringPass:
+        """The same, with blocks of whole pages: as many as fit, or one."""
+        if not self.block:
+            return self
+        block = max(self.block // page_size, 1) * page_size
+        return replace(self, block=block, page=page_size)
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ WINDOW_REACH = 12
 date has ten."""
 
 MEAN_SECOND_PASS = ScoringPass(weight=4.0, rotated=True)
-LARGEST_SECOND_PASS = ScoringPass(weight=0.1, rotated=True, by_maximum=True, stride=4)
+LARGEST_SECOND_PASS = ScoringPass(weight=0.1, rotated=True, by_maximum=True, block=256)
 WINDOW_PASS = ScoringPass(weight=0.3, rotated=False, by_maximum=True, reach=WINDOW_REACH)
 """What scores are made of besides the attention that was paid: see docs/options.md."""
 
@@ -183,6 +193,7 @@ class PromptChunk:
         num_sinks: positions below survive.
         seed: of the ``random`` policy.
         first_scoring_query: queries of the chunk from here on, in [0, T], add to the pages' scores.
+        first_scored_slot: a scoring pass sees the slots before it, and adds nothing to them.
         first_window_query: queries from here on, in [0, T], are of the observation window: they
             score into ``window_scores``, where there are any, and in its scoring pass.
         destination_blocks: [P'], int32: ids of the blocks that survivors are copied to, because
@@ -205,6 +216,7 @@ class PromptChunk:
     seed: int = 0
     first_scoring_query: int = 0
     first_window_query: int = 0
+    first_scored_slot: int = 0
     destination_blocks: torch.Tensor | None = None
     splits: bool = False
     window_scores: torch.Tensor | None = None
@@ -213,22 +225,33 @@ class PromptChunk:
         """Queries of the chunk from here on score in a pass."""
         return self.first_scoring_query if scoring_pass.rotated else self.first_window_query
 
-    def thinned(self, stride: int) -> PromptChunk:
-        """The same slots, with every ``stride``-th of the queries, the last one among them.
+    def in_blocks(self, scoring_pass: ScoringPass) -> list[PromptChunk]:
+        """What the pass's queries see, as chunks: all, or the first page and a block for each.
 
-        What is left of the queries is in the chunk's first rows of the step's tensors.
+        A block's chunk ends where this one does, so that its tokens are as old.
         """
-        num_left, num_scoring = (
-            -(-n // stride) for n in (self.num_tokens, self.num_tokens - self.first_scoring_query)
-        )
-        fewer = self.num_tokens - num_left
-        return replace(
-            self,
-            tokens=slice(self.tokens.start, self.tokens.start + num_left),
-            resident_start=self.resident_start + fewer,
-            logical_start=self.logical_start + fewer,
-            first_scoring_query=num_left - num_scoring,
-        )
+        size, page = scoring_pass.block, scoring_pass.page
+        first, blocks = self.resident_start + self.first_query(scoring_pass), []
+        if first == self.attended_len:
+            return []
+        if not size:
+            return [self]
+        for start in range(first // size * size, self.attended_len, size):
+            begin, end = max(start, first), min(start + size, self.attended_len)
+            lead, at = (page if start else 0), start // page
+            table = self.block_table[at : at + size // page]
+            table = torch.cat([self.block_table[:1], table]) if lead else table
+            block = replace(
+                self,
+                tokens=slice(*(self.tokens.start + s - self.resident_start for s in (begin, end))),
+                block_table=torch.nn.functional.pad(table, (0, size // page + 1 - len(table))),
+                resident_start=lead + begin - start,
+                logical_start=self.logical_end - (end - begin),
+                first_scoring_query=0,
+                first_scored_slot=lead,
+            )
+            blocks.append(block)
+        return blocks
 
     @property
     def num_tokens(self) -> int:

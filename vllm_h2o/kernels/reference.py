@@ -75,10 +75,10 @@ def score_pass(
 
     Not of the paper. Two kinds of queries score once more: a chunk's, rotated past its end,
     as if the text were read again by the queries that it had (a *second pass*): so a token scores
-    that only a later mention of what stands before it would look for, and no query of the text
-    itself has. And the prompt's last ones, where a question stands. E[j] is the sum over queries
-    and the group by n, the tokens so far; or the largest, of j and of ``reach`` tokens before it.
-    age[j] makes it a mean, in the way means are ranked.
+    that only a later mention of what stands before it would look for. They may go block by block
+    of slots: then they see the first page, too, where sinks are, and add to their own. And the
+    prompt's last ones, where a question stands. E[j] is the sum over queries and the group by n,
+    the tokens so far; or the largest, of j and of ``reach`` tokens before it. age[j] makes a mean.
 
     Args:
         query: [T, G, D], those that score: in a rotated pass at as many positions later as the
@@ -90,12 +90,14 @@ def score_pass(
 
     """
     logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale
-    end = int(strip.position.max()) + 1
+    end, slot = int(strip.position.max()) + 1, torch.arange(len(strip))
+    block = slot // (scoring_pass.block or len(strip))
+    own = block[-len(query) :, None] == block  # [T, L]
+    hidden = ~own & (slot >= scoring_pass.page)
     if not scoring_pass.rotated:
-        query_position = torch.arange(end - query.shape[0], end)
-        hidden = strip.position > query_position[:, None]
-        logits = logits.masked_fill(hidden[:, None, :], float("-inf"))
-    each = softmax(logits, sink).pow(scoring_pass.power)  # [T, G, L]
+        hidden = strip.position > torch.arange(end - len(query), end)[:, None]
+    probs = softmax(logits.masked_fill(hidden[:, None, :], float("-inf")), sink)  # [T, G, L]
+    each = probs.pow(scoring_pass.power) * own[:, None]
     if scoring_pass.by_maximum:
         column = reached(each.amax(dim=(0, 1)), strip.position, scoring_pass.reach)
     else:

@@ -193,15 +193,14 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
     def _rotated(
         self, chunks: Sequence[PromptChunk], query: torch.Tensor, which: ScoringPass
     ) -> torch.Tensor:
-        """[T, Hq, D]: of chunks that it asks, the queries, or some, at positions past the end."""
+        """[T, Hq, D]: of chunks that it asks, the queries, at positions past the end."""
         if self.rotate is None:
             raise IntegrityError("a second pass scores, and nothing rotates its queries")
         rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk in chunks:
             if chunk.first_query(which) >= chunk.num_tokens:
                 continue
-            own = query[chunk.tokens][(chunk.num_tokens - 1) % which.stride :: which.stride]
-            found = rotated[chunk.tokens.start :][: len(own)]
+            own, found = query[chunk.tokens], rotated[chunk.tokens]
             for tile in tiles_of(len(own), own[0].numel()):
                 found[tile] = self.rotate(own[tile], chunk.num_tokens, chunk.logical_end)
         return rotated

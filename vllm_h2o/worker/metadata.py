@@ -50,7 +50,7 @@ class HeavyHitterMetadata(AttentionMetadata):
         decodes: the requests with one new token; where K is copied, those of about one length
             together.
         prompts: the chunks of prompts that have more.
-        asked: for each scoring pass, the chunks that have queries which score in it, with those.
+        asked: for each scoring pass, what its queries see: the chunks that have any, or blocks.
         drafted: rows of the step's tensors that are drafts and the token before them, and where
             each layer puts their queries, [T, Hq, D].
         accepted: tokens of last steps with drafts that were accepted, and the queries of those
@@ -96,6 +96,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             raise IntegrityError(f"the policy's backend runs in {worker}, not in {WORKER}")
         config = KVPolicyConfig.required(vllm_config)
         self.layers = vllm_config.compilation_config.static_forward_context
+        self.spec = kv_cache_spec
         self.scoring = Scoring(
             power=config.score_power,
             skip_recent=config.score_skip_recent,
@@ -108,7 +109,6 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         )
         self.random_scores = RandomScores.of(vllm_config, kv_cache_spec.num_kv_heads)
         self.position_limit = config.position_limit
-        self.spec = kv_cache_spec
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.use(select_kernels(vllm_config, kv_cache_spec, device, config))
 
@@ -119,7 +119,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         if config.ranking.second_pass is SecondPass.LARGEST and all(
             self.layers[name].impl.rotate is not None for name in layer_names
         ):
-            yield LARGEST_SECOND_PASS
+            yield LARGEST_SECOND_PASS.in_pages(self.spec.block_size)
         if config.ranking.window:
             yield WINDOW_PASS
 
@@ -176,7 +176,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             decodes,
             prompts,
             [
-                [c.thinned(which.stride) for c in prompts if c.first_query(which) < c.num_tokens]
+                [block for chunk in prompts for block in chunk.in_blocks(which)]
                 for which in self.scoring.passes
             ],
             self.layer_index,

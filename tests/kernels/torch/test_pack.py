@@ -86,13 +86,14 @@ def test_window_scores(
     assert torch.equal(cache.score.nan_to_num(), before.nan_to_num())
 
 
-@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(("rotated", "block"), [(False, 0), (True, 0), (True, 40), (True, 3)])
 @pytest.mark.parametrize(
     ("by_maximum", "reach", "power"), [(False, 0, 1), (True, 0, 2), (True, 8, 2)]
 )
 @pytest.mark.parametrize(("num_tokens", "first_query"), [(57, 0), (20, 0), (20, 9), (20, 20)])
 def test_score_pass(
     rotated: bool,
+    block: int,
     by_maximum: bool,
     reach: int,
     power: int,
@@ -101,17 +102,19 @@ def test_score_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The reference's, in tiles of any size; slots after the chunk's stay as they were."""
-    query = torch.randn(num_tokens, 6, 64)
-    which = ScoringPass(0.7, rotated, by_maximum, reach, power)
+    query = torch.randn(4 + num_tokens, 6, 64)
+    reach = 0 if block else reach
+    which = ScoringPass(0.7, rotated, by_maximum, reach, power, block).in_pages(16)
     for tile in (7, prefill.QUERY_TILE):
         monkeypatch.setattr(prefill, "QUERY_TILE", tile)
         cache, chunk = shared(None, num_tokens, first_query)
         chunk = replace(chunk, first_scoring_query=first_query)
         before = strips(cache, BLOCKS, 64)
-        scoring_pass.score(cache, chunk, query, 0.2, which)
+        for part in chunk.in_blocks(which):
+            scoring_pass.score(cache, part, query[part.tokens], 0.2, which)
         for head, strip in enumerate(strips(cache, BLOCKS, LENGTH)):
             expected = Strip(*(getattr(before[head], name)[:LENGTH] for name in VIEWS))
-            own = query.double().unflatten(1, (2, 3))[:, head]
+            own = query[chunk.tokens].double().unflatten(1, (2, 3))[:, head]
             if first_query < num_tokens:
                 score_pass(own[first_query:], expected, 0.2, which, None)
             torch.testing.assert_close(strip.score, expected.score, rtol=1e-5, atol=1e-6)

@@ -69,6 +69,7 @@ const H2oEntry* h2o_layout_entries() {
       H2O_FIELD(H2oChunk, resident_start),
       H2O_FIELD(H2oChunk, logical_start),
       H2O_FIELD(H2oChunk, first_scoring_query),
+      H2O_FIELD(H2oChunk, first_scored_slot),
       H2O_STRUCT(H2oPacked),
       H2O_FIELD(H2oPacked, block_table),
       H2O_FIELD(H2oPacked, attended_len),

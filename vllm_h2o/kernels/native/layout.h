@@ -97,6 +97,7 @@ struct H2oChunk {
   int64_t resident_start;
   int64_t logical_start;
   int64_t first_scoring_query;
+  int64_t first_scored_slot;
 
   int64_t attended_len() const { return resident_start + num_tokens; }
   int64_t logical_end() const { return logical_start + num_tokens; }

@@ -106,6 +106,7 @@ class H2oChunk(ctypes.Structure):
         ("resident_start", c_int64),
         ("logical_start", c_int64),
         ("first_scoring_query", c_int64),
+        ("first_scored_slot", c_int64),
     )
 
 
@@ -346,6 +347,7 @@ def chunk_bytes(chunk: PromptChunk, first_query: int | None = None) -> bytes:
         chunk.resident_start,
         chunk.logical_start,
         chunk.first_scoring_query if first_query is None else first_query,
+        chunk.first_scored_slot,
     )
 
 

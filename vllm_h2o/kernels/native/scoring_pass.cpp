@@ -4,8 +4,8 @@
 //   E[j] = sum over queries and the group P[., j]^power / n
 //   or, by maximum: the largest P[., i]^power, over those and positions j - reach <= i <= j
 //
-// Rotated queries see every token, others those up to their own. Not of the paper: see
-// reference.score_pass.
+// Rotated queries see every token of their chunk's table, others those up to their own. Not of the
+// paper: see reference.score_pass.
 
 #include "prompt.h"
 
@@ -51,7 +51,8 @@ class ScoringPass {
     const int64_t logical_end = prompt_.chunks[c].logical_end();
     const int64_t end = std::min(start + kKeyBlock, prompt_.chunks[c].attended_len());
     const float mean = scoring_.by_maximum ? 1.0f : 1.0f / static_cast<float>(logical_end);
-    for (int64_t slot = start; slot < end; ++slot) {
+    const int64_t first = std::max(start, prompt_.chunks[c].first_scored_slot);
+    for (int64_t slot = first; slot < end; ++slot) {
       const auto position = [&](int64_t at) { return held.positions(at / n)[at % n]; };
       float column = prompt_.column_sum(num_threads, c, h, slot);
       for (int64_t other = std::max<int64_t>(slot - scoring_.reach, 0); other < slot; ++other) {

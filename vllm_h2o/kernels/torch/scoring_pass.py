@@ -22,7 +22,7 @@ def score(
     scoring_pass: ScoringPass,
     sink_logits: SinkLogits = None,
 ) -> None:
-    """Add what the pass's queries give to the scores of all tokens up to the chunk's end.
+    """Add what the pass's queries give to the scores of the tokens up to the chunk's end.
 
     Args:
         cache: the chunk is stored; scores are written.
@@ -42,5 +42,6 @@ def score(
         column = reached(column, position, scoring_pass.reach)
     else:
         column = column / chunk.logical_end
-    age = chunk.logical_end - position
-    add_to_scores(cache, chunk, scoring_pass.weight * age * column, Scoring())
+    added = scoring_pass.weight * (chunk.logical_end - position) * column
+    added[:, : chunk.first_scored_slot] = 0.0
+    add_to_scores(cache, chunk, added, Scoring())

@@ -36,6 +36,7 @@ CHUNK_FIELDS = (
     "logical_start",
     "first_scoring_query",
     "first_window_query",
+    "first_scored_slot",
 )
 """Attributes of PromptChunk: rows of ``fields_ptr``, [len(CHUNK_FIELDS), R] int32."""
 TOKEN_START = tl.constexpr(CHUNK_FIELDS.index("tokens.start"))
@@ -44,6 +45,7 @@ RESIDENT_START = tl.constexpr(CHUNK_FIELDS.index("resident_start"))
 LOGICAL_START = tl.constexpr(CHUNK_FIELDS.index("logical_start"))
 FIRST_SCORING_QUERY = tl.constexpr(CHUNK_FIELDS.index("first_scoring_query"))
 FIRST_WINDOW_QUERY = tl.constexpr(CHUNK_FIELDS.index("first_window_query"))
+FIRST_SCORED_SLOT = tl.constexpr(CHUNK_FIELDS.index("first_scored_slot"))
 
 
 @triton.jit(do_not_specialize=["num_chunks", "table_stride"])

@@ -7,7 +7,7 @@
     or, BY_MAXIMUM, the largest of those, of j and of REACH positions before it
     score[j] += weight * age[j] * column[j]                                         weighted_scores
 
-Twins of ``reference.score_pass``: a rotated query sees every token up to the chunk's end, its own
+Twins of ``reference.score_pass``: a rotated query sees every token of its chunk's table, its own
 and later ones too; others see those up to their own. Probabilities are computed twice, not kept.
 """
 
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.kernels.triton.prefill import (
+    FIRST_SCORED_SLOT,
     FIRST_SCORING_QUERY,
     FIRST_WINDOW_QUERY,
     LOGICAL_START,
@@ -173,6 +174,7 @@ def weighted_scores(
     if not BY_MAXIMUM:
         columns = columns / logical_end
     weighted = columns * weight * (logical_end - position).to(tl.float32)
-    own = live & (slot >= first_slot)
+    first_scored_slot = tl.load(fields + FIRST_SCORED_SLOT * num_chunks)
+    own = live & (slot >= first_slot) & (slot >= first_scored_slot)
     score = tl.load(score_pages + words, mask=own, other=0.0)
     tl.store(score_pages + words, score + weighted, mask=own)
