@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ from tests.e2e.harness import (
 )
 from tests.e2e.oracle import follow
 from tests.policy.scatter import add_scatter
-from vllm_h2o.worker import rotary
+from vllm_h2o.worker import metadata, rotary
 
 LENGTHS = (5, 31, 32, 33, 90, 150)
 """Prompts shorter and longer than a capacity of 32."""
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a second pass prompts have several blocks here."""
+    small = replace(metadata.LARGEST_SECOND_PASS, block=48)
+    monkeypatch.setattr(metadata, "LARGEST_SECOND_PASS", small)
 
 
 @pytest.mark.parametrize("num_heads", [(4, 4), (6, 2), (8, 1)], ids=["gqa1", "gqa3", "gqa8"])

@@ -3,7 +3,8 @@
 Differs from the paper: ranks by mean squares, and when a prompt has been computed, two kinds of its
 queries score once more (``reference.score_pass``). Some, rotated past its end: in some heads
 a token's query looks for what followed that token earlier, and from there it finds what follows it
-in the prompt, as if somebody had come back to it. And the last ones, where a question stands: what
+in the prompt, as if somebody had come back to it; each in its own block, which costs less than the
+whole prompt and finds as much. And the last ones, where a question stands: what
 they look at stays with the twelve tokens after it, since an answer is read on from where the
 question points. Of both the largest contribution counts: one query that needs a token is enough.
 """
