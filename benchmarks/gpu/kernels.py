@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,10 +170,9 @@ def check_decode(size: Size, device: torch.device) -> Iterator[tuple[str, float,
     yield "victims that differ", float((victims.cpu() != theirs)[written].float().mean()), 1e-3
 
 
-def _asked(size: Size, chunks: Sequence[PromptChunk], which: ScoringPass) -> list[PromptChunk]:
+def _asked(size: Size, chunks: list[PromptChunk], which: ScoringPass) -> list[PromptChunk]:
     """What a pass's queries see, block by block where it goes so."""
-    which = which.in_pages(size.block_size)
-    return [block for chunk in chunks for block in chunk.in_blocks(which)]
+    return [b for c in chunks for b in c.in_blocks(which.in_pages(size.block_size))]
 
 
 def check_prompt(
