@@ -196,12 +196,10 @@ def check_prompt(
     kernels.prefill(cache, chunks, tensors, Scoring())
     TorchKernels().prefill(twin, twin_chunks, expected, Scoring())
     yield from _compare(cache, twin, tensors.out, expected.out, size)
-    # Any queries will do for those of a second pass.
     for what, which in PASSES.items():
-        asked = _asked(size, chunks, which)
+        asked, twins = (_asked(size, each, which) for each in (chunks, twin_chunks))
         kernels.score_pass(cache, asked, tensors.query, size.scale, which)
-        asked = _asked(size, twin_chunks, which)
-        TorchKernels().score_pass(twin, asked, expected.query, size.scale, which)
+        TorchKernels().score_pass(twin, twins, expected.query, size.scale, which)
         yield f"score of {what}, relative", _score_error(cache, twin), 1e-3
     yield _check_pack(cache, chunks, kernels)
     yield from _check_copies(size, chunks, kernels, device)
