@@ -207,7 +207,7 @@ class Load:
             for canary in CANARIES:
                 self.expected[canary.name] = await self._text(canary.body)
             self.start = time.monotonic()
-            clients = [self._client() for _ in range(self.shape.clients)]
+            clients = [self._client(number) for number in range(self.shape.clients)]
             await asyncio.gather(*clients, self._keep_asking(), self._bursts(), self._measure())
         self.outcome.seconds = time.monotonic() - self.start
         return self.outcome
@@ -218,7 +218,8 @@ class Load:
             not most or self.outcome.num_requests < most
         )
 
-    async def _client(self) -> None:
+    async def _client(self, number: int) -> None:
+        """One request after another; the first clients begin with a kind each: all are sent."""
         kinds: dict[str, Callable[[], Awaitable[str]]] = {
             "whole": self._whole,
             "stream": self._stream,
@@ -229,6 +230,8 @@ class Load:
             "malformed": self._refused,
             "long": self._long,
         }
+        for kind in ["malformed", "long", *dict.fromkeys(self.well_formed)][number : number + 1]:
+            await self._send(kind, kinds[kind])
         while self._goes_on():
             roll = self.chance.random()
             kind = "malformed" if roll < 0.15 else "long" if roll < 0.17 else None
