@@ -121,5 +121,5 @@ FACTS: Mapping[str, Plan] = {
 }  # fmt: skip
 """Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on, ``-anew``
 with other facts, places and hays' windows than those of the confirmation set."""
-QUICK = Plan(prose(384, 256, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o2", "local", "random"))
-"""A minute and a half, orders only."""
+QUICK = Plan(prose(256, 160, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o2", "local", "random"))
+"""A minute, orders only."""

@@ -35,10 +35,10 @@ def test_alone_and_among_fifteen_others(policy: str, monkeypatch: pytest.MonkeyP
     settings = {"block_size": 16, "max_num_batched_tokens": 160, "max_num_seqs": 16}
     with monkeypatch.context() as patch, engine(model, policy, {"budget": 32}, **settings) as llm:
         oracle = Oracle(Probe(llm).scheduler).install(patch)
-        alone = token_ids(generate(llm, [one], max_tokens=32))[0]
+        alone = token_ids(generate(llm, [one], max_tokens=16))[0]
         kept_alone = {where[:2]: kept for where, kept in oracle.retained.items()}
         oracle.retained.clear()
-        among = token_ids(generate(llm, [*others[:7], one, *others[7:]], max_tokens=32))[7]
+        among = token_ids(generate(llm, [*others[:7], one, *others[7:]], max_tokens=16))[7]
     kept_among = {
         where[:2]: kept for where, kept in oracle.retained.items() if where[2].startswith("8-")
     }

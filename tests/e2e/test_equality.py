@@ -24,10 +24,10 @@ from vllm_h2o.policy import POLICIES
 
 @pytest.mark.parametrize("chunk", [64, 4096])
 def test_smollm2_budget_of_100_percent_equals_stock(chunk: int) -> None:
-    """Prompts of mixed lengths, batched, with (10) and without (32) chunked prefill."""
+    """Prompts of mixed lengths, batched, with and without chunked prefill."""
     model = smollm2()
     tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
-    prompts = mixed_prompts(tokens, 10 if chunk == 64 else 32, longest=220)
+    prompts = mixed_prompts(tokens, 7 if chunk == 64 else 16, longest=220)
     settings = {"max_num_batched_tokens": chunk, "max_model_len": 256}
     stock = run(model, prompts, None, **settings)
     share = run(model, prompts, "h2o", options={"budget": 1.0}, **settings)
@@ -41,7 +41,7 @@ def test_smollm2_budget_of_100_percent_equals_stock(chunk: int) -> None:
 def test_opt_of_the_real_shape_equals_stock(chunk: int, tmp_path: Path) -> None:
     """OPT-125M's shape, random weights: learned positions, ReLU, every head its own K and V."""
     model = opt_125m(tmp_path)
-    prompts = mixed_prompts([17 * ord(c) for c in TEXT], 10 if chunk == 64 else 32, longest=100)
+    prompts = mixed_prompts([17 * ord(c) for c in TEXT], 7 if chunk == 64 else 16, longest=100)
     settings = {"max_num_batched_tokens": chunk, "max_model_len": 128}
     stock = run(model, prompts, None, **settings)
     ours = run(model, prompts, "h2o", options={"budget": 1.0}, **settings)
@@ -105,7 +105,7 @@ def test_a_prompt_of_three_times_the_pool(tmp_path: Path) -> None:
 def test_every_policy_equals_stock(tmp_path: Path) -> None:
     """Each policy where its budget does not bind; and until it does, all being scored."""
     model = tiny_llama(tmp_path, 4, 4)
-    prompts = mixed_prompts(CHARACTERS, 32, longest=220)
+    prompts = mixed_prompts(CHARACTERS, 16, longest=220)
     settings = {"max_num_batched_tokens": 64, "max_model_len": 480}
     stock = run(model, prompts, None, **settings)
     # Those that generate what a budget of 256 does not hold.

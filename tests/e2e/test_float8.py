@@ -192,7 +192,7 @@ def test_smollm2_is_as_sure_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     model = smollm2()
     tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
-    texts = [(tokens[n : n + 64], tokens[n + 64 : n + 128]) for n in range(0, 1000, 200)]
+    texts = [(tokens[n : n + 64], tokens[n + 64 : n + 128]) for n in range(0, 600, 200)]
     rounds(monkeypatch, "fp8")
     nll = []
     for policy, options in ((None, None), ("h2o", {"budget": "full"})):

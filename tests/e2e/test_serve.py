@@ -180,27 +180,18 @@ def test_pages_are_free_again_when_all_is_done(server: Completing) -> None:
     raise AssertionError(usage.group(0))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["throughput", "--num-prompts=8", "--dataset-name=random", "--random-input-len=96",
-         "--random-output-len=48"],
-        ["latency", "--batch-size=4", "--input-len=96", "--output-len=16", "--num-iters=1",
-         "--num-iters-warmup=1"],
-    ],
-    ids=["throughput", "latency"],
-)  # fmt: skip
-def test_vllm_bench_takes_the_flags(command: list[str]) -> None:
+def test_vllm_bench_takes_the_flags() -> None:
     """It runs to its end, with the policy on."""
     done = subprocess.run(
-        [VLLM, "bench", *command, f"--model={smollm2()}", *ENGINE,
+        [VLLM, "bench", "throughput", "--num-prompts=8", "--dataset-name=random",
+         "--random-input-len=96", "--random-output-len=48", f"--model={smollm2()}", *ENGINE,
          "--kv-policy=h2o", "--kv-policy-config", '{"budget": 0.125}'],
         env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=TIMEOUT,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "h2o: past its prompt a sequence holds 64 tokens" in done.stdout + done.stderr
-    assert re.search(r"Throughput: .* tokens/s|Avg latency: .* seconds", done.stdout)
+    assert re.search(r"Throughput: .* tokens/s", done.stdout)
 
 
 def test_a_server_with_a_bad_budget_stops_at_once(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_lives(name: str, merge: float, variant: str, ranking: Ranking) -> None:
 
 @NEEDS_LIBRARY
 @settings(
-    max_examples=80,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

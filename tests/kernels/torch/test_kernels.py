@@ -37,7 +37,7 @@ def test_lives(name: str, merge: float, ranking: Ranking) -> None:
 
 
 @settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -123,7 +123,7 @@ def test_lives_of_unequal_heads(
     if in_parts:
         many_programs(monkeypatch)
     shape, count = Shape(3, 3, 32, 8, FP32), Ranking()
-    rows = [(48, 8, 0, [20, 60], 30), (40, 12, 3, [70], 12), (24, 8, 0, [9], 18)]
+    rows = [(48, 8, 0, [20, 60], 9), (40, 12, 3, [70], 9), (24, 8, 0, [9], 18)]
     lives = [replace(life, splits=True) for life in make_lives(rows)]
     options = (("score", "mean_squares"), ("split", True), *merging(merge))
     num_blocks = pool_size(lives, shape.block_size, share=1.0)
