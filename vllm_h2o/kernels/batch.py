@@ -26,6 +26,8 @@ class ScoringPass:
         block: a rotated query sees the block of so many slots that it is in, and the first
             ``page`` slots, to which it adds only from the first block; 0: it sees every token.
         page: slots of a page; blocks are whole pages: see :meth:`in_pages`.
+        reads_again: whether the queries of a rotated pass are those that the model has when it
+            reads the tokens a second time, and not those that it had, rotated.
 
     """
 
@@ -36,6 +38,7 @@ class ScoringPass:
     power: int = 2
     block: int = 0
     page: int = 0
+    reads_again: bool = False
 
     def __post_init__(self) -> None:
         if self.block and (self.reach or not self.rotated):
@@ -86,6 +89,7 @@ date has ten."""
 
 MEAN_SECOND_PASS = ScoringPass(weight=4.0, rotated=True)
 LARGEST_SECOND_PASS = ScoringPass(weight=0.1, rotated=True, by_maximum=True, block=256)
+RECONSTRUCTION_PASS = replace(LARGEST_SECOND_PASS, weight=1.0, reads_again=True)
 WINDOW_PASS = ScoringPass(weight=0.3, rotated=False, by_maximum=True, reach=WINDOW_REACH)
 """What scores are made of besides the attention that was paid: see docs/options.md."""
 

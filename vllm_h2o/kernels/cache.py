@@ -8,25 +8,33 @@ Per (block, KV head), contiguous, N slots of head size D::
 Masses are there where victims are merged: see merge.py; the other score where what an observation
 window gave has a lifetime: see lifetime.py. Elements of K and V may be float8: see float8.py.
 
-A *row* is one (block, KV head): ``row = block_id * num_kv_heads + head``. Page i of a KV head is
-row ``first_row + i * row_step`` of its request, which counts the rows of its blocks one block after
-the other. As a rule each head has its own row of every block: ``first_row = head``, ``row_step =
-num_kv_heads``. Where heads share a layer's slots, each has rows that follow one another, ``row_step
-= 1``, and how many it has is its own.
+A *row* is one (block, KV head): ``row = block_id * rows_per_block + first_head + head``. As a rule a
+block has a layer's KV heads and begins with them: ``rows_per_block = num_kv_heads``, ``first_head =
+0``. Where layers share slots, a block has the heads of all layers, one layer after the other.
+
+Page i of a KV head is row ``first_row + i * row_step`` of its request, which counts the rows of its
+blocks one block after the other. As a rule each head has its own row of every block: ``first_row =
+first_head + head``, ``row_step = rows_per_block``. Where heads share slots, of a layer or of all,
+each has rows that follow one another, ``row_step = 1``, and how many it has is its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from vllm_h2o.kernels.float8 import quantised
 
 
+SHARED_TENTHS, SHARED_TENTHS_OF_ALL = 7, 9
+"""Of the slots for heavy hitters that KV heads share, of a layer or of all layers, tenths that go by
+how many of the best tokens a head has; of the rest each has as many as any other."""
+
+
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's pages, as views; R = num_blocks * num_kv_heads rows of N slots.
+    """One layer's pages, as views; R = num_blocks * rows_per_block rows of N slots.
 
     Args:
         key: [R, N, D], the cache's dtype.
@@ -43,6 +51,8 @@ class LayerCache:
             the observation window's lifetime is over; None where that lasts.
         scales: of keys and of values: what is stored times its scale is what attention reads; ones
             but for float8.
+        first_head: of a block's rows, the layer's first.
+        num_heads_of_all: KV heads of all layers, where those share slots; 0: they do not.
 
     """
 
@@ -55,6 +65,13 @@ class LayerCache:
     mass: torch.Tensor | None = None
     score_without_window: torch.Tensor | None = None
     scales: tuple[float, float] = (1.0, 1.0)
+    first_head: int = 0
+    num_heads_of_all: int = 0
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows from one block's to the next one's."""
+        return self.num_heads_of_all or self.num_kv_heads
 
     @property
     def is_quantised(self) -> bool:
@@ -79,7 +96,16 @@ class LayerCache:
     @property
     def num_blocks(self) -> int:
         """Pages of the pool."""
-        return self.key.shape[0] // self.num_kv_heads
+        return self.key.shape[0] // self.rows_per_block
+
+    @property
+    def shared_tenths(self) -> int:
+        """Of the slots that heads share, those that go by how many of the best tokens each has."""
+        return SHARED_TENTHS_OF_ALL if self.num_heads_of_all else SHARED_TENTHS
+
+    def rows(self, block_table: torch.Tensor) -> torch.Tensor:
+        """[..., H, P], int64, of [..., P] blocks: see :func:`cache_rows`."""
+        return cache_rows(block_table, self.num_kv_heads, self.rows_per_block, self.first_head)
 
     @classmethod
     def of(
@@ -96,7 +122,8 @@ class LayerCache:
 
         Args:
             kv_cache: [num_blocks, num_kv_heads, N, C] as vLLM binds it, head-major, where C
-                elements hold one slot's K, V, score and position, and what else there is.
+                elements hold one slot's K, V, score and position, and what else there is. Dense,
+                or a layer of blocks that have all layers' rows: then they are viewed in full.
             head_size: D, of K and of V.
             splits: whether heads may share slots; allocates ``first_rows`` then.
             merges: whether slots have masses.
@@ -105,8 +132,8 @@ class LayerCache:
             scales: of keys and of values.
 
         Raises:
-            ValueError: when C has not the size of these, the cache is not dense in that order, or
-                scores would not begin where 4 bytes do.
+            ValueError: when C has not the size of these, a block's rows are not dense in that
+                order, or scores would not begin where 4 bytes do.
 
         """
         num_blocks, num_kv_heads, block_size, content = kv_cache.shape
@@ -117,11 +144,16 @@ class LayerCache:
                 f"a slot of {content * size} bytes does not hold K and V of {head_size} x {size} "
                 f"bytes and {num_words} words, of which the first are score and position"
             )
-        if not kv_cache.is_contiguous():
-            raise ValueError(f"the cache is not head-major and dense: strides {kv_cache.stride()}")
+        page, strides = block_size * content, kv_cache.stride()
+        if not kv_cache[0].is_contiguous() or strides[0] % page:
+            raise ValueError(f"the cache is not head-major and dense: strides {strides}")
         if 2 * head_size * block_size * size % 4:
             raise ValueError(f"K and V of {block_size} slots of {head_size} x {size} bytes are odd")
-        rows = kv_cache.view(num_blocks * num_kv_heads, block_size * content)
+        rows_per_block = strides[0] // page
+        # Layers lie one after the other in each block, from the beginning of vLLM's buffer on.
+        first_head = kv_cache.storage_offset() // page if rows_per_block > num_kv_heads else 0
+        start = kv_cache.storage_offset() - first_head * page
+        rows = kv_cache.as_strided((num_blocks * rows_per_block, page), (page, 1), start)
         split = block_size * head_size
         words = rows.view(torch.float32)
         scores_at = words.shape[1] - num_words * block_size
@@ -141,7 +173,19 @@ class LayerCache:
             mass=each[2] if merges else None,
             score_without_window=each[-1] if keeps_scores else None,
             scales=scales,
+            first_head=first_head,
+            num_heads_of_all=rows_per_block if rows_per_block > num_kv_heads else 0,
         )
+
+    def joined(self) -> LayerCache:
+        """The pages of all layers, whose KV heads share slots, as if they were of one.
+
+        Its ``first_rows``, of all heads, are its own, and not written yet.
+        """
+        num_heads = self.rows_per_block
+        shape = (self.num_blocks, num_heads + 1)
+        own = torch.empty(shape, dtype=torch.int32, device=self.key.device)
+        return replace(self, num_kv_heads=num_heads, first_head=0, first_rows=own)
 
     def rows_of_split(self, blocks: torch.Tensor) -> list[torch.Tensor]:
         """[P_h], int64, of each KV head h: the rows of a request whose heads share slots.
@@ -152,23 +196,31 @@ class LayerCache:
         """
         assert self.first_rows is not None
         bounds = self.first_rows[blocks[0]].tolist()
-        rows = cache_rows(blocks, self.num_kv_heads).T.flatten()
+        rows = cache_rows(blocks, self.rows_per_block).T.flatten()
         return [rows[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
-def cache_rows(block_table: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def cache_rows(
+    block_table: torch.Tensor,
+    num_kv_heads: int,
+    rows_per_block: int | None = None,
+    first_head: int = 0,
+) -> torch.Tensor:
     """Rows of a layer's views that hold each KV head's part of some blocks.
 
     Args:
         block_table: [..., P], integers: block ids.
         num_kv_heads: H.
+        rows_per_block: as in :class:`LayerCache`; None: H.
+        first_head: likewise.
 
     Returns:
         [..., H, P], int64.
 
     """
-    heads = torch.arange(num_kv_heads, dtype=torch.int64, device=block_table.device)
-    return block_table.to(torch.int64)[..., None, :] * num_kv_heads + heads[:, None]
+    heads = torch.arange(num_kv_heads, dtype=torch.int64, device=block_table.device) + first_head
+    step = num_kv_heads if rows_per_block is None else rows_per_block
+    return block_table.to(torch.int64)[..., None, :] * step + heads[:, None]
 
 
 def first_slots(
@@ -185,6 +237,6 @@ def first_slots(
         [H, num_slots] rows, and offsets in them.
 
     """
-    rows = cache_rows(blocks, cache.num_kv_heads)
+    rows = cache.rows(blocks)
     slot = torch.arange(num_slots, device=rows.device)
     return rows[:, slot // cache.block_size], (slot % cache.block_size).expand(len(rows), -1)

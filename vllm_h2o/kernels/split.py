@@ -1,9 +1,10 @@
-"""The truth, where the KV heads of a layer share its slots: how many each has; see reference.py."""
+"""The truth, where KV heads share slots, of a layer or of all: how many each has; see reference.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm_h2o.kernels.cache import SHARED_TENTHS
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.strip import Strip
 
@@ -16,12 +17,13 @@ def split_capacity(
     num_sinks: int,
     page_size: int,
     by_age: bool = False,
+    shared_tenths: int = SHARED_TENTHS,
 ) -> list[int]:
-    """Slots of each of a layer's H KV heads from its prompt's end on; H * capacity in all.
+    """Slots of each of H KV heads from a prompt's end on; H * capacity in all.
 
     Not of the paper. Heads differ in how many tokens they need: the best H * heavy of all heads
-    compete. Of the slots for heavy hitters a head gets three tenths as if heads were equal, and
-    seven by how many of its own are among the best (of equals, those of lower heads). Sinks and
+    compete. Of the slots for heavy hitters a head gets some tenths by how many of its own are among
+    the best (of equals, those of lower heads), and the rest as if heads were equal. Sinks and
     recent tokens are as many in every head. A head has whole pages, one heavy hitter at least, and
     no more slots than tokens and one; what rounding leaves goes to where most was cut off.
 
@@ -33,6 +35,7 @@ def split_capacity(
         num_sinks: first positions that stay in any case.
         page_size: slots of a page.
         by_age: compare means over the queries since a token was stored.
+        shared_tenths: of the slots for heavy hitters, by how many are among the best.
 
     """
     num_heads, num_heavy = len(strips), capacity - 1 - num_sinks - num_recent
@@ -45,7 +48,8 @@ def split_capacity(
         if num_sinks <= position < logical_len - num_recent
     ]
     best = [head for _, head in sorted(candidates)[: num_heads * num_heavy]]
-    tenths = [10 * capacity - 7 * num_heavy + 7 * best.count(head) for head in range(num_heads)]
+    equal = 10 * capacity - shared_tenths * num_heavy
+    tenths = [equal + shared_tenths * best.count(head) for head in range(num_heads)]
     least = -(-(capacity - num_heavy + min(num_heavy, 1)) // page_size)
     most = (len(strips[0]) + 1) // page_size
     pages = [max(wanted // (10 * page_size), least) for wanted in tenths]
@@ -60,13 +64,16 @@ def split_capacity(
     return [num * page_size for num in pages]
 
 
-def pack_layer(heads: Sequence[Head], page_size: int) -> None:
-    """At a prompt's end, the KV heads of a layer share its slots, and keep their survivors."""
+def pack_layer(
+    heads: Sequence[Head], page_size: int, shared_tenths: int = SHARED_TENTHS
+) -> None:
+    """At a prompt's end, KV heads of a layer, or of all, share slots, and keep their survivors."""
     for head in heads:
         head.extend_scores()
     one, strips = heads[0], [head.strip for head in heads]
     budget = (one.capacity, one.num_recent, one.num_sinks)
-    capacities = split_capacity(strips, one.logical_len, *budget, page_size, one.by_age)
+    how = (page_size, one.by_age, shared_tenths)
+    capacities = split_capacity(strips, one.logical_len, *budget, *how)
     for head, capacity in zip(heads, capacities, strict=True):
         head.capacity = capacity
         head.pack()

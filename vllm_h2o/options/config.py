@@ -21,7 +21,16 @@ from vllm_h2o.options.checks import (
 from vllm_h2o.options.conflicts import can_split, check_together, check_unread
 from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
-from vllm_h2o.policy import POLICIES, SCORES, Budget, Policy, Score, ScoreKind, split_budget
+from vllm_h2o.policy import (
+    POLICIES,
+    SCORES,
+    Budget,
+    Policy,
+    Score,
+    ScoreKind,
+    SecondPass,
+    split_budget,
+)
 from vllm_h2o.policy.budget import minimum_slots
 
 _SCORE_MEANINGS = ", ".join(f"{name} ({score.meaning})" for name, score in SCORES.items())
@@ -104,7 +113,7 @@ class KVPolicyConfig:
     observation_window: int = option(
         64,
         "how many of the prompt's last queries score with prefill=window, and once more with "
-        "score=combined",
+        "score=combined or reconstruction",
         bits=31,
     )
     window_score: str = option(
@@ -147,6 +156,11 @@ class KVPolicyConfig:
         "best tokens each has when a prompt is evicted from; or each has the same number",
         shown="false; h2o2 true, where it can",
     )
+    split_layers: bool | None = option(
+        None,
+        "with split: whether the KV heads of all layers share slots, not those of each layer",
+        shown="false; with score=reconstruction as split",
+    )
     merge: float = option(
         0.0,
         "cosine of two keys of a KV head above which a token that a new one overwrites is merged "
@@ -155,7 +169,8 @@ class KVPolicyConfig:
     )
     window_lifetime: int = option(
         128,
-        "with score=combined: tokens after the prompt for which what its observation window gave "
+        "with score=combined or reconstruction: tokens after the prompt for which what its "
+        "observation window gave "
         "counts; then its tokens go back to the scores that they had without; 0: for good",
         bits=31,
     )
@@ -207,6 +222,13 @@ class KVPolicyConfig:
     def splits(self) -> bool:
         """Whether the KV heads of a layer hold unequal numbers of tokens."""
         return (self.policy.splits and can_split(self)) if self.split is None else self.split
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether layers do, too: all KV heads share slots, not those of each layer."""
+        if self.split_layers is None:
+            return self.splits and self.ranking.second_pass is SecondPass.RECONSTRUCTION
+        return self.split_layers
 
     @property
     def rolls(self) -> bool:

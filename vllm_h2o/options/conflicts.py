@@ -73,6 +73,18 @@ def _with_split(applies: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 CONFLICTS = (
     *(Conflict(_with_split(applies), "split=true", found, NOT_BUILT) for applies, found in UNSPLIT),
+    Conflict(
+        lambda c: bool(c.split_layers) and not c.splits,
+        "split_layers=true",
+        "split={c.splits!r}: each KV head has as many slots as any other",
+        NO_OP,
+    ),
+    Conflict(
+        lambda c: c.policy.default_score == "combined" and not c.ranking.window,
+        "score={c.score_name!r} with policy {c.name!r}",
+        "{c.name!r} keeps what the prompt's last queries look at, and this score does not",
+        "it would be policy 'h2o' under another name",
+    ),
     Conflict(lambda c: c.merge == 1, "merge={c.merge!r}", "no cosine is above 1", NO_OP),
     Conflict(
         lambda c: _has_basis(c) and isinstance(c.budget, int),

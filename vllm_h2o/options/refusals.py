@@ -23,6 +23,7 @@ from vllm_h2o.options.traits import (
     odd_pages,
     old_gpu,
     policy_of,
+    reads_again,
     skips_rotation,
     slides,
     slides_everywhere,
@@ -306,6 +307,53 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: policy_of(c).continuation and slides(c),
         "the layers that slide give back the pages of all that they have passed",
         "leave --kv-policy-config.continuation out",
+    ),
+    Refusal(
+        "layers that share slots, and prefix caching",
+        lambda c: policy_of(c).splits_layers and c.cache_config.enable_prefix_caching,
+        "the two are not built together",
+        "leave --enable-prefix-caching out, or give --kv-policy-config.split_layers false",
+    ),
+    Refusal(
+        "layers that share slots, and sliding windows",
+        lambda c: policy_of(c).splits_layers and slides(c),
+        "layers that slide would lie between those that share",
+        "give --kv-policy-config.split_layers false",
+    ),
+    *(
+        Refusal(
+            f"score=reconstruction, and {what}",
+            lambda c, has=has: reads_again(c) and has(c),
+            why,
+            f"{remedy}, or use --kv-policy-config.score combined",
+        )
+        for what, has, why, remedy in (
+            (
+                "LoRA",
+                lambda c: c.lora_config is not None,
+                "the second reading is not told which adapter reads",
+                "leave --enable-lora out",
+            ),
+            (
+                "pipeline parallelism",
+                lambda c: c.parallel_config.pipeline_parallel_size > 1,
+                "the second reading would have to pass through all stages",
+                "leave --pipeline-parallel-size out",
+            ),
+            ("sliding windows", slides, "layers that slide have no part in it", "run another model"),
+            (
+                "images",
+                lambda c: c.model_config.is_multimodal_model,
+                "the second reading has tokens alone",
+                "run another model",
+            ),
+            (
+                "speculative decoding",
+                lambda c: c.speculative_config is not None,
+                "it has not been tried",
+                "leave --speculative-config out",
+            ),
+        )
     ),
     Refusal(
         "a KV cache quantised to anything but fp8 with one scale for each layer's K and V",

@@ -6,6 +6,7 @@ from inspect import signature
 from typing import Any
 
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.policy import SecondPass
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 """Kinds of layers, as configs of models and vLLM call them."""
@@ -96,6 +97,11 @@ def float8(vllm_config: Any) -> bool:
     # vLLM takes a checkpoint's word only when its layers are made.
     scheme = vars(vllm_config.quant_config or object).get("kv_cache_scheme")
     return cache_dtype in FLOAT8 or (cache_dtype == "auto" and scheme is not None)
+
+
+def reads_again(vllm_config: Any) -> bool:
+    """Whether the model reads a prompt a second time."""
+    return policy_of(vllm_config).ranking.second_pass is SecondPass.RECONSTRUCTION
 
 
 def old_gpu(_: Any) -> bool:

@@ -21,5 +21,6 @@ H2O = Policy(
         "score",
         "score_skip_recent",
         "split",
+        "split_layers",
     },
 )

@@ -20,5 +20,5 @@ H2O2 = Policy(
     default_recent_ratio=0.3,
     splits=True,
     default_score="combined",
-    options=H2O.options - {"score", "window_score", "granularity"},
+    options=H2O.options - {"window_score", "granularity"},
 )

@@ -11,6 +11,8 @@ class SecondPass(Enum):
 
     MEAN = "mean"
     LARGEST = "largest"
+    RECONSTRUCTION = "reconstruction"
+    """The largest, of queries that the model has when it reads the prompt a second time."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,13 @@ SCORES: dict[str, Score] = {
         power=2,
         by_age=True,
         second_pass=SecondPass.LARGEST,
+        window=True,
+    ),
+    "reconstruction": Score(
+        "combined, but for the second pass the model reads the prompt again, a block at a time",
+        power=2,
+        by_age=True,
+        second_pass=SecondPass.RECONSTRUCTION,
         window=True,
     ),
 }

@@ -24,6 +24,7 @@ from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
 from vllm_h2o.worker.peak import Peak, tiles_of
 from vllm_h2o.worker.random import RandomScores
+from vllm_h2o.worker.reconstruction import Reconstruction
 
 Watch = Callable[[str, LayerCache, Sequence[PromptChunk], ScoringPass | None], None]
 """(layer, cache, chunks, which): told when a scoring pass, or attention (None), has scored."""
@@ -93,7 +94,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: HeavyHitterMetadata | None,
+        attn_metadata: HeavyHitterMetadata | Reconstruction | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -106,7 +107,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             key: [num_tokens, num_kv_heads, head_size].
             value: [num_tokens, num_kv_heads, head_size].
             kv_cache: [num_blocks, num_kv_heads, block_size, content].
-            attn_metadata: of the step; None while profiling.
+            attn_metadata: of the step, or of what it reads again; None while profiling.
             output: [num_tokens, num_heads, head_size], written.
             output_scale: of a fused quantisation; refused.
             output_block_scale: of a fused quantisation; refused.
@@ -120,13 +121,19 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if attn_metadata is None:
             self.peak.allocate(str(layer.layer_name), query, self.num_kv_heads)
             return output.zero_()
+        if self.float8 is not None:
+            self.take_scales(layer)
+        cache, name = self.cache_of(kv_cache), str(layer.layer_name)
+        if isinstance(attn_metadata, Reconstruction):
+            attn_metadata.attend(cache, query, key, value, self.scale, output)
+            attn_metadata.score(cache, query, self.scale)
+            if self.watch is not None:
+                self.watch(name, cache, attn_metadata.prompts, attn_metadata.which)
+            return output
         if attn_metadata.zero_output:
             output.zero_()
         kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
-        if self.float8 is not None:
-            self.take_scales(layer)
-        cache = self.cache_of(kv_cache)
-        name, chunks = str(layer.layer_name), attn_metadata.prompts
+        chunks = attn_metadata.prompts
         initial_score = None
         if self.random_scores is not None:
             initial_score = self.random_scores.of_step(

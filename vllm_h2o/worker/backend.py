@@ -67,5 +67,9 @@ class HeavyHitterBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Head-major: each KV head's part of a page is contiguous."""
-        return (KVCacheLayout.LBHNC,)
+        """Head-major: each KV head's part of a page is contiguous.
+
+        Where layers share slots, a block has the pages of all layers next to each other.
+        """
+        config = KVPolicyConfig.required(get_current_vllm_config())
+        return (KVCacheLayout.BLHNC if config.splits_layers else KVCacheLayout.LBHNC,)

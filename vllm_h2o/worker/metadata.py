@@ -19,6 +19,7 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import (
     LARGEST_SECOND_PASS,
     MEAN_SECOND_PASS,
+    RECONSTRUCTION_PASS,
     WINDOW_PASS,
     WINDOW_REACH,
     DecodeBatch,
@@ -35,6 +36,7 @@ from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.batching import Batching, CopiedBatches, PersistentBatch, Rows
 from vllm_h2o.worker.packing import Packing, Restoring
 from vllm_h2o.worker.random import RandomScores
+from vllm_h2o.worker.reconstruction import Reconstruction, blocks_of
 from vllm_h2o.worker.renumbering import Renumbering, Rolled
 from vllm_h2o.worker.selector import select_kernels
 from vllm_h2o.worker.step import DraftQueries, Step, current_step
@@ -50,7 +52,8 @@ class HeavyHitterMetadata(AttentionMetadata):
         decodes: the requests with one new token; where K is copied, those of about one length
             together.
         prompts: the chunks of prompts that have more.
-        asked: for each scoring pass, what its queries see: the chunks that have any, or blocks.
+        asked: for each scoring pass, what its queries see: the chunks that have any, or blocks; of
+            one that reads again, nothing yet.
         drafted: rows of the step's tensors that are drafts and the token before them, and where
             each layer puts their queries, [T, Hq, D].
         accepted: tokens of last steps with drafts that were accepted, and the queries of those
@@ -120,6 +123,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             self.layers[name].impl.rotate is not None for name in layer_names
         ):
             yield LARGEST_SECOND_PASS.in_pages(self.spec.block_size)
+        if config.ranking.second_pass is SecondPass.RECONSTRUCTION:
+            yield RECONSTRUCTION_PASS.in_pages(self.spec.block_size)
         if config.ranking.window:
             yield WINDOW_PASS
 
@@ -161,6 +166,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         decoding = [row for row, plan in enumerate(plans) if plan.num_new == 1]
         num_padded = num_rows if not prompts else len(decoding)
         decodes = self.batching(Rows(plans, table, starts, decoding, num_padded))
+        if step:
+            self._read_again(step, common_attn_metadata, prompts)
         # What an observation window gives reaches further once: not whenever tokens are evicted.
         for reach in {self.scoring.reach, 0}:
             packed = [c for p, c in planned if p.num_survivors and self._reach(p) == reach]
@@ -176,7 +183,12 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             decodes,
             prompts,
             [
-                [block for chunk in prompts for block in chunk.in_blocks(which)]
+                [
+                    block
+                    for chunk in prompts
+                    if not which.reads_again
+                    for block in chunk.in_blocks(which)
+                ]
                 for which in self.scoring.passes
             ],
             self.layer_index,
@@ -189,6 +201,22 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             for row, (request_id, plan) in enumerate(zip(order, plans, strict=True)):
                 self._draft(metadata, step.draft_queries, request_id, plan, table[row], starts[row])
         return metadata
+
+    def _read_again(
+        self, step: Step, common: CommonAttentionMetadata, prompts: list[PromptChunk]
+    ) -> None:
+        """Before survivors are packed: what the step's prompts are read again for."""
+        for which in self.scoring.passes:
+            if not which.reads_again or not prompts:
+                continue
+            starts = common.query_start_loc_cpu.tolist()
+            request_at = dict(zip(starts, step.order(common), strict=False))
+            each = [(request_at[chunk.tokens.start], chunk) for chunk in prompts]
+            blocks = list(blocks_of(each, which))
+            if blocks:
+                limit = self.vllm_config.model_config.max_model_len
+                own = (self.kernels, which, self.layer_names, limit, step.reader)
+                step.packings.append(Reconstruction(blocks, prompts, *own))
 
     def _draft(
         self,

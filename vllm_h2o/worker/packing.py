@@ -51,12 +51,30 @@ class Packing:
     def run(self) -> None:
         """Move them, in every layer."""
         caches = _caches(self.layer_names, self.layers)
-        in_place = [chunk for chunk in self.chunks if chunk.destination_blocks is None]
+        share, apart = bool(caches[0].num_heads_of_all), self.chunks
+        together = [chunk for chunk in self.chunks if share and chunk.splits]
+        if together:
+            apart = [chunk for chunk in self.chunks if not chunk.splits]
+            self._move_together(caches, together)
+        in_place = [chunk for chunk in apart if chunk.destination_blocks is None]
         if in_place:
             self._move(caches, in_place)
-        for chunk in self.chunks:
+        for chunk in apart:
             if chunk.destination_blocks is not None:
                 self._copy(caches, chunk)
+
+    def _move_together(self, caches: list[LayerCache], chunks: list[PromptChunk]) -> None:
+        """Where layers share slots: as in one layer that has the KV heads of all."""
+        joined = caches[0].joined()
+        self._move([joined], chunks)
+        assert joined.first_rows is not None
+        for chunk in chunks:
+            block = chunk.block_table[:1].long()
+            bounds = joined.first_rows[block]
+            for cache in caches:
+                assert cache.first_rows is not None
+                own = slice(cache.first_head, cache.first_head + cache.num_kv_heads + 1)
+                cache.first_rows[block] = bounds[:, own]
 
     def _move(self, caches: list[LayerCache], chunks: list[PromptChunk]) -> None:
         """Within their own pages; a few layers at a time where other scores move with them."""

@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_h2o.errors import UnsupportedError
-from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
 from vllm_h2o.wire import RequestPlan
@@ -180,7 +180,7 @@ class RecordsPages:
                 tuple(view[rows].flatten()[:end] for view in views)
                 for rows, end in zip(strips, ends, strict=True)
             ]
-        rows = cache_rows(blocks, cache.num_kv_heads)
+        rows = cache.rows(blocks)
         slots = torch.arange(plan.resident_end, device=rows.device)
         taken = (slots >= 0).expand(cache.num_kv_heads, -1)
         if plan.num_free_slots:

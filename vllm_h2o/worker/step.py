@@ -23,6 +23,7 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
 from vllm_h2o.worker.packing import Packing, Restoring
 from vllm_h2o.worker.peak import profiling
+from vllm_h2o.worker.reconstruction import Reader, Reconstruction
 from vllm_h2o.worker.renumbering import Rolled
 from vllm_h2o.worker.turns import begin_turns
 
@@ -41,16 +42,18 @@ class Step:
     Args:
         plan: of the step.
         row_order: of the batch.
-        packings: what is done after the forward pass: survivors move, scores are restored, and
-            positions that rolled are given back.
+        packings: what is done after the forward pass: prompts are read again, survivors move,
+            scores are restored, and positions that rolled are given back.
         draft_queries: of earlier steps; those of this one are added.
+        reader: what reads prompts again.
 
     """
 
     plan: ResidencyPlan
     row_order: RowOrder
-    packings: list[Packing | Restoring | Rolled] = field(default_factory=list)
+    packings: list[Reconstruction | Packing | Restoring | Rolled] = field(default_factory=list)
     draft_queries: DraftQueries = field(default_factory=dict)
+    reader: Reader | None = None
 
     def order(self, common: CommonAttentionMetadata) -> list[str]:
         """The request of each row that has tokens."""
@@ -144,6 +147,12 @@ class PublishesSteps:
             specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()  # type: ignore[misc]
         return specs
 
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Which the policy says, too."""
+        with set_current_vllm_config(self.vllm_config):
+            layouts: list[str] = super().get_supported_kv_cache_layouts()  # type: ignore[misc]
+        return layouts
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Run one step of the schedule, or one that Model Runner V2 makes up to warm up.
 
@@ -167,7 +176,8 @@ class PublishesSteps:
         plan = self._plans.complete(scheduler_output.residency_plan, gone)
         scheduler_output.residency_plan = plan
         begin_turns(plan.continued.values(), self.model_runner)
-        step = Step(plan, order, draft_queries=kept)
+        reader = Reader(self.model_runner, self.vllm_config, self.use_v2_model_runner)
+        step = Step(plan, order, draft_queries=kept, reader=reader)
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
         for packing in step.packings:

@@ -40,30 +40,30 @@ struct Strip {
   const int32_t* block_table;
   int32_t block_size;
   int32_t head_size;
-  int32_t first_row;     // of the request's, where heads share slots
-  int32_t num_kv_heads;  // 0 where they do not
+  int32_t first_row;       // of the request's, where heads share slots
+  int32_t rows_per_block;  // 0 where they do not
   bool has_mass;
   float key_factor;
   float value_factor;
 
   // `first_rows`: [H + 1] of the request, or null.
   Strip(const H2oCache& cache, const int32_t* blocks, int head, const int32_t* first_rows = nullptr)
-      : base(cache.base + (first_rows ? 0 : head * cache.row_bytes)),
+      : base(cache.base + (first_rows ? 0 : (cache.first_head + head) * cache.row_bytes)),
         row_bytes(cache.row_bytes),
-        block_bytes(cache.row_bytes * cache.num_kv_heads),
+        block_bytes(cache.row_bytes * cache.rows_per_block),
         block_table(blocks),
         block_size(cache.block_size),
         head_size(cache.head_size),
         first_row(first_rows ? first_rows[head] : 0),
-        num_kv_heads(first_rows ? cache.num_kv_heads : 0),
+        rows_per_block(first_rows ? cache.rows_per_block : 0),
         has_mass(cache.has_mass != 0),
         key_factor(cache.key_factor),
         value_factor(cache.value_factor) {}
 
   char* row(int64_t page) const {
-    if (!num_kv_heads) return base + block_table[page] * block_bytes;
+    if (!rows_per_block) return base + block_table[page] * block_bytes;
     const int32_t at = first_row + static_cast<int32_t>(page);
-    return base + block_table[at / num_kv_heads] * block_bytes + at % num_kv_heads * row_bytes;
+    return base + block_table[at / rows_per_block] * block_bytes + at % rows_per_block * row_bytes;
   }
   // Bytes from a row's K to its V.
   int64_t value_offset() const {

@@ -40,7 +40,7 @@ class Decode {
 
   void run() {
     static thread_local Scratch splits_memory, floats_memory;
-    const int64_t bytes = work_.num_slots * cache_.num_kv_heads * 2 * cache_.head_size * sizeof(S);
+    const int64_t bytes = work_.num_slots * 2 * cache_.head_size * sizeof(S);
     num_kv_splits_ = bytes < kSerialBytes ? 1 : max_threads();
     splits_ = splits_memory.get<Split>(num_kv_splits_);
     bool cuts_strips = false;

@@ -37,6 +37,9 @@ struct H2oCache {
   int32_t* first_rows;  // [num_blocks, H + 1], or null: no request's heads share slots
   int64_t row_bytes;
   int32_t num_kv_heads;
+  int32_t rows_per_block;
+  int32_t first_head;     // of a block's rows
+  int32_t shared_tenths;  // of slots that heads share: by how many of the best tokens each has
   int32_t block_size;
   int32_t head_size;
   int32_t type;

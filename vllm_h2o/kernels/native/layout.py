@@ -38,6 +38,9 @@ class H2oCache(ctypes.Structure):
         ("first_rows", c_void_p),
         ("row_bytes", c_int64),
         ("num_kv_heads", c_int32),
+        ("rows_per_block", c_int32),
+        ("first_head", c_int32),
+        ("shared_tenths", c_int32),
         ("block_size", c_int32),
         ("head_size", c_int32),
         ("type", c_int32),
@@ -230,9 +233,10 @@ def cache_bytes(cache: LayerCache) -> bytes:
         raise ValueError(f"a head size of {head_size} is more than {LARGEST_HEAD}")
     if key.dtype not in TYPES:
         raise ValueError(f"the cache holds {key.dtype}, not one of {list(TYPES)}")
-    heads, first_rows = cache.num_kv_heads, cache.first_rows
+    first_rows = cache.first_rows
+    heads = (cache.num_kv_heads, cache.rows_per_block, cache.first_head, cache.shared_tenths)
     shared = 0 if first_rows is None else first_rows.data_ptr()
-    sizes = (heads, block_size, head_size, TYPES[key.dtype], cache.mass is not None)
+    sizes = (*heads, block_size, head_size, TYPES[key.dtype], cache.mass is not None)
     factors = [1.0 / scale for scale in cache.scales]
     return _CACHE.pack(base, shared, row * size, *sizes, *factors)
 

@@ -75,9 +75,10 @@ void select_survivors(uint64_t* ranks, int64_t length, int64_t num_survivors, in
 }
 
 // Writes where each head's rows begin, [H + 1]; `ranks` is [H, attended_len]. Twin of split.py.
-void share_rows(const uint64_t* ranks, const H2oPacked& request, int num_heads, int block_size,
+void share_rows(const uint64_t* ranks, const H2oPacked& request, const H2oCache& cache,
                 int32_t* first_rows) {
   static thread_local Scratch competing_memory, tenths_memory;
+  const int num_heads = cache.num_kv_heads, block_size = cache.block_size;
   const int64_t length = request.attended_len, capacity = request.num_survivors + 1;
   const int64_t num_heavy =
       request.num_survivors - request.num_sinks - (request.logical_end - request.recent_start);
@@ -88,10 +89,10 @@ void share_rows(const uint64_t* ranks, const H2oPacked& request, int num_heads, 
     const uint64_t level = ranks[i] >> 31;
     if (level) competing[num_competing++] = level << 16 | static_cast<uint64_t>(i / length);
   }
-  for (int h = 0; h < num_heads; ++h) tenths[h] = 10 * capacity - 7 * num_heavy;
+  for (int h = 0; h < num_heads; ++h) tenths[h] = 10 * capacity - cache.shared_tenths * num_heavy;
   const int64_t num_best = num_heads * num_heavy;
   if (num_best) std::nth_element(competing, competing + num_best - 1, competing + num_competing);
-  for (int64_t i = 0; i < num_best; ++i) tenths[competing[i] & 0xffff] += 7;
+  for (int64_t i = 0; i < num_best; ++i) tenths[competing[i] & 0xffff] += cache.shared_tenths;
   const int64_t least =
       (capacity - num_heavy + std::min<int64_t>(num_heavy, 1) + block_size - 1) / block_size;
   const int64_t most = (length + 1) / block_size;
@@ -137,7 +138,7 @@ void pack(const H2oCache& cache, const H2oPacked& request, int head, const H2oSc
   }
 }
 
-// The heads of a layer that share slots. Rows of one head may become another's: all survivors are
+// The heads that share slots, of a layer or of all. Rows of one head may become another's: all survivors are
 // copied before any is stored.
 template <class T>
 void pack_shared(const H2oCache& cache, const H2oPacked& request, const H2oScoring& scoring) {
@@ -154,7 +155,7 @@ void pack_shared(const H2oCache& cache, const H2oPacked& request, const H2oScori
     if (scoring.reach) extend_scores(strip, length, scoring.reach);
     rank_slots(strip, request, scoring, ranks + h * length);
   }
-  share_rows(ranks, request, num_heads, cache.block_size, first_rows);
+  share_rows(ranks, request, cache, first_rows);
   const auto num_survivors = [&](int h) { return (first_rows[h + 1] - first_rows[h]) * n - 1; };
   int64_t* survivors = survivors_memory.get<int64_t>(length);
   char* tokens = tokens_memory.get<char>(num_heads * (request.num_survivors + 1) * token_bytes);

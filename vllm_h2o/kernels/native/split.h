@@ -55,18 +55,25 @@ struct Work {
   const H2oCache& cache;
   const H2oBatch& batch;
   int64_t unit;           // slots: cuts within a strip lie at multiples of it
-  int64_t num_slots = 0;  // of all requests, in one KV head on average
+  int64_t num_slots = 0;  // of all requests and KV heads
   int64_t max_strip_len = 0;
 
   Work(const H2oCache& cache_, const H2oBatch& batch_, int64_t unit_)
       : cache(cache_), batch(batch_), unit(unit_) {
     for (int b = 0; b < batch.num_requests; ++b) {
-      num_slots += batch.field(kAttendedLen, b);
+      num_slots += slots_of(b);
       const int num_lengths = first_rows(b) ? cache.num_kv_heads : 1;
       for (int h = 0; h < num_lengths; ++h) {
         max_strip_len = std::max(max_strip_len, strip_len(b, h));
       }
     }
+  }
+
+  // Of all KV heads of a request.
+  int64_t slots_of(int request) const {
+    const int32_t* rows = first_rows(request);
+    if (!rows) return batch.field(kAttendedLen, request) * cache.num_kv_heads;
+    return static_cast<int64_t>(rows[cache.num_kv_heads] - rows[0]) * cache.block_size;
   }
 
   // [H + 1] of a request whose heads share slots; else null.
@@ -85,11 +92,10 @@ struct Work {
   // The cut before split i: at a strip's edge if one is near.
   Cut cut(int i, int num_kv_splits) const {
     const int num_kv_heads = cache.num_kv_heads;
-    const int64_t total = num_slots * num_kv_heads;
-    int64_t left = i == num_kv_splits ? total : total * i / num_kv_splits;
-    const int64_t near = std::max<int64_t>(unit, total / num_kv_splits / 32);
+    int64_t left = i == num_kv_splits ? num_slots : num_slots * i / num_kv_splits;
+    const int64_t near = std::max<int64_t>(unit, num_slots / num_kv_splits / 32);
     for (int b = 0; b < batch.num_requests; ++b) {
-      const int64_t in_request = batch.field(kAttendedLen, b) * num_kv_heads;
+      const int64_t in_request = slots_of(b);
       if (left >= in_request) {
         left -= in_request;
         continue;

@@ -36,8 +36,8 @@ class Strips:
     @classmethod
     def of(cls, cache: LayerCache, batch: DecodeBatch) -> Strips:
         """Those of every request; heads that share slots have lengths of their own."""
-        num_kv_heads, block_size = cache.num_kv_heads, cache.block_size
-        rows = cache_rows(batch.block_table, num_kv_heads)
+        block_size, row_step = cache.block_size, cache.rows_per_block
+        rows = cache.rows(batch.block_table)
         length = batch.field("attended_len")[:, None].expand(rows.shape[:2])
         split = batch.field("split").bool()
         if cache.first_rows is None or not split.any():
@@ -45,11 +45,12 @@ class Strips:
         bounds = cache.first_rows[batch.first_block_ids].to(torch.int64)  # [B, H + 1]
         length = torch.where(split[:, None], bounds.diff() * block_size, length)
         page = torch.arange(num_pages(int(length.max()), block_size), device=rows.device)
-        head = torch.arange(num_kv_heads, device=rows.device)
+        head = cache.first_head + torch.arange(cache.num_kv_heads, device=rows.device)
         first = torch.where(split[:, None], bounds[:, :-1], head)[:, :, None]
-        flat = first + page * torch.where(split, 1, num_kv_heads)[:, None, None]  # [B, H, P]
-        flat = flat.clamp_(max=rows[0].numel() - 1)
-        rows = rows.transpose(1, 2).flatten(1)  # a request's rows, block after block
+        flat = first + page * torch.where(split, 1, row_step)[:, None, None]  # [B, H, P]
+        # A request's rows, block after block.
+        rows = cache_rows(batch.block_table, row_step).transpose(1, 2).flatten(1)
+        flat = flat.clamp_(max=rows.shape[1] - 1)
         return cls(rows.gather(1, flat.flatten(1)).view(flat.shape), length)
 
 

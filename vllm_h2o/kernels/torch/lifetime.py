@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk
-from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.prefill import chunk_rows, chunk_slots
 from vllm_h2o.pages import num_pages
 
@@ -64,7 +64,7 @@ class HeldScores:
         chunk, num_heads = self.chunk, cache.num_kv_heads
         num_blocks = num_pages(chunk.num_survivors + chunk.splits, cache.block_size)
         blocks = chunk.block_table[:num_blocks]
-        rows = cache_rows(blocks, num_heads).T.flatten()
+        rows = cache.rows(blocks).T.flatten()
         head = torch.arange(len(rows), device=rows.device)
         if chunk.splits:
             assert cache.first_rows is not None
@@ -88,6 +88,6 @@ def restore_scores(cache: LayerCache, blocks: torch.Tensor, prompt_ends: torch.T
 
     """
     assert cache.score_without_window is not None
-    rows = cache_rows(blocks, cache.num_kv_heads)  # [H, P]
+    rows = cache.rows(blocks)  # [H, P]
     of_prompt = cache.position[rows] < prompt_ends[:, None]
     cache.score[rows] = torch.where(of_prompt, cache.score_without_window[rows], cache.score[rows])

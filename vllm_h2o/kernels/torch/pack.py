@@ -47,12 +47,13 @@ def pack_survivors(
         score = reached(score, chunk_slots(cache, cache.position, chunk), scoring.reach)
     ranked = _ranked(cache, chunk, scoring, score)
     blocks = chunk.block_table if chunk.destination_blocks is None else chunk.destination_blocks
-    num_heads, block_size = cache.num_kv_heads, cache.block_size
-    head = torch.arange(num_heads, device=ranked.device)[:, None]
-    first_row, row_step, num_survivors, width = head, num_heads, None, chunk.num_survivors
+    block_size = cache.block_size
+    head = cache.first_head + torch.arange(cache.num_kv_heads, device=ranked.device)[:, None]
+    row_step = cache.rows_per_block
+    first_row, num_survivors, width = head, None, chunk.num_survivors
     if chunk.splits:
         assert cache.first_rows is not None
-        bounds = _split_rows(ranked, chunk, block_size)
+        bounds = _split_rows(ranked, chunk, block_size, cache.shared_tenths)
         cache.first_rows[blocks[0]] = bounds.to(torch.int32)
         first_row, row_step = bounds[:-1, None], 1
         num_survivors = (bounds.diff() * block_size - 1)[:, None]
@@ -64,7 +65,8 @@ def pack_survivors(
         best = best.masked_fill(slot >= num_survivors, chunk.attended_len)
         slot = slot.clamp(max=num_survivors - 1)  # what a head has no room for is its last again
     survivor = best.sort(dim=1).values.gather(1, slot)
-    source = _at(cache, chunk.block_table, head + survivor // block_size * num_heads)
+    source_row = head + survivor // block_size * cache.rows_per_block
+    source = _at(cache, chunk.block_table, source_row)
     target = _at(cache, blocks, first_row + slot // block_size * row_step)
     source_at, target_at = (source, survivor % block_size), (target, slot % block_size)
     for view in (cache.key, cache.value, cache.position):
@@ -110,13 +112,16 @@ def _ranked(
     return score.masked_fill(safe, float("inf"))
 
 
-def _split_rows(ranked: torch.Tensor, chunk: PromptChunk, block_size: int) -> torch.Tensor:
+def _split_rows(
+    ranked: torch.Tensor, chunk: PromptChunk, block_size: int, shared_tenths: int
+) -> torch.Tensor:
     """[H + 1], int64: where each KV head's rows begin; twin of ``split.split_capacity``.
 
     Args:
         ranked: [H, attended_len]; infinite what survives in any case.
         chunk: the last one of a prompt.
         block_size: slots of a page.
+        shared_tenths: see :class:`LayerCache`.
 
     """
     num_heads, length = ranked.shape
@@ -125,7 +130,7 @@ def _split_rows(ranked: torch.Tensor, chunk: PromptChunk, block_size: int) -> to
     best = competing.sort(descending=True, stable=True).indices[: num_heads * num_heavy]
     count = torch.bincount(best // length, minlength=num_heads)
     unit = 10 * block_size
-    tenths = 10 * capacity - 7 * num_heavy + 7 * count
+    tenths = 10 * capacity + shared_tenths * (count - num_heavy)
     least = -(-(capacity - num_heavy + min(num_heavy, 1)) // block_size)
     most = (length + 1) // block_size
     pages = (tenths // unit).clamp(min=least)
@@ -143,5 +148,5 @@ def _split_rows(ranked: torch.Tensor, chunk: PromptChunk, block_size: int) -> to
 
 def _at(cache: LayerCache, blocks: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Rows of the cache, int64, of rows of a request's blocks, counted block after block."""
-    num_heads = cache.num_kv_heads
-    return blocks[row // num_heads].to(torch.int64) * num_heads + row % num_heads
+    step = cache.rows_per_block
+    return blocks[row // step].to(torch.int64) * step + row % step

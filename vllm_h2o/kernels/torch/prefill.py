@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
-from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.torch.softmax import softmax
 from vllm_h2o.pages import num_pages
@@ -224,7 +224,7 @@ def combined(one: torch.Tensor, other: torch.Tensor, scoring: Scoring) -> torch.
 def chunk_rows(cache: LayerCache, chunk: PromptChunk) -> torch.Tensor:
     """[H, P], int64: rows of the cache that hold the chunk and what precedes it."""
     blocks = chunk.block_table[: num_pages(chunk.attended_len, cache.block_size)]
-    return cache_rows(blocks, cache.num_kv_heads)
+    return cache.rows(blocks)
 
 
 def chunk_slots(cache: LayerCache, view: torch.Tensor, chunk: PromptChunk) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_h2o.kernels.cache import LayerCache, cache_rows, first_slots
+from vllm_h2o.kernels.cache import LayerCache, first_slots
 
 LAST = 2**31 - 1
 """Where a slot is free, in the place of a position: after all others."""
@@ -51,7 +51,7 @@ class HeldTokens:
 
         """
         block_size = cache.block_size
-        rows = cache_rows(blocks, cache.num_kv_heads)
+        rows = cache.rows(blocks)
         position = cache.position[rows].flatten(1)[:, :num_slots]  # [H, num_slots]
         if num_free_slots:
             assert victims is not None

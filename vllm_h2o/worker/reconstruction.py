@@ -1,0 +1,208 @@
+"""The model reads a prompt again, block by block, and what it looks at then scores.
+
+A second pass in earnest: not the queries that tokens had when the prompt was read, but those of the
+model while it says the prompt once more. Each block is read by itself, right after its own end, and
+sees what a rotated query sees: the prompt's first page, its block, and of the second reading what
+went before. Nothing is stored. Source: context reconstruction, KVzip (arXiv 2505.23416).
+
+Differs from that paper: no words ask for the repetition, which models do without; a block sees no
+other one, so that a prompt of any length costs a second forward pass and hardly any attention; and
+what it finds is one term of the score, next to the attention that was paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.kernels.batch import PromptChunk, ScoringPass
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.torch.prefill import chunk_rows, chunk_slots
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens of one prompt that are read again together.
+
+    Args:
+        request_id: whose.
+        start: index of the first.
+        chunk: what they see: a block of :meth:`PromptChunk.in_blocks`; ``tokens`` are their rows in
+            the second reading.
+
+    """
+
+    request_id: str
+    start: int
+    chunk: PromptChunk
+
+    @property
+    def end(self) -> int:
+        """One past the index of the last token."""
+        return self.start + self.chunk.num_tokens
+
+
+def blocks_of(
+    prompts: Sequence[tuple[str, PromptChunk]], which: ScoringPass
+) -> Iterator[Block]:
+    """What is read again of a step's chunks, in order of its rows.
+
+    Args:
+        prompts: each with its request.
+        which: the scoring pass.
+
+    """
+    row = 0
+    for request_id, chunk in prompts:
+        for block in chunk.in_blocks(which):
+            start = chunk.logical_start + block.tokens.start - chunk.tokens.start
+            rows = slice(row, row := row + block.num_tokens)
+            yield Block(request_id, start, replace(block, tokens=rows))
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """A step's prompts, read again once its forward pass is through: attention's metadata, then.
+
+    Args:
+        blocks: in order of their rows.
+        prompts: the chunks that they are of.
+        kernels: what scores.
+        which: the scoring pass.
+        layer_names: of the group's layers.
+        max_position: positions that tokens may have.
+        reader: what runs the model.
+
+    """
+
+    blocks: Sequence[Block]
+    prompts: Sequence[PromptChunk]
+    kernels: Kernels
+    which: ScoringPass
+    layer_names: Sequence[str]
+    max_position: int
+    reader: Reader | None
+    rows: list[PromptChunk] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.rows.extend(block.chunk for block in self.blocks)
+
+    def run(self) -> None:
+        """Read, and score in every layer."""
+        if self.reader is None:
+            raise IntegrityError("a prompt is to be read again, and nothing runs the model")
+        self.reader(self)
+
+    def positions(self) -> torch.Tensor:
+        """[T], int64, on the host: those after each block's end, or as far as positions reach."""
+        each = []
+        for block in self.blocks:
+            length = block.chunk.num_tokens
+            start = max(min(block.end, self.max_position - length), 0)
+            each.append(torch.arange(start, start + length))
+        return torch.cat(each)
+
+    def attend(
+        self,
+        cache: LayerCache,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Each block over what it sees of the prompt, and causally over itself, read again.
+
+        Args:
+            cache: read.
+            query: [T, Hq, D].
+            key: [T, H, D].
+            value: [T, H, D].
+            scale: of the logits.
+            out: [T, Hq, D], written.
+
+        """
+        for chunk in self.rows:
+            own = (query[chunk.tokens], key[chunk.tokens], value[chunk.tokens])
+            q, k, v = (x.transpose(0, 1) for x in own)
+            held = zip((cache.key, cache.value), cache.scales, strict=True)
+            k, v = (
+                torch.cat([_read(chunk_slots(cache, view, chunk), x, by), x], dim=1)
+                for x, (view, by) in zip((k, v), held, strict=True)
+            )
+            seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+            seen.tril_(chunk.attended_len)
+            found = scaled_dot_product_attention(
+                q[None], k[None], v[None], seen, scale=scale, enable_gqa=True
+            )
+            out[chunk.tokens] = found[0].transpose(0, 1).to(out.dtype)
+
+    def score(self, cache: LayerCache, query: torch.Tensor, scale: float) -> None:
+        """Add what the queries give to the scores, and to those without the observation window.
+
+        Args:
+            cache: scores are written.
+            query: [T, Hq, D].
+            scale: of the logits.
+
+        """
+        without = cache.score_without_window
+        before = [cache.score[chunk_rows(cache, chunk)] for chunk in self.rows if without is not None]
+        self.kernels.score_pass(cache, self.rows, query, scale, self.which)
+        for chunk, score in zip(self.rows, before, strict=False):
+            assert without is not None
+            rows = chunk_rows(cache, chunk)
+            without[rows] += cache.score[rows] - score
+
+
+def _read(held: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:
+    """What is stored, in the type of what is new."""
+    return held.to(like.dtype) if scale == 1.0 else (held.to(torch.float32) * scale).to(like.dtype)
+
+
+class Reader:
+    """Has vllm's model read tokens that it has read before, with the metadata of its own.
+
+    Args:
+        model_runner: vLLM's.
+        vllm_config: vLLM's.
+        is_v2: whether it is Model Runner V2.
+
+    """
+
+    def __init__(self, model_runner: Any, vllm_config: VllmConfig, is_v2: bool) -> None:
+        self.runner, self.vllm_config, self.is_v2 = model_runner, vllm_config, is_v2
+
+    @torch.inference_mode()
+    def __call__(self, reconstruction: Reconstruction) -> None:
+        """One forward pass over all blocks of a step."""
+        device = self.runner.device
+        ids = torch.cat([self._tokens(block) for block in reconstruction.blocks])
+        positions = reconstruction.positions().to(device, non_blocking=True)
+        metadata = dict.fromkeys(reconstruction.layer_names, reconstruction)
+        with set_forward_context(metadata, self.vllm_config, num_tokens=len(ids)):
+            self.runner.model(
+                input_ids=ids,
+                positions=positions,
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+
+    def _tokens(self, block: Block) -> torch.Tensor:
+        """[T], int32, on the device."""
+        span, runner = slice(block.start, block.end), self.runner
+        if self.is_v2:
+            states = runner.req_states
+            row = states.req_id_to_index[block.request_id]
+            found: torch.Tensor = states.all_token_ids.gpu[row, span]
+            return found
+        batch = runner.input_batch
+        row = batch.req_id_to_index[block.request_id]
+        return torch.from_numpy(batch.token_ids_cpu[row, span]).to(runner.device)
