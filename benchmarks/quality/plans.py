@@ -29,6 +29,7 @@ POLICIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     **POLICIES,
     "h2o2 merge": ("h2o2", {"merge": 0.9}),
+    "h2o2 reconstruction": ("h2o2", {"score": "reconstruction"}),
     "h2o window": ("h2o", {"prefill": "window"}),
     "h2o window sum": ("h2o", {"prefill": "window", "window_score": "sum"}),
 }

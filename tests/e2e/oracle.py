@@ -16,13 +16,14 @@ from tests.e2e.harness import Probe, engine, generate
 from tests.e2e.ties import TIE, WatchedHead
 from tests.kernels.truth import follow_merge
 from vllm_h2o.kernels.batch import Scoring, ScoringPass
-from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import as_read
 from vllm_h2o.kernels.reference import random_score
 from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
+from vllm_h2o.worker.reconstruction import Reconstruction
 from vllm_h2o.worker.step import PublishesSteps, Step, current_step
 
 Where = tuple[str, int, str]
@@ -53,6 +54,9 @@ class Oracle:
         waiting: layers of the running step, to be followed when its survivors are packed.
         drafted: steps with drafts, to be followed when it is known how many were accepted.
         order: of the running step's rows, the requests.
+        readings: queries of the running step's second reading, by layer name and request id.
+        sharing: heads that share slots from this step on, with the size of a page, and tenths.
+        comparing: what is compared at the end of the running step.
 
     """
 
@@ -75,6 +79,9 @@ class Oracle:
     waiting: list[Callable[[], None]] = field(default_factory=list)
     drafted: dict[Where, tuple[RequestPlan, tuple[torch.Tensor, ...]]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
+    readings: dict[tuple[str, str], list[torch.Tensor]] = field(default_factory=dict)
+    sharing: dict[tuple[str, str], tuple[list[WatchedHead], int, int]] = field(default_factory=dict)
+    comparing: list[Callable[[], None]] = field(default_factory=list)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> Oracle:
         """Follow every forward of the policy's attention from now on."""
@@ -83,6 +90,9 @@ class Oracle:
         def forward(impl: HeavyHitterImpl, layer: Any, *tensors: Any, **kwargs: Any) -> Any:
             query, key, value, kv_cache, metadata, output = (*tensors, *kwargs.values())[:6]
             result = original(impl, layer, query, key, value, kv_cache, metadata, output)
+            if isinstance(metadata, Reconstruction):
+                self.take_reading(layer.layer_name, metadata, query)
+                return result
             step = current_step() if metadata is not None else None
             if step is not None:
                 cache = impl.cache_of(kv_cache)
@@ -104,6 +114,13 @@ class Oracle:
             waiting, self.waiting = self.waiting, []
             for follow in waiting:
                 follow()
+            for heads, page_size, tenths in self.sharing.values():
+                pack_layer(heads, page_size, tenths)
+                self.num_unequal += len({head.capacity for head in heads}) > 1
+            comparing, self.comparing = self.comparing, []
+            for compare in comparing:
+                compare()
+            self.sharing, self.readings = {}, {}
             return result
 
         monkeypatch.setattr(HeavyHitterImpl, "forward", forward)
@@ -132,7 +149,7 @@ class Oracle:
             plan = step.plan.requests[request_id]
             tokens = slice(start, start := start + plan.num_new)
             table = tables[tokens.start]
-            rows = cache_rows(table, impl.num_kv_heads)
+            rows = cache.rows(table)
             victims = None if impl.victims is None else impl.victims[table[0]]
             if plan.overwrites and metadata.scoring.merge:
                 strips = cache.rows_of_split(table) if plan.is_split else list(rows)
@@ -159,18 +176,38 @@ class Oracle:
             if plan.has_drafts:
                 continue
             if plan.splits:
-                heads = [self.heads[layer_name, h, request_id] for h in range(impl.num_kv_heads)]
-                pack_layer(heads, cache.block_size)
-                self.num_unequal += len({head.capacity for head in heads}) > 1
-            own = table[plan.pack_block_idx :]
-            is_split = plan.splits or plan.is_split
-            strips = cache.rows_of_split(own) if is_split else list(rows[:, plan.pack_block_idx :])
-            for head, strip in enumerate(strips):
-                num_slots = plan.resident_end
-                if is_split:
-                    num_slots = len(strip) * cache.block_size - plan.splits
-                victim = None if victims is None else victims[head]
-                self._compare((layer_name, head, request_id), plan, cache, strip, num_slots, victim)
+                own = [self.heads[layer_name, h, request_id] for h in range(impl.num_kv_heads)]
+                which = (request_id, "" if cache.num_heads_of_all else layer_name)
+                none: list[WatchedHead] = []
+                how = (cache.block_size, cache.shared_tenths)
+                self.sharing.setdefault(which, (none, *how))[0].extend(own)
+            about = (layer_name, request_id, plan, cache, table, victims)
+            self.comparing.append(partial(self._compare_heads, *about))
+
+    def take_reading(self, layer_name: str, read: Reconstruction, query: torch.Tensor) -> None:
+        """The queries that a layer has when prompts are read again, in order of their tokens."""
+        for block in read.blocks:
+            rows = query[block.chunk.tokens].clone()
+            self.readings.setdefault((layer_name, block.request_id), []).append(rows)
+
+    def _compare_heads(
+        self,
+        layer_name: str,
+        request_id: str,
+        plan: RequestPlan,
+        cache: LayerCache,
+        table: torch.Tensor,
+        victims: torch.Tensor | None,
+    ) -> None:
+        """What one layer holds of one request, once all references have packed."""
+        own, is_split = table[plan.pack_block_idx :], plan.splits or plan.is_split
+        strips = cache.rows_of_split(own) if is_split else list(cache.rows(own))
+        for head, strip in enumerate(strips):
+            num_slots = plan.resident_end
+            if is_split:
+                num_slots = len(strip) * cache.block_size - plan.splits
+            victim = None if victims is None else victims[head]
+            self._compare((layer_name, head, request_id), plan, cache, strip, num_slots, victim)
 
     def _next_turn(self, where: Where, plan: RequestPlan) -> WatchedHead:
         """Where conversations are continued: what came of an earlier request."""
@@ -286,11 +323,11 @@ class Oracle:
             ends_prompt,
             initial_scores,
             plan.scoring_start,
-            self._passes(scoring, plan, grouped[:, head]),
+            self._passes(scoring, plan, grouped[:, head], where),
         )
 
     def _passes(
-        self, scoring: Scoring, plan: RequestPlan, query: torch.Tensor
+        self, scoring: Scoring, plan: RequestPlan, query: torch.Tensor, where: Where
     ) -> list[tuple[ScoringPass, torch.Tensor]]:
         """The passes of a prompt's chunk, and the queries [T', G, D] that score in them."""
         if not plan.in_prompt or plan.num_new == 1 or plan.fits:
@@ -299,6 +336,12 @@ class Oracle:
         for which in scoring.passes:
             start = plan.scoring_start if which.rotated else plan.window_start
             own = query[max(start - plan.logical_start, 0) :]
+            if which.reads_again:
+                read = torch.cat(self.readings[where[0], where[2]]).double()
+                num_kv_heads = read.shape[1] // query.shape[1]
+                assert len(read) == len(own)
+                asking.append((which, read.unflatten(1, (num_kv_heads, -1))[:, where[1]]))
+                continue
             asking.append((which, self._rotated(own, plan.num_new) if which.rotated else own))
         return [(which, own) for which, own in asking if len(own)]
 

@@ -28,8 +28,8 @@ LENGTHS = (5, 31, 32, 33, 90, 150)
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a second pass prompts have several blocks here."""
-    small = replace(metadata.LARGEST_SECOND_PASS, block=48)
-    monkeypatch.setattr(metadata, "LARGEST_SECOND_PASS", small)
+    for name in ("LARGEST_SECOND_PASS", "RECONSTRUCTION_PASS"):
+        monkeypatch.setattr(metadata, name, replace(getattr(metadata, name), block=48))
 
 
 @pytest.mark.parametrize("num_heads", [(4, 4), (6, 2), (8, 1)], ids=["gqa1", "gqa3", "gqa8"])
@@ -97,6 +97,9 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"score": "combined", "observation_window": 7, "prefill": "chunked"},
         {"score": "combined", "observation_window": 12, "window_lifetime": 9},
         {"score": "combined", "observation_window": 7, "prefill": "chunked", "window_lifetime": 3},
+        {"score": "reconstruction", "observation_window": 12, "window_lifetime": 9},
+        {"score": "reconstruction", "observation_window": 7, "prefill": "chunked"},
+        {"score": "reconstruction", "observation_window": 9, "kernels": "torch"},
         {"merge": 0.2},
         {"merge": 0.2, "kernels": "torch", "score": "mean_squares"},
         {"merge": 0.5, "prefill": "chunked", "num_sink_tokens": 2},
@@ -149,6 +152,9 @@ def test_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         {"prefill": "window", "enable_prefix_caching": True},
         {"score": "mean_squares", "merge": 0.2},
         {"kernels": "torch", "score": "mean_squares", "budget": 0.4, "budget_basis": "request"},
+        {"score": "mean_squares", "split_layers": True},
+        {"kernels": "torch", "score": "mean_squares", "split_layers": True, "merge": 0.2},
+        {"score": "combined", "observation_window": 12, "window_lifetime": 9, "split_layers": True},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
@@ -166,13 +172,26 @@ def test_heads_that_share_slots(
     assert (oracle.num_merged > 0) is ("merge" in options)
 
 
-@pytest.mark.parametrize(("policy", "budget"), [("h2o", 32), ("h2o2", 64)])
-def test_smollm2(policy: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_reading_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPT learns its positions, and reads again like any other model; layers share slots."""
+    prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
+    model, options = tiny_opt(tmp_path), {"budget": 32, "score": "reconstruction"}
+    oracle = follow(monkeypatch, model, "h2o2", options, prompts, block_size=16)
+    assert oracle.num_unequal > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("h2o", {"budget": 32}), ("h2o2", {"budget": 64}), ("h2o2", {"score": "reconstruction"})],
+    ids=["h2o", "h2o2", "reconstruction"],
+)
+def test_smollm2(policy: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model: 30 layers, 3 KV heads, GQA 3."""
     model = smollm2()
     tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
     prompts = [tokens[:20], tokens[100:190]]
-    oracle = follow(monkeypatch, model, policy, {"budget": budget}, prompts, block_size=16)
+    options = {"budget": 64, **options}
+    oracle = follow(monkeypatch, model, policy, options, prompts, block_size=16)
     assert (oracle.num_unequal > 0) is (policy == "h2o2")
     different = {oracle.retained[where] for where in oracle.retained if where[2].startswith("1")}
     assert len(different) > 60  # heads and layers choose for themselves

@@ -19,7 +19,7 @@ from vllm_h2o.policy import Budget, SecondPass
         ("granularity", "token, block"),
         ("prefill", "full, window, chunked"),
         ("eviction", "always, pressure"),
-        ("score", "sum, sum_squares, mean, mean_squares, second_pass, combined"),
+        ("score", "sum, sum_squares, mean, mean_squares, second_pass, combined, reconstruction"),
     ],
 )
 def test_choices_that_all_work(field: str, works: str) -> None:

@@ -89,7 +89,7 @@ date has ten."""
 
 MEAN_SECOND_PASS = ScoringPass(weight=4.0, rotated=True)
 LARGEST_SECOND_PASS = ScoringPass(weight=0.1, rotated=True, by_maximum=True, block=256)
-RECONSTRUCTION_PASS = replace(LARGEST_SECOND_PASS, weight=1.0, reads_again=True)
+RECONSTRUCTION_PASS = replace(LARGEST_SECOND_PASS, reads_again=True)
 WINDOW_PASS = ScoringPass(weight=0.3, rotated=False, by_maximum=True, reach=WINDOW_REACH)
 """What scores are made of besides the attention that was paid: see docs/options.md."""
 

@@ -8,9 +8,9 @@ Per (block, KV head), contiguous, N slots of head size D::
 Masses are there where victims are merged: see merge.py; the other score where what an observation
 window gave has a lifetime: see lifetime.py. Elements of K and V may be float8: see float8.py.
 
-A *row* is one (block, KV head): ``row = block_id * rows_per_block + first_head + head``. As a rule a
-block has a layer's KV heads and begins with them: ``rows_per_block = num_kv_heads``, ``first_head =
-0``. Where layers share slots, a block has the heads of all layers, one layer after the other.
+A *row* is one (block, KV head): ``row = block_id * rows_per_block + first_head + head``. As a rule
+a block has the KV heads of one layer: ``rows_per_block = num_kv_heads``, ``first_head = 0``. Where
+layers share slots, it has those of all layers, one layer after the other.
 
 Page i of a KV head is row ``first_row + i * row_step`` of its request, which counts the rows of its
 blocks one block after the other. As a rule each head has its own row of every block: ``first_row =
@@ -26,10 +26,9 @@ import torch
 
 from vllm_h2o.kernels.float8 import quantised
 
-
 SHARED_TENTHS, SHARED_TENTHS_OF_ALL = 7, 9
-"""Of the slots for heavy hitters that KV heads share, of a layer or of all layers, tenths that go by
-how many of the best tokens a head has; of the rest each has as many as any other."""
+"""Of the slots for heavy hitters that KV heads share, of a layer or of all layers: tenths that go
+by how many of the best tokens a head has; of the rest each has as many as any other."""
 
 
 @dataclass(frozen=True)

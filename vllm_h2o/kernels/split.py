@@ -1,4 +1,4 @@
-"""The truth, where KV heads share slots, of a layer or of all: how many each has; see reference.py."""
+"""The truth, where KV heads share slots, of a layer or of all; see reference.py."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def split_capacity(
     return [num * page_size for num in pages]
 
 
-def pack_layer(
-    heads: Sequence[Head], page_size: int, shared_tenths: int = SHARED_TENTHS
-) -> None:
+def pack_layer(heads: Sequence[Head], page_size: int, shared_tenths: int = SHARED_TENTHS) -> None:
     """At a prompt's end, KV heads of a layer, or of all, share slots, and keep their survivors."""
     for head in heads:
         head.extend_scores()

@@ -21,16 +21,7 @@ from vllm_h2o.options.checks import (
 from vllm_h2o.options.conflicts import can_split, check_together, check_unread
 from vllm_h2o.options.option import option
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
-from vllm_h2o.policy import (
-    POLICIES,
-    SCORES,
-    Budget,
-    Policy,
-    Score,
-    ScoreKind,
-    SecondPass,
-    split_budget,
-)
+from vllm_h2o.policy import POLICIES, SCORES, Budget, Policy, Score, ScoreKind, split_budget
 from vllm_h2o.policy.budget import minimum_slots
 
 _SCORE_MEANINGS = ", ".join(f"{name} ({score.meaning})" for name, score in SCORES.items())
@@ -113,7 +104,7 @@ class KVPolicyConfig:
     observation_window: int = option(
         64,
         "how many of the prompt's last queries score with prefill=window, and once more with "
-        "score=combined or reconstruction",
+        "score=combined and reconstruction",
         bits=31,
     )
     window_score: str = option(
@@ -152,14 +143,14 @@ class KVPolicyConfig:
     )
     split: bool | None = option(
         None,
-        "whether a layer's KV heads share its slots, in whole pages, by how many of the layer's "
-        "best tokens each has when a prompt is evicted from; or each has the same number",
+        "whether a layer's KV heads share its slots, in whole pages, by how many of its best tokens "
+        "each has when a prompt is evicted from; or each has the same number",
         shown="false; h2o2 true, where it can",
     )
     split_layers: bool | None = option(
         None,
         "with split: whether the KV heads of all layers share slots, not those of each layer",
-        shown="false; with score=reconstruction as split",
+        shown="false; score=reconstruction: as split",
     )
     merge: float = option(
         0.0,
@@ -226,9 +217,8 @@ class KVPolicyConfig:
     @property
     def splits_layers(self) -> bool:
         """Whether layers do, too: all KV heads share slots, not those of each layer."""
-        if self.split_layers is None:
-            return self.splits and self.ranking.second_pass is SecondPass.RECONSTRUCTION
-        return self.split_layers
+        by_default = self.splits and self.ranking.reads_again
+        return by_default if self.split_layers is None else self.split_layers
 
     @property
     def rolls(self) -> bool:

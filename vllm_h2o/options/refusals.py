@@ -27,6 +27,7 @@ from vllm_h2o.options.traits import (
     skips_rotation,
     slides,
     slides_everywhere,
+    stages,
     untried_multimodal,
 )
 
@@ -73,6 +74,8 @@ CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", *FLOAT8)
 
 ANOTHER_MODEL = "run this model without --kv-policy"
 ANOTHER_MODEL_ROLLS = "run this model with --kv-policy-config.positions original"
+
+READ_ONCE = "use --kv-policy-config.score combined"
 
 ONE_GROUP = "the policy works on one group of layers with full attention"
 """Why a model is refused of whose layers vLLM makes more."""
@@ -256,7 +259,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "speculative decoding, and pipeline parallelism",
-        lambda c: c.speculative_config is not None and c.parallel_config.pipeline_parallel_size > 1,
+        lambda c: c.speculative_config is not None and stages(c) > 1,
         "it has not been tried",
         "leave --pipeline-parallel-size or --speculative-config out",
     ),
@@ -320,40 +323,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "layers that slide would lie between those that share",
         "give --kv-policy-config.split_layers false",
     ),
-    *(
-        Refusal(
-            f"score=reconstruction, and {what}",
-            lambda c, has=has: reads_again(c) and has(c),
-            why,
-            f"{remedy}, or use --kv-policy-config.score combined",
-        )
-        for what, has, why, remedy in (
-            (
-                "LoRA",
-                lambda c: c.lora_config is not None,
-                "the second reading is not told which adapter reads",
-                "leave --enable-lora out",
-            ),
-            (
-                "pipeline parallelism",
-                lambda c: c.parallel_config.pipeline_parallel_size > 1,
-                "the second reading would have to pass through all stages",
-                "leave --pipeline-parallel-size out",
-            ),
-            ("sliding windows", slides, "layers that slide have no part in it", "run another model"),
-            (
-                "images",
-                lambda c: c.model_config.is_multimodal_model,
-                "the second reading has tokens alone",
-                "run another model",
-            ),
-            (
-                "speculative decoding",
-                lambda c: c.speculative_config is not None,
-                "it has not been tried",
-                "leave --speculative-config out",
-            ),
-        )
+    Refusal(
+        "score=reconstruction, and LoRA",
+        lambda c: reads_again(c) and c.lora_config is not None,
+        "the second reading is not told which adapter reads",
+        f"{READ_ONCE}, or leave --enable-lora out",
+    ),
+    Refusal(
+        "score=reconstruction, and pipeline parallelism or speculative decoding",
+        lambda c: reads_again(c) and (stages(c) > 1 or c.speculative_config is not None),
+        "the second reading is a forward pass of its own, which knows neither stages nor drafts",
+        f"{READ_ONCE}, or leave these options out",
+    ),
+    Refusal(
+        "score=reconstruction, and sliding windows or images",
+        lambda c: reads_again(c) and (slides(c) or c.model_config.is_multimodal_model),
+        "the second reading has tokens alone, and nothing for layers that slide",
+        READ_ONCE,
     ),
     Refusal(
         "a KV cache quantised to anything but fp8 with one scale for each layer's K and V",

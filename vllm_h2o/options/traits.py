@@ -6,7 +6,6 @@ from inspect import signature
 from typing import Any
 
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.policy import SecondPass
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 """Kinds of layers, as configs of models and vLLM call them."""
@@ -101,7 +100,12 @@ def float8(vllm_config: Any) -> bool:
 
 def reads_again(vllm_config: Any) -> bool:
     """Whether the model reads a prompt a second time."""
-    return policy_of(vllm_config).ranking.second_pass is SecondPass.RECONSTRUCTION
+    return policy_of(vllm_config).ranking.reads_again
+
+
+def stages(vllm_config: Any) -> int:
+    """Of pipeline parallelism."""
+    return int(vllm_config.parallel_config.pipeline_parallel_size)
 
 
 def old_gpu(_: Any) -> bool:

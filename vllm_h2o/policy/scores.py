@@ -34,6 +34,11 @@ class Score:
     second_pass: SecondPass | None = None
     window: bool = False
 
+    @property
+    def reads_again(self) -> bool:
+        """Whether the model reads a prompt a second time."""
+        return self.second_pass is SecondPass.RECONSTRUCTION
+
 
 SCORES: dict[str, Score] = {
     "sum": Score("accumulated attention, the paper's"),

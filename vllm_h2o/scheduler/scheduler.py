@@ -322,7 +322,10 @@ class HeavyHitterScheduler(CutsChunks):
             self.windows.sizes, self.max_model_len, self.vllm_config.max_concurrent_batches
         )
         if config.splits:
-            logger.info("%s: a layer's KV heads share its slots; counts are means.", config.name)
+            who = (
+                "all layers' KV heads share" if config.splits_layers else "a layer's KV heads share"
+            )
+            logger.info("%s: %s slots; counts are means.", config.name, who)
         logger.info(
             "%s: past its prompt a sequence holds %s%d tokens (%s) = %d pages of %d; the pool of "
             "%d pages holds %d sequences of max_model_len=%d at once, stock vLLM in the same "

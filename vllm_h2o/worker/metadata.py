@@ -123,7 +123,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             self.layers[name].impl.rotate is not None for name in layer_names
         ):
             yield LARGEST_SECOND_PASS.in_pages(self.spec.block_size)
-        if config.ranking.second_pass is SecondPass.RECONSTRUCTION:
+        if config.ranking.reads_again:
             yield RECONSTRUCTION_PASS.in_pages(self.spec.block_size)
         if config.ranking.window:
             yield WINDOW_PASS

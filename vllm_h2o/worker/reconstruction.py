@@ -27,6 +27,7 @@ from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.torch.prefill import chunk_rows, chunk_slots
 
+
 @dataclass(frozen=True)
 class Block:
     """Tokens of one prompt that are read again together.
@@ -49,9 +50,7 @@ class Block:
         return self.start + self.chunk.num_tokens
 
 
-def blocks_of(
-    prompts: Sequence[tuple[str, PromptChunk]], which: ScoringPass
-) -> Iterator[Block]:
+def blocks_of(prompts: Sequence[tuple[str, PromptChunk]], which: ScoringPass) -> Iterator[Block]:
     """What is read again of a step's chunks, in order of its rows.
 
     Args:
@@ -154,7 +153,9 @@ class Reconstruction:
 
         """
         without = cache.score_without_window
-        before = [cache.score[chunk_rows(cache, chunk)] for chunk in self.rows if without is not None]
+        before = [
+            cache.score[chunk_rows(cache, chunk)] for chunk in self.rows if without is not None
+        ]
         self.kernels.score_pass(cache, self.rows, query, scale, self.which)
         for chunk, score in zip(self.rows, before, strict=False):
             assert without is not None

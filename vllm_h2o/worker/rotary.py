@@ -20,14 +20,12 @@ from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.policy import SecondPass
 from vllm_h2o.worker.attention import HeavyHitterImpl
 
 logger = init_logger("vllm.kv_policy")
 
 
 ROTARY = (RotaryEmbedding, MRotaryEmbedding)
-ROTATES_NOTHING = (None, SecondPass.RECONSTRUCTION)
 
 
 @dataclass(frozen=True)
@@ -244,7 +242,7 @@ class BindsRopeShift:
         """Load the model; see :func:`bind` and :func:`bind_rotations`."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = KVPolicyConfig.of(self.vllm_config)
-        if config is not None and config.ranking.second_pass not in ROTATES_NOTHING:
+        if config is not None and config.ranking.second_pass and not config.ranking.reads_again:
             model_type = self.vllm_config.model_config.hf_text_config.model_type
             bind(self.model_runner.get_model(), config.score_name, model_type)
         if config is not None and config.position_limit is not None:

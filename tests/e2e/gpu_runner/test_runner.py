@@ -74,6 +74,13 @@ def test_a_small_budget(make: Callable[[Path], str], v2: OtherProcess, tmp_path:
     assert all(ours.held[which] == theirs.held[which] for which in common)
 
 
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_second_reading(make: Callable[[Path], str], v2: OtherProcess, tmp_path: Path) -> None:
+    """The model reads prompts again after a step: their tokens are in vLLM's own table."""
+    options = {"budget": 16, "score": "reconstruction", "observation_window": 4, "split": True}
+    assert_followed(v2.run(job_of(make(tmp_path), options, arrivals=[0, 3, 4, 9])))
+
+
 def test_one_step_at_a_time(v2: OtherProcess, tmp_path: Path) -> None:
     """Without asynchronous scheduling."""
     job = job_of(tiny_llama(tmp_path, 4, 4), {"budget": 16}, settings={"async_scheduling": False})

@@ -138,8 +138,8 @@ void pack(const H2oCache& cache, const H2oPacked& request, int head, const H2oSc
   }
 }
 
-// The heads that share slots, of a layer or of all. Rows of one head may become another's: all survivors are
-// copied before any is stored.
+// The heads that share slots, of a layer or of all. Rows of one head may become another's: all
+// survivors are copied before any is stored.
 template <class T>
 void pack_shared(const H2oCache& cache, const H2oPacked& request, const H2oScoring& scoring) {
   static thread_local Scratch ranks_memory, survivors_memory, tokens_memory;
