@@ -12,9 +12,9 @@ import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from tests.e2e.compared import Compared, Where
 from tests.e2e.harness import Probe, engine, generate
-from tests.e2e.ties import TIE, WatchedHead
-from tests.kernels.truth import follow_merge
+from tests.e2e.ties import WatchedHead
 from vllm_h2o.kernels.batch import Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import as_read
@@ -26,26 +26,12 @@ from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.reconstruction import Reconstruction
 from vllm_h2o.worker.step import PublishesSteps, Step, current_step
 
-Where = tuple[str, int, str]
-"""Layer name, KV head, request id."""
-
 
 @dataclass
-class Oracle:
+class Oracle(Compared):
     """Follows every layer, KV head and request of an engine with the reference, in float64.
 
     Args:
-        scheduler: the engine's, for the lengths of prompts.
-        heads: the references.
-        retained: positions that the engine holds now.
-        num_compared: retained sets that were compared.
-        num_victims: victims that were compared.
-        num_packs: packs because memory was short that were compared.
-        num_renumbered: requests that were renumbered, in each layer and KV head, and followed.
-        num_together: packs of every few tokens that were compared.
-        num_ties: victims and packs that differ, between scores closer than ``TIE``.
-        num_merged: victims that went to the nearest key; their K, V and masses are compared.
-        num_merge_ties: those that went to another key than the reference's, as near.
         num_unequal: times that KV heads of a layer got unequal numbers of slots.
         num_accepted: drafts that were accepted, and followed.
         num_rejected: drafts that were rejected.
@@ -60,17 +46,6 @@ class Oracle:
 
     """
 
-    scheduler: Any
-    heads: dict[Where, WatchedHead] = field(default_factory=dict)
-    retained: dict[Where, frozenset[int]] = field(default_factory=dict)
-    num_compared: int = 0
-    num_victims: int = 0
-    num_packs: int = 0
-    num_renumbered: int = 0
-    num_together: int = 0
-    num_ties: int = 0
-    num_merged: int = 0
-    num_merge_ties: int = 0
     num_unequal: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
@@ -154,7 +129,7 @@ class Oracle:
             if plan.overwrites and metadata.scoring.merge:
                 strips = cache.rows_of_split(table) if plan.is_split else list(rows)
                 for head, strip in enumerate(strips):
-                    self._follow_merge((layer_name, head, request_id), plan, cache, strip)
+                    self.compare_merge((layer_name, head, request_id), plan, cache, strip)
             for head in range(impl.num_kv_heads):
                 where = (layer_name, head, request_id)
                 both = zip((key[tokens], value[tokens]), cache.scales, strict=True)
@@ -182,32 +157,13 @@ class Oracle:
                 how = (cache.block_size, cache.shared_tenths)
                 self.sharing.setdefault(which, (none, *how))[0].extend(own)
             about = (layer_name, request_id, plan, cache, table, victims)
-            self.comparing.append(partial(self._compare_heads, *about))
+            self.comparing.append(partial(self.compare_heads, *about))
 
     def take_reading(self, layer_name: str, read: Reconstruction, query: torch.Tensor) -> None:
         """The queries that a layer has when prompts are read again, in order of their tokens."""
         for block in read.blocks:
             rows = query[block.chunk.tokens].clone()
             self.readings.setdefault((layer_name, block.request_id), []).append(rows)
-
-    def _compare_heads(
-        self,
-        layer_name: str,
-        request_id: str,
-        plan: RequestPlan,
-        cache: LayerCache,
-        table: torch.Tensor,
-        victims: torch.Tensor | None,
-    ) -> None:
-        """What one layer holds of one request, once all references have packed."""
-        own, is_split = table[plan.pack_block_idx :], plan.splits or plan.is_split
-        strips = cache.rows_of_split(own) if is_split else list(cache.rows(own))
-        for head, strip in enumerate(strips):
-            num_slots = plan.resident_end
-            if is_split:
-                num_slots = len(strip) * cache.block_size - plan.splits
-            victim = None if victims is None else victims[head]
-            self._compare((layer_name, head, request_id), plan, cache, strip, num_slots, victim)
 
     def _next_turn(self, where: Where, plan: RequestPlan) -> WatchedHead:
         """Where conversations are continued: what came of an earlier request."""
@@ -357,66 +313,6 @@ class Oracle:
         return torch.cat(
             [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
         )
-
-    def _compare(
-        self,
-        where: Where,
-        plan: RequestPlan,
-        cache: LayerCache,
-        rows: torch.Tensor,
-        num_slots: int,
-        victim: Any,
-    ) -> None:
-        head, slots = self.heads[where], torch.arange(num_slots)
-        if plan.num_free_slots:
-            newest = int(victim) + plan.next_offset
-            slots = slots[(slots <= newest) | (slots > newest + plan.num_free_slots)]
-        at = (rows[slots // cache.block_size], slots % cache.block_size)
-        positions = cache.position[at].tolist()
-        self.retained[where] = frozenset(positions)
-        assert len(self.retained[where]) == len(positions)
-        if self.retained[where] != {p for p in head.strip.position.tolist() if p >= 0}:
-            assert plan.num_survivors and head.follow_tie(positions, TIE), (where, plan)
-            self.num_ties += 1
-        strip = head.strip
-        if cache.mass is not None:
-            masses = dict(zip(strip.position.tolist(), strip.mass.tolist(), strict=True))
-            assert cache.mass[at].tolist() == [masses[p] for p in positions], (where, plan)
-        self.num_compared += 1
-        self.num_packs += plan.falls_back
-        self.num_renumbered += plan.renumbers_from > 0
-        self.num_together += plan.evicts_together
-        if plan.selects:
-            self.num_victims += 1
-            self._compare_victim(where, positions[int(victim)])
-
-    def _follow_merge(
-        self, where: Where, plan: RequestPlan, cache: LayerCache, rows: torch.Tensor
-    ) -> None:
-        """Where the engine's victim went, and what became of it there."""
-        assert cache.mass is not None
-        num_slots = len(rows) * cache.block_size if plan.is_split else plan.resident_end
-        tokens = (cache.key, cache.value, cache.score, cache.position, cache.mass)
-        parts = (view[rows].flatten(0, 1)[:num_slots] for view in tokens)
-        key, value, score, position, mass = parts
-        held = Strip(key.double(), value.double(), score.double(), position.long(), mass)
-        merged, tied = follow_merge(self.heads[where], held, cache.key.dtype)
-        self.num_merged += merged
-        self.num_merge_ties += tied
-
-    def _compare_victim(self, where: Where, position: int) -> None:
-        head = self.heads[where]
-        assert head.victim is not None
-        if int(head.strip.position[head.victim]) == position:
-            return
-        chosen = head.strip.position.tolist().index(position)
-        ranks = head.strip.ranks(head.logical_len, head.by_age)
-        if head.page_size > 1:
-            ranks = head.strip.page_sums(head.page_size)
-        lowest, other = float(ranks[head.victim]), float(ranks[chosen])
-        assert abs(other - lowest) <= TIE * abs(lowest), (where, lowest, other)
-        self.num_ties += 1
-        head.take_victim(chosen)
 
 
 def follow(

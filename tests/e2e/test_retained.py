@@ -125,7 +125,7 @@ def test_merging_of_the_other_policies(
 
     In 16 bits, to which rotated queries of a second pass are rounded, too.
     """
-    monkeypatch.setattr("tests.e2e.oracle.TIE", 5e-3)
+    monkeypatch.setattr("tests.e2e.compared.TIE", 5e-3)
     prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
     model, options = tiny_llama(tmp_path, 4, 4), {"budget": 32, "merge": 0.2}
     settings = {"block_size": 16, "max_num_batched_tokens": 128, "dtype": "bfloat16"}

@@ -109,7 +109,7 @@ def test_every_head_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     The reference does not round them, so scores differ, too: by a few thousandths.
     """
-    monkeypatch.setattr("tests.e2e.oracle.TIE", 1e-2)
+    monkeypatch.setattr("tests.e2e.compared.TIE", 1e-2)
     model = tiny_llama(tmp_path, 4, 4)
     follow(monkeypatch, model, "h2o", {}, max_error=1e-1, max_ties=4e-3, dtype="bfloat16")
 

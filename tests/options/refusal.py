@@ -48,7 +48,16 @@ IMAGES_REFUSED = ("positions='rolling', and images", "speculative decoding, and 
 WINDOWS_REFUSED = ("prefix caching, and sliding windows",)
 """What does not go with sliding windows, before vLLM 0.33."""
 
+READ_AGAIN_REFUSED = (
+    "score=reconstruction, and LoRA",
+    "score=reconstruction, and pipeline parallelism or speculative decoding",
+    "score=reconstruction, and sliding windows or images",
+    "layers that share slots, and prefix caching, sliding windows or pipeline parallelism",
+)
+"""What does not go with prompts that are read again, and with layers that share slots."""
+
 REFUSED_ELSEWHERE = (
+    *READ_AGAIN_REFUSED,
     *WINDOWS_REFUSED,
     *FLOAT8_REFUSED,
     *ROLLING_REFUSED,

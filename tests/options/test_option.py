@@ -21,6 +21,8 @@ CONFLICTING = (
     {"split": True, "evict_every": 4},
     {"split": True, "prefill": "chunked"},
     {"split": True, "continuation": True},
+    {"split_layers": True},
+    {"name": "h2o2", "score": "mean_squares"},
     {"merge": 1},
     {"budget": 64, "budget_basis": "prompt"},
     {"name": "local", "prefill": "window"},

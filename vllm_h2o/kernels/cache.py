@@ -121,8 +121,8 @@ class LayerCache:
 
         Args:
             kv_cache: [num_blocks, num_kv_heads, N, C] as vLLM binds it, head-major, where C
-                elements hold one slot's K, V, score and position, and what else there is. Dense,
-                or a layer of blocks that have all layers' rows: then they are viewed in full.
+                elements hold one slot's K, V, score and position, and what else there is; dense,
+                or of blocks that have all layers' rows.
             head_size: D, of K and of V.
             splits: whether heads may share slots; allocates ``first_rows`` then.
             merges: whether slots have masses.
@@ -143,32 +143,23 @@ class LayerCache:
                 f"a slot of {content * size} bytes does not hold K and V of {head_size} x {size} "
                 f"bytes and {num_words} words, of which the first are score and position"
             )
-        page, strides = block_size * content, kv_cache.stride()
-        if not kv_cache[0].is_contiguous() or strides[0] % page:
-            raise ValueError(f"the cache is not head-major and dense: strides {strides}")
         if 2 * head_size * block_size * size % 4:
             raise ValueError(f"K and V of {block_size} slots of {head_size} x {size} bytes are odd")
-        rows_per_block = strides[0] // page
-        # Layers lie one after the other in each block, from the beginning of vLLM's buffer on.
-        first_head = kv_cache.storage_offset() // page if rows_per_block > num_kv_heads else 0
-        start = kv_cache.storage_offset() - first_head * page
-        rows = kv_cache.as_strided((num_blocks * rows_per_block, page), (page, 1), start)
+        rows, rows_per_block, first_head = _all_rows(kv_cache)
         split = block_size * head_size
         words = rows.view(torch.float32)
         scores_at = words.shape[1] - num_words * block_size
         starts = range(scores_at, words.shape[1], block_size)
         each = [words[:, at : at + block_size] for at in starts]
-        first_rows = None
-        if splits:
-            shape = (num_blocks, num_kv_heads + 1)
-            first_rows = torch.zeros(shape, dtype=torch.int32, device=kv_cache.device)
+        shape = (num_blocks, num_kv_heads + 1)
+        shared = torch.zeros(shape, dtype=torch.int32, device=kv_cache.device) if splits else None
         return cls(
             key=rows[:, :split].unflatten(1, (block_size, head_size)).view(dtype),
             value=rows[:, split : 2 * split].unflatten(1, (block_size, head_size)).view(dtype),
             score=each[0],
             position=each[1].view(torch.int32),
             num_kv_heads=num_kv_heads,
-            first_rows=first_rows,
+            first_rows=shared,
             mass=each[2] if merges else None,
             score_without_window=each[-1] if keeps_scores else None,
             scales=scales,
@@ -197,6 +188,25 @@ class LayerCache:
         bounds = self.first_rows[blocks[0]].tolist()
         rows = cache_rows(blocks, self.rows_per_block).T.flatten()
         return [rows[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def _all_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """[num_blocks * rows_per_block, N * C] of all layers in these blocks; how many, whose is first.
+
+    Raises:
+        ValueError: when a block's rows are not dense.
+
+    """
+    num_blocks, num_kv_heads, block_size, content = kv_cache.shape
+    page, strides = block_size * content, kv_cache.stride()
+    if not kv_cache[0].is_contiguous() or strides[0] % page:
+        raise ValueError(f"the cache is not head-major and dense: strides {strides}")
+    rows_per_block, start = strides[0] // page, kv_cache.storage_offset()
+    # Layers lie one after the other in each block, from the beginning of vLLM's buffer on.
+    first_head = start // page if rows_per_block > num_kv_heads else 0
+    shape = (num_blocks * rows_per_block, page)
+    rows = kv_cache.as_strided(shape, (page, 1), start - first_head * page)
+    return rows, rows_per_block, first_head
 
 
 def cache_rows(

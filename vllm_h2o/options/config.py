@@ -59,15 +59,10 @@ class KVPolicyConfig:
         fraction="of the budget",
     )
     num_sink_tokens: int | None = option(
-        None,
-        "first tokens of a sequence that are never evicted",
-        bits=31,
-        shown="0; streaming 4",
+        None, "first tokens of a sequence that are never evicted", bits=31, shown="0; streaming 4"
     )
     protect_prompt_tokens: int = option(
-        0,
-        "first tokens of a prompt that are never evicted; all of a shorter prompt",
-        bits=31,
+        0, "first tokens of a prompt that are never evicted; all of a shorter prompt", bits=31
     )
     granularity: str = option(
         "token",
@@ -143,8 +138,8 @@ class KVPolicyConfig:
     )
     split: bool | None = option(
         None,
-        "whether a layer's KV heads share its slots, in whole pages, by how many of its best tokens "
-        "each has when a prompt is evicted from; or each has the same number",
+        "whether a layer's KV heads share its slots, in whole pages: who has more of its best "
+        "tokens when a prompt is evicted from gets more; or each has the same number",
         shown="false; h2o2 true, where it can",
     )
     split_layers: bool | None = option(
@@ -160,9 +155,8 @@ class KVPolicyConfig:
     )
     window_lifetime: int = option(
         128,
-        "with score=combined or reconstruction: tokens after the prompt for which what its "
-        "observation window gave "
-        "counts; then its tokens go back to the scores that they had without; 0: for good",
+        "with score=combined or reconstruction: tokens after the prompt for which what its window "
+        "gave counts; then its tokens go back to the scores that they had without; 0: for good",
         bits=31,
     )
     seed: int = option(0, "of the random policy, for requests that bring no seed", bits=63)

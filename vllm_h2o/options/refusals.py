@@ -312,16 +312,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave --kv-policy-config.continuation out",
     ),
     Refusal(
-        "layers that share slots, and prefix caching",
-        lambda c: policy_of(c).splits_layers and c.cache_config.enable_prefix_caching,
-        "the two are not built together",
-        "leave --enable-prefix-caching out, or give --kv-policy-config.split_layers false",
-    ),
-    Refusal(
-        "layers that share slots, and sliding windows",
-        lambda c: policy_of(c).splits_layers and slides(c),
-        "layers that slide would lie between those that share",
-        "give --kv-policy-config.split_layers false",
+        "layers that share slots, and prefix caching, sliding windows or pipeline parallelism",
+        lambda c: (
+            policy_of(c).splits_layers
+            and (c.cache_config.enable_prefix_caching or slides(c) or stages(c) > 1)
+        ),
+        "they are not built together",
+        "leave the other option out, or give --kv-policy-config.split_layers false",
     ),
     Refusal(
         "score=reconstruction, and LoRA",

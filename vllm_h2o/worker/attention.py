@@ -126,15 +126,11 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         cache, name = self.cache_of(kv_cache), str(layer.layer_name)
         if isinstance(attn_metadata, Reconstruction):
             attn_metadata.attend(cache, query, key, value, self.scale, output)
-            attn_metadata.score(cache, query, self.scale)
-            if self.watch is not None:
-                self.watch(name, cache, attn_metadata.prompts, attn_metadata.which)
-            return output
+            return self._score_read(cache, attn_metadata, name, query, output)
         if attn_metadata.zero_output:
             output.zero_()
         kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
-        chunks = attn_metadata.prompts
-        initial_score = None
+        chunks, initial_score = attn_metadata.prompts, None
         if self.random_scores is not None:
             initial_score = self.random_scores.of_step(
                 name, attn_metadata.decodes, chunks, query.shape[0], query.device
@@ -177,6 +173,20 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
     def _forget(self, dead: weakref.ref[torch.Tensor]) -> None:
         if self._cache is not None and self._cache[0] is dead:
             self._cache = None
+
+    def _score_read(
+        self,
+        cache: LayerCache,
+        read: Reconstruction,
+        name: str,
+        query: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """What queries of a second reading give; ``output``."""
+        read.score(cache, query, self.scale)
+        if self.watch is not None:
+            self.watch(name, cache, read.prompts, read.which)
+        return output
 
     def _score_again(
         self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str, query: torch.Tensor

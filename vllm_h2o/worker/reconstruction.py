@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 from vllm_h2o.errors import IntegrityError
@@ -152,14 +151,13 @@ class Reconstruction:
             scale: of the logits.
 
         """
-        without = cache.score_without_window
-        before = [
-            cache.score[chunk_rows(cache, chunk)] for chunk in self.rows if without is not None
-        ]
+        without, pages = cache.score_without_window, []
+        if without is not None:
+            pages = [chunk_rows(cache, chunk) for chunk in self.prompts]
+        before = [cache.score[rows] for rows in pages]
         self.kernels.score_pass(cache, self.rows, query, scale, self.which)
-        for chunk, score in zip(self.rows, before, strict=False):
+        for rows, score in zip(pages, before, strict=True):
             assert without is not None
-            rows = chunk_rows(cache, chunk)
             without[rows] += cache.score[rows] - score
 
 
@@ -172,24 +170,22 @@ class Reader:
     """Has vllm's model read tokens that it has read before, with the metadata of its own.
 
     Args:
-        model_runner: vLLM's.
-        vllm_config: vLLM's.
-        is_v2: whether it is Model Runner V2.
+        worker: vLLM's, whose model runner has the model, and the tokens of its requests.
 
     """
 
-    def __init__(self, model_runner: Any, vllm_config: VllmConfig, is_v2: bool) -> None:
-        self.runner, self.vllm_config, self.is_v2 = model_runner, vllm_config, is_v2
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
 
     @torch.inference_mode()
     def __call__(self, reconstruction: Reconstruction) -> None:
         """One forward pass over all blocks of a step."""
-        device = self.runner.device
+        runner = self.worker.model_runner
         ids = torch.cat([self._tokens(block) for block in reconstruction.blocks])
-        positions = reconstruction.positions().to(device, non_blocking=True)
+        positions = reconstruction.positions().to(runner.device, non_blocking=True)
         metadata = dict.fromkeys(reconstruction.layer_names, reconstruction)
-        with set_forward_context(metadata, self.vllm_config, num_tokens=len(ids)):
-            self.runner.model(
+        with set_forward_context(metadata, self.worker.vllm_config, num_tokens=len(ids)):
+            runner.model(
                 input_ids=ids,
                 positions=positions,
                 intermediate_tensors=None,
@@ -198,8 +194,8 @@ class Reader:
 
     def _tokens(self, block: Block) -> torch.Tensor:
         """[T], int32, on the device."""
-        span, runner = slice(block.start, block.end), self.runner
-        if self.is_v2:
+        span, runner = slice(block.start, block.end), self.worker.model_runner
+        if self.worker.use_v2_model_runner:
             states = runner.req_states
             row = states.req_id_to_index[block.request_id]
             found: torch.Tensor = states.all_token_ids.gpu[row, span]

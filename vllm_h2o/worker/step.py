@@ -176,8 +176,7 @@ class PublishesSteps:
         plan = self._plans.complete(scheduler_output.residency_plan, gone)
         scheduler_output.residency_plan = plan
         begin_turns(plan.continued.values(), self.model_runner)
-        reader = Reader(self.model_runner, self.vllm_config, self.use_v2_model_runner)
-        step = Step(plan, order, draft_queries=kept, reader=reader)
+        step = Step(plan, order, draft_queries=kept, reader=Reader(self))
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
         for packing in step.packings:

@@ -1,0 +1,120 @@
+"""Prompts that are read again: which tokens, where, and what they attend to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.kernels.batch import RECONSTRUCTION_PASS, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.worker.reconstruction import Reader, Reconstruction, blocks_of
+
+HEADS, GROUP, SIZE, PAGE = 2, 3, 16, 4
+WHICH = replace(RECONSTRUCTION_PASS, block=8).in_pages(PAGE)
+TABLE = torch.tensor([5, 2, 7, 1, 3, 6], dtype=torch.int32)
+
+
+def chunk(start: int, stop: int, row: int = 0, skip: int = 0) -> PromptChunk:
+    """Tokens [start, stop) of a prompt, in rows from ``row`` on."""
+    rows = slice(row, row + stop - start)
+    return PromptChunk(
+        tokens=rows,
+        block_table=TABLE,
+        resident_start=start,
+        logical_start=start,
+        first_scoring_query=skip,
+    )
+
+
+def reading(*prompts: tuple[str, PromptChunk], max_position: int = 64) -> Reconstruction:
+    """Of these prompts, with nobody to read them."""
+    blocks = list(blocks_of(prompts, WHICH))
+    chunks = [each for _, each in prompts]
+    return Reconstruction(blocks, chunks, TorchKernels(), WHICH, ["layer"], max_position, None)
+
+
+def test_blocks() -> None:
+    """By blocks of 8 tokens, from the chunk's first on; not of a request that fits."""
+    found = reading(("a", chunk(0, 10)), ("b", chunk(5, 9, 10, skip=4)), ("c", chunk(5, 18, 14)))
+    spans = [(block.request_id, block.start, block.end) for block in found.blocks]
+    assert spans == [("a", 0, 8), ("a", 8, 10), ("c", 5, 8), ("c", 8, 16), ("c", 16, 18)]
+    rows = [(block.chunk.tokens.start, block.chunk.tokens.stop) for block in found.blocks]
+    assert rows == [(0, 8), (8, 10), (10, 13), (13, 21), (21, 23)]
+    # The first page, if it is not their own, and the block up to the last token.
+    assert [block.chunk.attended_len for block in found.blocks] == [8, 4 + 2, 8, 4 + 8, 4 + 2]
+
+
+@pytest.mark.parametrize(("most", "starts"), [(64, [8, 10]), (11, [3, 9]), (8, [0, 6])])
+def test_positions(most: int, starts: list[int]) -> None:
+    """After each block's end, or as far as positions reach."""
+    found = reading(("a", chunk(0, 10)), max_position=most).positions().tolist()
+    assert found == [*range(starts[0], starts[0] + 8), *range(starts[1], starts[1] + 2)]
+
+
+def test_nobody_reads() -> None:
+    """A step that was published without what runs the model."""
+    with pytest.raises(IntegrityError, match="is to be read again, and nothing runs the model"):
+        reading(("a", chunk(0, 10))).run()
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_tokens(is_v2: bool) -> None:
+    """Of the request's row, wherever the runner keeps them."""
+    ids = np.arange(40, dtype=np.int32).reshape(2, 20)
+    rows = {"b": 0, "a": 1}
+    batch = SimpleNamespace(req_id_to_index=rows, token_ids_cpu=ids)
+    table = SimpleNamespace(gpu=torch.from_numpy(ids))
+    states = SimpleNamespace(req_id_to_index=rows, all_token_ids=table)
+    runner = SimpleNamespace(input_batch=batch, req_states=states, device=torch.device("cpu"))
+    reader = Reader(SimpleNamespace(model_runner=runner, use_v2_model_runner=is_v2))
+    found = [reader._tokens(block).tolist() for block in reading(("a", chunk(3, 10))).blocks]
+    assert found == [[*range(23, 28)], [*range(28, 30)]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_attention(dtype: torch.dtype) -> None:
+    """Of a block: softmax over the first page, the block, and its own tokens up to each query."""
+    torch.manual_seed(0)
+    scales = (1.0, 1.0) if dtype is torch.float32 else (0.5, 0.25)
+    words = 2 * SIZE * dtype.itemsize + 12
+    storage = dtype if dtype is torch.float32 else torch.uint8
+    content = words // storage.itemsize
+    pages = torch.zeros(8, HEADS, PAGE, content, dtype=storage)
+    cache = LayerCache.of(pages, SIZE, keeps_scores=True, dtype=dtype, scales=scales)
+    query, key, value = (torch.randn(18, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
+    prompt = chunk(0, 18)
+    kernels = TorchKernels()
+    tensors = StepTensors(query, key, value, torch.empty_like(query), None, 0.3)
+    kernels.prefill(cache, [prompt], tensors, Scoring(2))
+    found = reading(("a", prompt))
+    again = tuple(torch.randn(x.shape) for x in (query, key, value))
+    out = torch.full_like(query, torch.nan)
+    found.attend(cache, *again, 0.3, out)
+    held = [
+        (view[cache.rows(TABLE)].flatten(1, 2)[:, :18].float() * scale).transpose(0, 1)
+        for view, scale in zip((cache.key, cache.value), scales, strict=True)
+    ]
+    for start, stop in ((0, 8), (8, 16), (16, 18)):
+        seen = [*range(0 if start == 0 else 4), *range(start, stop)]
+        for i in range(start, stop):
+            k, v = (
+                torch.cat([x[seen], y[start : i + 1]]).repeat_interleave(GROUP, 1)
+                for x, y in zip(held, again[1:], strict=True)
+            )
+            probs = (torch.einsum("hd,lhd->hl", again[0][i], k) * 0.3).softmax(-1)
+            torch.testing.assert_close(out[i], torch.einsum("hl,lhd->hd", probs, v))
+    # What is added counts with the observation window and without it.
+    assert cache.score_without_window is not None
+    rows = cache.rows(TABLE[:5])
+    cache.score_without_window[rows] = cache.score[rows] - 1.0
+    before = cache.score[rows].clone()
+    found.score(cache, again[0], 0.3)
+    assert (cache.score[rows] > before).flatten(1)[:, :18].all()
+    difference = cache.score[rows] - cache.score_without_window[rows]
+    torch.testing.assert_close(difference.flatten(1)[:, :18], torch.ones(HEADS, 18))
