@@ -70,9 +70,13 @@ AFTER: tuple[Make, ...] = (
 """Judged after one compression, at the end of the context: what kvpress does, too."""
 SHARES_AFTER = (0.1, 0.2, 0.3, 0.5)
 
-SCORED = ("h2o", "h2o_mean", "h2o_replay", "h2o2")
+SCORED = ("h2o", "h2o_mean", "h2o_replay", "h2o2", "h2o2 reconstruction")
 PLANS: Mapping[str, Plan] = {
-    "1k": Plan(prose(1024, 768, 2), (0.05, 0.1, 0.2, 0.4, 0.6), (*POLICIES, "h2o2 merge")),
+    "1k": Plan(
+        prose(1024, 768, 2),
+        (0.05, 0.1, 0.2, 0.4, 0.6),
+        (*POLICIES, "h2o2 merge", "h2o2 reconstruction"),
+    ),
     "novel": Plan(prose(1536, 1280, 4, ("moby_dick",)), (0.05, 0.1, 0.2)),
     "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), (*SCORED, "streaming")),
     "after": Plan(AFTER[0], SHARES_AFTER),
@@ -92,7 +96,7 @@ PLANS: Mapping[str, Plan] = {
 
 def _facts(source: Source, end: str) -> dict[str, Plan]:
     """Facts in every form, at small budgets."""
-    policies = ("h2o", "h2o2", "h2o_replay", "h2o_mean", "streaming", "local", "h2o window")
+    policies = (*SCORED, "streaming", "local", "h2o window")
     return {
         f"facts-{name}{end}": Plan(
             partial(facts, source=source, form=form), (0.1, 0.2, 0.3), policies

@@ -236,6 +236,16 @@ def test_ranks_that_evict_several_at_a_time(model: str, two_ranks: pytest.Monkey
     assert_same(*runs)
 
 
+def test_ranks_that_read_again(model: str, two_ranks: pytest.MonkeyPatch) -> None:
+    """Both take part in the second forward pass, and each scores with its own heads."""
+    options = {**OPTIONS, "score": "reconstruction", "observation_window": 8}
+    runs = []
+    for size in (1, 2):
+        with engine(model, "h2o", options, **{**SETTINGS, "tensor_parallel_size": size}) as llm:
+            runs.append(measure(llm))
+    assert_same(*runs)
+
+
 def test_ranks_with_drafts(model: str, two_ranks: pytest.MonkeyPatch) -> None:
     """Each keeps the queries of its own heads until it is known which drafts were accepted."""
     options = {**OPTIONS, "evict_every": 6}

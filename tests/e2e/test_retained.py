@@ -155,6 +155,7 @@ def test_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         {"score": "mean_squares", "split_layers": True},
         {"kernels": "torch", "score": "mean_squares", "split_layers": True, "merge": 0.2},
         {"score": "combined", "observation_window": 12, "window_lifetime": 9, "split_layers": True},
+        {"score": "reconstruction", "observation_window": 12, "window_lifetime": 9, "merge": 0.2},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

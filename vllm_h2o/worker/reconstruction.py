@@ -182,7 +182,7 @@ class Reader:
         """One forward pass over all blocks of a step."""
         runner = self.worker.model_runner
         ids = torch.cat([self._tokens(block) for block in reconstruction.blocks])
-        positions = reconstruction.positions().to(runner.device, non_blocking=True)
+        positions = _sent(reconstruction.positions(), runner.device)
         metadata = dict.fromkeys(reconstruction.layer_names, reconstruction)
         with set_forward_context(metadata, self.worker.vllm_config, num_tokens=len(ids)):
             runner.model(
@@ -202,4 +202,10 @@ class Reader:
             return found
         batch = runner.input_batch
         row = batch.req_id_to_index[block.request_id]
-        return torch.from_numpy(batch.token_ids_cpu[row, span]).to(runner.device)
+        return _sent(torch.from_numpy(batch.token_ids_cpu[row, span]), runner.device)
+
+
+def _sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without a wait."""
+    pinned = host.pin_memory() if device.type == "cuda" else host
+    return pinned.to(device, non_blocking=True)
