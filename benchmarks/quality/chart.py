@@ -16,6 +16,7 @@ PANELS = {
 """By task, length and, for prose, tokens that are forced: a title, and what the axis says."""
 OURS = {
     "h2o2": ("h2o2", "#d62728"),
+    "h2o2 reconstruction": ("h2o2, score=reconstruction", "#e377c2"),
     "h2o2 merge": ("h2o2, merge=0.9", "#ff7f0e"),
     "h2o window": ("h2o, prefill=window", "#9467bd"),
     "h2o": ("h2o", "#1f77b4"),
