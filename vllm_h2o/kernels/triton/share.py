@@ -1,5 +1,8 @@
 """At a prompt's end, where the KV heads of a layer share its slots: how many pages each has.
 
+Those of layers that share slots are of one layer here, see ``cache.LayerCache.joined``: each row of
+a block is one of its heads'.
+
 ``share_rows`` finds, for each (layer, request), the score of the last of the best tokens of all KV
 heads, bit by bit as ``pack.select_survivors`` does in one, and counts how many each has. Rows of
 one head may become another's, so survivors move in two launches: ``move_shared`` copies all of a
@@ -12,6 +15,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.kernels.batch import PromptChunk
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.triton.pack import (
     ATTENDED_LEN,
     LOGICAL_END,
@@ -26,12 +30,10 @@ from vllm_h2o.kernels.triton.pack import (
 from vllm_h2o.kernels.triton.tiles import kv_offsets, locate, page_row
 
 
-def most_survivors(chunk: PromptChunk, num_kv_heads: int, block_size: int) -> int:
+def most_survivors(chunk: PromptChunk, cache: LayerCache) -> int:
     """An upper bound of what a KV head keeps, known before scores are: with all the best tokens."""
-    if not chunk.splits:
-        return chunk.num_survivors
-    more = 7 * chunk.num_heavy * (num_kv_heads - 1) // 10
-    return min(chunk.attended_len, chunk.num_survivors + more + block_size)
+    more = cache.shared_tenths * chunk.num_heavy * (cache.num_kv_heads - 1) // 10
+    return min(chunk.attended_len, chunk.num_survivors + more + cache.block_size)
 
 
 @triton.jit
@@ -39,6 +41,7 @@ def share_pages(
     count,  # [H_PAD]: of the best tokens, those of each head
     head,  # [H_PAD]
     num_kv_heads,
+    shared_tenths,
     capacity,
     num_heavy,
     attended_len,
@@ -46,7 +49,7 @@ def share_pages(
 ):
     """[H_PAD]: pages of each head; what rounding leaves goes to where most was cut off."""
     live = head < num_kv_heads
-    tenths = 10 * capacity - 7 * num_heavy + 7 * count
+    tenths = 10 * capacity + shared_tenths * (count - num_heavy)
     least = tl.cdiv(capacity - num_heavy + tl.minimum(num_heavy, 1), N)
     most = (attended_len + 1) // N
     pages = tl.where(live, tl.maximum(tenths // (10 * N), least), 0)
@@ -76,6 +79,7 @@ def share_rows(
     table_stride,
     num_chunks,
     num_kv_heads,
+    shared_tenths,
     N: tl.constexpr,
     TILE: tl.constexpr,
     H_PAD: tl.constexpr,
@@ -133,7 +137,9 @@ def share_rows(
     # Of those at the threshold, the ones of lower heads.
     ties_left = wanted - tl.sum(above, axis=0) - (tl.cumsum(tied, axis=0) - tied)
     count = above + tl.minimum(tl.maximum(ties_left, 0), tied)
-    pages = share_pages(count, head, num_kv_heads, num_survivors + 1, num_heavy, attended_len, N)
+    pages = share_pages(
+        count, head, num_kv_heads, shared_tenths, num_survivors + 1, num_heavy, attended_len, N
+    )
     first_block = tl.load(new_table_ptr + r.to(tl.int64) * table_stride).to(tl.int64)
     bounds = first_rows + first_block * (num_kv_heads + 1)
     tl.store(bounds, 0)
@@ -141,7 +147,7 @@ def share_rows(
 
 
 @triton.jit(
-    do_not_specialize=["layer", "num_chunks", "table_stride", "max_survivors", "max_slots"],
+    do_not_specialize=["layer", "num_chunks", "table_stride", "max_slots"],
     do_not_specialize_on_alignment=["old_scores"],  # of any layer, each as long as the prompt is
 )
 def move_shared(
@@ -154,7 +160,7 @@ def move_shared(
     block_table_ptr,
     new_table_ptr,
     fields_ptr,
-    survivors_ptr,  # [L, R, H, max_survivors], int32
+    survivors_ptr,  # [L, R, max_slots], int32: likewise
     kept_key,  # [R * max_slots, D]: of all KV heads of a request, one after the other
     kept_value,
     kept_score,  # [R * max_slots], float32
@@ -165,7 +171,6 @@ def move_shared(
     table_stride,
     num_chunks,
     num_kv_heads,
-    max_survivors,
     max_slots,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -182,8 +187,11 @@ def move_shared(
     new_table = new_table_ptr + r.to(tl.int64) * table_stride
     bounds = first_rows_ptr + tl.load(new_table).to(tl.int64) * (num_kv_heads + 1) + h
     first_row = tl.load(bounds)
+    num_survivors = (tl.load(bounds + 1) - first_row) * N - 1
+    if t * TILE >= num_survivors:
+        return
     slot = t * TILE + tl.arange(0, TILE)
-    live = slot < (tl.load(bounds + 1) - first_row) * N - 1
+    live = slot < num_survivors
     dim = tl.arange(0, D_PAD)
     mask = live[:, None] & (dim < D)[None, :]
     kept = r.to(tl.int64) * max_slots + first_row * N + slot
@@ -196,10 +204,8 @@ def move_shared(
         tl.store(score_pages + word, tl.load(kept_score + kept, mask=live), mask=live)
         tl.store(position_pages + word, tl.load(kept_position + kept, mask=live), mask=live)
     else:
-        survivors = survivors_ptr + (
-            ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * max_survivors
-        )
-        old_slot = tl.load(survivors + slot, mask=live, other=0)
+        survivors = survivors_ptr + layer.to(tl.int64) * num_chunks * max_slots
+        old_slot = tl.load(survivors + kept, mask=live, other=0)
         row, offset = locate(block_table, old_slot, live, h, num_kv_heads, N)
         kv, word = kv_offsets(row, offset, dim, page_stride, D), row * word_stride + offset
         tl.store(kept_key + kept_kv, tl.load(key_pages + kv, mask=mask), mask=mask)
