@@ -215,10 +215,8 @@ def views(kv_cache: torch.Tensor, shape: Shape, *kinds: bool) -> LayerCache:
 class Layer:
     """The layer, its pool of pages and its requests' block tables.
 
-    Layers that share slots are told from one layer with all their heads by nobody but the kernels.
-
     Args:
-        shape: sizes.
+        shape: sizes; layers that share slots look like one that has all their heads.
         policy: name of the policy.
         num_blocks: pages of the pool, the null page included.
         seed: of page order, row order and poison.
@@ -273,8 +271,8 @@ class Layer:
             metadata = self.builder.build(0, common)
         parts = zip(*(lives[name].tokens(plans[name]) for name in order), strict=True)
         query, key, value = (self._padded(torch.cat(part)) for part in parts)
-        outputs, num_parts = [], len(self.parts)
-        given = (tokens.chunk(num_parts, dim=1) for tokens in (query, key, value))
+        outputs = []
+        given = (tokens.chunk(len(self.parts), dim=1) for tokens in (query, key, value))
         for part, *own in zip(self.parts, *given, strict=True):
             outputs.append(torch.full(own[0].shape, torch.nan))
             part.impl.forward(part, *own, part.kv_cache, self._widened(metadata), outputs[-1])
@@ -343,11 +341,10 @@ class Layer:
         if len(caches) == 1:
             return caches[0]
         joined = caches[0].joined()
-        assert joined.first_rows is not None
         for cache in caches:
-            assert cache.first_rows is not None
-            start = cache.first_head
-            joined.first_rows[:, start : start + cache.num_kv_heads + 1] = cache.first_rows
+            assert joined.first_rows is not None and cache.first_rows is not None
+            own = slice(cache.first_head, cache.first_head + cache.num_kv_heads + 1)
+            joined.first_rows[:, own] = cache.first_rows
         return joined
 
     def _part(self, layer: int) -> Any:
@@ -359,8 +356,8 @@ class Layer:
         with set_current_vllm_config(self.config):
             impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8), sinks=sinks)
         impl.take_scales(self)
-        scales = {"_k_scale_float": shape.scales[0], "_v_scale_float": shape.scales[1]}
-        own = self.kv_cache if shape.num_layers == 1 else self.kv_cache[:, shape.heads(layer)]
+        scales = dict(zip(("_k_scale_float", "_v_scale_float"), shape.scales, strict=True))
+        own = self.kv_cache[:, shape.heads(layer)]
         return SimpleNamespace(impl=impl, layer_name=LAYER_NAMES[layer], kv_cache=own, **scales)
 
     def _hold(self, request_id: str, num_slots: int) -> None:

@@ -92,6 +92,7 @@ class Moving:
         apart = {"APART": scores is not None}
         ranking = {"N": cache.block_size, "BY_AGE": scoring.by_age, "REACH": scoring.reach}
         if shares:
+            assert num_kv_heads == cache.rows_per_block, "a layer that shares slots, alone"
             share.share_rows[grid[1:]](
                 ranked, positions, first_rows, *tables, cache.score.stride(0), *sizes,
                 cache.shared_tenths, **ranking, **apart, TILE=SELECT_TILE, num_warps=8,
