@@ -15,6 +15,7 @@ from vllm_h2o.kernels.triton import pack, share
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
 from vllm_h2o.kernels.triton.sizes import SELECT_TILE, STORE_TILE, kv_shape
 
+BITS = share.BITS.value
 MAX_SURVIVORS = 1 << 24
 """Slots that are listed at once, of as many layers as they are enough for: 64 MiB."""
 
@@ -93,10 +94,17 @@ class Moving:
         ranking = {"N": cache.block_size, "BY_AGE": scoring.by_age, "REACH": scoring.reach}
         if shares:
             assert num_kv_heads == cache.rows_per_block, "a layer that shares slots, alone"
+            reached = survivors.new_zeros(len(caches), len(sent), BITS)
+            counts = survivors.new_empty(len(caches), len(sent), num_kv_heads, 2)
+            for bit in range(BITS + 1):
+                share.count_best[grid](
+                    ranked, positions, sent.block_table, sent.fields, reached, counts,
+                    cache.score.stride(0), *sizes, bit, **ranking, **apart, TILE=SELECT_TILE,
+                    num_warps=8,
+                )  # fmt: skip
             share.share_rows[grid[1:]](
-                ranked, positions, first_rows, *tables, cache.score.stride(0), *sizes,
-                cache.shared_tenths, **ranking, **apart, TILE=SELECT_TILE, num_warps=8,
-                H_PAD=triton.next_power_of_2(num_kv_heads),
+                first_rows, new_table, sent.fields, counts, *sizes, cache.shared_tenths,
+                N=cache.block_size, H_PAD=triton.next_power_of_2(num_kv_heads),
             )  # fmt: skip
         pack.select_survivors[grid](
             ranked, positions, first_rows, *tables, survivors, cache.score.stride(0), *sizes,
