@@ -53,7 +53,7 @@ FLOAT = {
 }  # fmt: skip
 INT = {
     "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
-    "kept_position", "new_table_ptr", "newest_ptr", "arrived_ptr",
+    "kept_position", "new_table_ptr", "newest_ptr", "arrived_ptr", "reached_ptr", "counts_ptr",
 }  # fmt: skip
 FACTORS = {"scale", "out_scale", "key_factor", "value_factor", "weight", "merge"}
 ALIGNED = {
@@ -173,7 +173,8 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     ranked = {"N": block, "TILE": SELECT_TILE, "BY_AGE": not paged, **reach, "num_warps": 8}
     yield pack.select_survivors, "*i32", {**ranked, **split, **apart, "BY_PAGE": paged}
     yield pack.pack_survivors, "*i32", {**sizes, **apart, "TILE": STORE_TILE, "ALIGNED": 16}
-    yield share.share_rows, "*i32", {**ranked, **apart, "H_PAD": 16}
+    yield share.count_best, "*i32", {**ranked, **apart}
+    yield share.share_rows, "*i32", {"N": block, "H_PAD": 16}
     for stores in (False, True):
         yield share.move_shared, "*i32", {
             **sizes, **apart, "TILE": STORE_TILE, "STORES": stores,

@@ -163,7 +163,7 @@ KERNELS: Mapping[tuple[str, bool], Kernel] = {
     ("merge_and_score", False): Kernel(64, 2048),
     ("merge_and_score", True): Kernel(76, 2048),
     ("column_scores", False): Kernel(104, 81920, 8),
-    ("column_scores", True): Kernel(123, 81920, 8),
+    ("column_scores", True): Kernel(120, 81920, 8),
 }
 """By name, and whether heads are grouped: 16-bit heads of 128, for 9.0, as
 :mod:`benchmarks.gpu.compiled` finds them."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache, views
@@ -25,6 +28,9 @@ def on_triton(shape: Shape) -> Kernels:
 
 
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
+LAYERS = replace(SHAPE, num_layers=3)
+"""Of layers that share slots; the caches below are of the one in the middle."""
+BOTH = pytest.mark.parametrize("shape", [SHAPE, LAYERS], ids=["alone", "of several"])
 
 
 def filled(
@@ -56,7 +62,7 @@ def copied(cache: LayerCache, shape: Shape) -> LayerCache:
 
 def same(ours: LayerCache, theirs: LayerCache, num_blocks: int) -> None:
     """All tokens and scores of the first blocks; means may be rounded either way."""
-    rows = slice(0, num_blocks * ours.num_kv_heads)
+    rows = slice(0, num_blocks * ours.rows_per_block)
     for name in views_of(theirs):
         one, other = getattr(ours, name)[rows].float(), getattr(theirs, name)[rows].float()
         merged = theirs.mass is not None and name in ("key", "value")
@@ -66,9 +72,11 @@ def same(ours: LayerCache, theirs: LayerCache, num_blocks: int) -> None:
 
 def number(cache: LayerCache, chunks: list[PromptChunk]) -> None:
     """Give the chunks' slots, and those before them, the positions of a prompt."""
+    every, size = slice(None), cache.block_size
     for chunk in chunks:
-        for block, at in enumerate(chunk.block_table[: -(-chunk.attended_len // 16)].tolist()):
-            cache.position[2 * at : 2 * at + 2] = torch.arange(16 * block, 16 * block + 16)
+        blocks = chunk.block_table[: -(-chunk.attended_len // size)].long()
+        position = torch.arange(len(blocks) * size, dtype=torch.int32).view(-1, 1, size)
+        cache.position.unflatten(0, (-1, cache.rows_per_block))[blocks, every] = position
 
 
 def prompt_chunks(shape: Shape, packs: bool) -> tuple[list[PromptChunk], int]:

@@ -6,17 +6,19 @@ again when they are freed; after a request's own pages its row of the block tabl
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm.config import CacheConfig, ParallelConfig, VllmConfig, set_current_vllm_config
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.kernels.metadata import common_metadata
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import DTYPES
 from vllm_h2o.kernels.interface import Kernels
@@ -33,7 +35,8 @@ from vllm_h2o.worker.metadata import HeavyHitterMetadata, HeavyHitterMetadataBui
 from vllm_h2o.worker.step import Step, publish
 
 LAYER_INDEX = 3
-LAYER_NAME = f"model.layers.{LAYER_INDEX}.self_attn.attn"
+LAYER_NAMES = [f"model.layers.{LAYER_INDEX + i}.self_attn.attn" for i in range(9)]
+LAYER_NAME = LAYER_NAMES[0]
 NUM_PADDING = 3
 """Rows of tokens after those of the batch, as a captured graph has them."""
 
@@ -50,6 +53,16 @@ class Shape:
     float8: torch.dtype | None = None  # of the cache, with the scales of K and V
     scales: tuple[float, float] = (1.0, 1.0)
     has_sinks: bool = False  # of attention, one for each query head
+    num_layers: int = 1  # that share slots, each with so many KV heads
+
+    @property
+    def num_heads_of_all(self) -> int:
+        """KV heads of all layers."""
+        return self.num_layers * self.num_kv_heads
+
+    def heads(self, layer: int) -> slice:
+        """Of those, one layer's."""
+        return slice(layer * self.num_kv_heads, (layer + 1) * self.num_kv_heads)
 
     @property
     def stored(self) -> torch.dtype:
@@ -109,13 +122,14 @@ class Life:
         return max(self.prompt_len, self.budget.capacity)
 
     def prepare(self, shape: Shape) -> None:
-        """Draw q [n, Hq, D], k and v [n, H, D] for its n tokens."""
+        """Draw q [n, Hq, D], k and v [n, H, D] for its n tokens, of the heads of all layers."""
         draw = torch.Generator().manual_seed(sum(self.request_id.encode()) * 1009 + self.seed)
-        heads = (shape.num_kv_heads * shape.group, shape.num_kv_heads, shape.num_kv_heads)
+        num_kv_heads = shape.num_heads_of_all
+        heads = (num_kv_heads * shape.group, num_kv_heads, num_kv_heads)
         sizes = [(self.num_left, num, shape.head_size) for num in heads]
         query, key, value = (torch.randn(size, generator=draw).to(shape.dtype) for size in sizes)
         # Where heads share slots, they are unlike each other.
-        each = torch.linspace(0.2, 2.0, shape.num_kv_heads) if self.splits else torch.ones(1)
+        each = torch.linspace(0.2, 2.0, num_kv_heads) if self.splits else torch.ones(1)
         each = each.repeat_interleave(shape.group) if self.splits else each
         self.inputs = ((query * self.sharpness * each[:, None]).to(shape.dtype), key, value)
         self.ledger = Ledger(
@@ -163,22 +177,6 @@ def vllm_config(
     )
 
 
-def common_metadata(lengths: Sequence[int], table: torch.Tensor) -> CommonAttentionMetadata:
-    """vLLM's metadata of rows with so many tokens each."""
-    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor(lengths),
-        num_reqs=len(lengths),
-        num_actual_tokens=sum(lengths),
-        max_query_len=max(lengths, default=0),
-        max_seq_len=max(lengths, default=0),
-        block_table_tensor=table,
-        slot_mapping=torch.zeros(sum(lengths), dtype=torch.int64),
-    )
-
-
 def builder(
     shape: Shape, policy: str, options: tuple[tuple[str, object], ...] = ()
 ) -> HeavyHitterMetadataBuilder:
@@ -191,22 +189,26 @@ def builder(
     )
     config = vllm_config(policy, options, shape.float8)
     spec = HeavyHitterSpec.of(stock, KVPolicyConfig.required(config).extra_words)
-    return HeavyHitterMetadataBuilder(spec, [LAYER_NAME], config, torch.device("cpu"))
+    names = LAYER_NAMES[: shape.num_layers]
+    return HeavyHitterMetadataBuilder(spec, names, config, torch.device("cpu"))
 
 
 def empty_cache(shape: Shape, num_blocks: int, extra_words: int = 0) -> torch.Tensor:
-    """A layer's cache as vLLM binds it; every byte 0xFF."""
+    """A layer's cache as vLLM binds it, or that of all that share slots; every byte 0xFF."""
     size = shape.stored.itemsize
     content = 2 * shape.head_size + (8 + 4 * extra_words) // size
-    rows = num_blocks * shape.num_kv_heads * shape.block_size
-    raw = torch.full((rows * content * size,), 0xFF, dtype=torch.uint8)
-    layout = (num_blocks, shape.num_kv_heads, shape.block_size, content)
+    layout = (num_blocks, shape.num_heads_of_all, shape.block_size, content)
+    raw = torch.full((math.prod(layout) * size,), 0xFF, dtype=torch.uint8)
     return (raw if shape.float8 else raw.view(shape.dtype)).view(layout)
 
 
 def views(kv_cache: torch.Tensor, shape: Shape, *kinds: bool) -> LayerCache:
-    """A layer's cache as pages; ``kinds`` are whether heads split, tokens merge, scores last."""
+    """A layer's cache as pages; ``kinds`` are whether heads split, tokens merge, scores last.
+
+    Where layers share slots, it is that of the one in the middle.
+    """
     kinds = (*kinds, False, False, False)[:3]
+    kv_cache = kv_cache[:, shape.heads(shape.num_layers // 2)]
     return LayerCache.of(kv_cache, shape.head_size, *kinds, shape.float8, shape.scales)
 
 
@@ -214,7 +216,7 @@ class Layer:
     """The layer, its pool of pages and its requests' block tables.
 
     Args:
-        shape: sizes.
+        shape: sizes; layers that share slots look like one that has all their heads.
         policy: name of the policy.
         num_blocks: pages of the pool, the null page included.
         seed: of page order, row order and poison.
@@ -241,16 +243,11 @@ class Layer:
         if kernels is not None:
             self.builder.use(kernels)
         self.config = vllm_config(policy, options, shape.float8)
-        with set_current_vllm_config(self.config):
-            num_heads = shape.num_kv_heads * shape.group
-            sizes = (num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
-            sinks = torch.linspace(-1.0, 4.0, num_heads) if shape.has_sinks else None
-            self.impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8), sinks=sinks)
         self._k_scale_float, self._v_scale_float = shape.scales
-        self.impl.take_scales(self)
         extra_words = KVPolicyConfig.required(self.config).extra_words
         self.kv_cache = empty_cache(shape, num_blocks, extra_words)
-        self.cache = self.impl.cache_of(self.kv_cache)
+        self.parts = [self._part(layer) for layer in range(shape.num_layers)]
+        self.impl: HeavyHitterImpl = self.parts[0].impl
         self.free = list(range(1, num_blocks))
         self.random.shuffle(self.free)
         self.tables: dict[str, list[int]] = {}
@@ -268,13 +265,18 @@ class Layer:
         step = Step(ResidencyPlan(plans), lambda _: order)
         lengths = [plans[request_id].num_new for request_id in order]
         common = common_metadata([*lengths, 0], self._block_tables(order))
-        self.config.compilation_config.static_forward_context[LAYER_NAME] = self
+        for part in self.parts:
+            self.config.compilation_config.static_forward_context[part.layer_name] = part
         with publish(step):
             metadata = self.builder.build(0, common)
         parts = zip(*(lives[name].tokens(plans[name]) for name in order), strict=True)
         query, key, value = (self._padded(torch.cat(part)) for part in parts)
-        output = torch.full(query.shape, torch.nan)
-        self.impl.forward(self, query, key, value, self.kv_cache, self._widened(metadata), output)
+        outputs = []
+        given = (tokens.chunk(len(self.parts), dim=1) for tokens in (query, key, value))
+        for part, *own in zip(self.parts, *given, strict=True):
+            outputs.append(torch.full(own[0].shape, torch.nan))
+            part.impl.forward(part, *own, part.kv_cache, self._widened(metadata), outputs[-1])
+        output = torch.cat(outputs, dim=1)
         for packing in step.packings:
             packing.run()
         padding = output[sum(lengths) :]
@@ -293,8 +295,7 @@ class Layer:
     def rows(self, request_id: str, num_slots: int) -> torch.Tensor:
         """[H, P] rows of the page views that hold the first slots of a request."""
         num_pages = -(-num_slots // self.shape.block_size)
-        blocks = torch.tensor(self.tables[request_id][:num_pages])
-        return blocks * self.shape.num_kv_heads + torch.arange(self.shape.num_kv_heads)[:, None]
+        return self.cache.rows(torch.tensor(self.tables[request_id][:num_pages]))
 
     def slots(self, view: torch.Tensor, request_id: str, num_slots: int) -> torch.Tensor:
         """[H, num_slots, ...]: the first slots of a request in one of the page's views."""
@@ -328,9 +329,36 @@ class Layer:
 
     def victims(self, request_id: str) -> torch.Tensor | None:
         """[H] slots of the victims of a full request."""
-        if self.impl.victims is None:
+        each = [part.impl.victims for part in self.parts]
+        if each[0] is None:
             return None
-        return self.impl.victims[self.tables[request_id][0]].clone()
+        return torch.cat([victims[self.tables[request_id][0]] for victims in each])
+
+    @property
+    def cache(self) -> LayerCache:
+        """Its pages; those of layers that share slots as if they were of one."""
+        caches: list[LayerCache] = [part.impl.cache_of(part.kv_cache) for part in self.parts]
+        if len(caches) == 1:
+            return caches[0]
+        joined = caches[0].joined()
+        for cache in caches:
+            assert joined.first_rows is not None and cache.first_rows is not None
+            own = slice(cache.first_head, cache.first_head + cache.num_kv_heads + 1)
+            joined.first_rows[:, own] = cache.first_rows
+        return joined
+
+    def _part(self, layer: int) -> Any:
+        """What vLLM has of one of the layers."""
+        shape = self.shape
+        num_heads = shape.num_kv_heads * shape.group
+        sizes = (num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
+        sinks = torch.linspace(-1.0, 4.0, num_heads) if shape.has_sinks else None
+        with set_current_vllm_config(self.config):
+            impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8), sinks=sinks)
+        impl.take_scales(self)
+        scales = dict(zip(("_k_scale_float", "_v_scale_float"), shape.scales, strict=True))
+        own = self.kv_cache[:, shape.heads(layer)]
+        return SimpleNamespace(impl=impl, layer_name=LAYER_NAMES[layer], kv_cache=own, **scales)
 
     def _hold(self, request_id: str, num_slots: int) -> None:
         table = self.tables.setdefault(request_id, [])
@@ -363,10 +391,10 @@ class Layer:
 
     def _poison(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            rows = slice(block * self.shape.num_kv_heads, (block + 1) * self.shape.num_kv_heads)
-            self.cache.key[rows] = torch.nan
-            self.cache.value[rows] = torch.nan
-            self.cache.score[rows] = self.random.choice([torch.nan, -torch.inf])
-            self.cache.position[rows] = self.random.choice([0, 5, 1 << 30])
-            if self.cache.mass is not None:
-                self.cache.mass[rows] = torch.nan
+            rows, cache = self.cache.rows(torch.tensor([block])), self.cache
+            cache.key[rows] = torch.nan
+            cache.value[rows] = torch.nan
+            cache.score[rows] = self.random.choice([torch.nan, -torch.inf])
+            cache.position[rows] = self.random.choice([0, 5, 1 << 30])
+            if cache.mass is not None:
+                cache.mass[rows] = torch.nan

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.kernels.caches import (
+    BOTH,
+    LAYERS,
     SHAPE,
     VIEWS,
     copied,
@@ -67,18 +69,30 @@ def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("merge", [0.0, 0.15])
+def test_decode_of_a_layer_of_several(make: Callable[[Shape], Kernels], merge: float) -> None:
+    """The rows of other layers are left alone."""
+    compare_a_batch(make, LAYERS, Scoring(merge=merge))
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("scoring", [s for s in SCORINGS if not s.by_page], ids=str)
-def test_decode_of_unequal_heads(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
+@BOTH
+def test_decode_of_unequal_heads(
+    make: Callable[[Shape], Kernels], scoring: Scoring, shape: Shape
+) -> None:
     """The same where the KV heads of some requests share slots, and of others do not."""
-    batch, owned = decode_batch(SHAPE, scoring, seed=1, split=True)
-    theirs = filled(SHAPE, owned + 1, seed=2, splits=True, merges=scoring.merge > 0)
+    batch, owned = decode_batch(shape, scoring, seed=1, split=True)
+    theirs = filled(shape, owned + 1, seed=2, splits=True, merges=scoring.merge > 0)
     assert theirs.first_rows is not None
-    for request, bounds in ((2, (0, 1, 4)), (5, (0, 13, 18)), (6, (0, 2, 12))):
-        theirs.first_rows[batch.first_block_ids[request]] = torch.tensor(bounds).int()
+    # Among the rows of a request those of a layer begin anywhere.
+    starts = (0, 0, 0) if shape is SHAPE else (5, 17, 1)
+    bounds = torch.tensor([(0, 1, 4), (0, 13, 18), (0, 2, 12)]) + torch.tensor(starts)[:, None]
+    theirs.first_rows[batch.first_block_ids[[2, 5, 6]]] = bounds.int()
     victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
     victims[batch.first_block_ids[2]] = torch.tensor([3, 3 * SHAPE.block_size - 1])
     victims[batch.first_block_ids[5]] = torch.tensor([12 * SHAPE.block_size + 3, 5])
-    compare_decodes(make, SHAPE, scoring, batch, theirs, victims)
+    compare_decodes(make, shape, scoring, batch, theirs, victims)
 
 
 def test_what_does_not_score_keeps_no_logits() -> None:
@@ -102,19 +116,21 @@ def test_what_does_not_score_keeps_no_logits() -> None:
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("scoring", SCORINGS, ids=str)
-def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
+@pytest.mark.parametrize(
+    ("shape", "scoring"), [*((SHAPE, scoring) for scoring in SCORINGS), (LAYERS, SCORINGS[-1])]
+)
+def test_prefill(make: Callable[[Shape], Kernels], shape: Shape, scoring: Scoring) -> None:
     """Outputs and pages; what lies between the chunks' tokens is left alone."""
-    chunks, owned = prompt_chunks(SHAPE, packs=False)
-    theirs = filled(SHAPE, owned + 1, seed=4, merges=scoring.merge > 0)
+    chunks, owned = prompt_chunks(shape, packs=False)
+    theirs = filled(shape, owned + 1, seed=4, merges=scoring.merge > 0)
     number(theirs, chunks)
-    ours = copied(theirs, SHAPE)
+    ours = copied(theirs, shape)
     torch.manual_seed(5)
     query, initial = torch.randn(140, 6, 64), torch.rand(140, 2)
     key, value = torch.randn(2, 140, 2, 64)
     outs = [torch.full_like(query, 7.0) for _ in range(2)]
     for kernels, cache, out in zip(
-        (TorchKernels(), make(SHAPE)), (theirs, ours), outs, strict=True
+        (TorchKernels(), make(shape)), (theirs, ours), outs, strict=True
     ):
         kernels.prefill(cache, chunks, StepTensors(query, key, value, out, initial, 0.2), scoring)
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
@@ -133,14 +149,15 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     ],
     ids=["mean", "mean of probabilities", "largest", "window", "window of probabilities"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_score_pass(
-    make: Callable[[Shape], Kernels], which: ScoringPass, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, LAYERS, replace(SHAPE, dtype=torch.bfloat16), replace(SHAPE, dtype=torch.float16)],
+    ids=["float32", "float32, of several", "bfloat16", "float16"],
+)
+def test_score_pass(make: Callable[[Shape], Kernels], which: ScoringPass, shape: Shape) -> None:
     """Scores; K, V and positions, and what follows the chunks, are left alone."""
-    if make is on_triton and dtype == torch.bfloat16:
+    if make is on_triton and shape.dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
-    shape = replace(SHAPE, dtype=dtype)
     chunks, owned = prompt_chunks(shape, packs=False)
     # After tokens that are gone, a chunk's positions are ahead of its slots.
     chunks = [
@@ -155,7 +172,7 @@ def test_score_pass(
     number(theirs, chunks)
     ours = copied(theirs, shape)
     torch.manual_seed(9)
-    query = torch.randn(140, 6, 64).to(dtype)
+    query = torch.randn(140, 6, 64).to(shape.dtype)
     before = theirs.score.clone()
     for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
         kernels.score_pass(cache, chunks, query, 0.2, which)
@@ -242,30 +259,35 @@ def forget_others(cache: LayerCache, chunks: list[PromptChunk]) -> None:
         slot = torch.arange(chunk.num_survivors, chunk.attended_len)
         blocks = chunk.block_table[slot // cache.block_size].long()
         for head in range(cache.num_kv_heads):
-            cache.score[blocks * cache.num_kv_heads + head, slot % cache.block_size] = 0.0
+            row = blocks * cache.rows_per_block + cache.first_head + head
+            cache.score[row, slot % cache.block_size] = 0.0
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize(
-    ("ranked", "negative", "reach"),
+    ("ranked", "negative", "reach", "shape"),
     [
-        ("tokens", False, 0), ("tokens", True, 1), ("tokens", True, WINDOW_REACH),
-        ("by_page", True, 0), ("by_page", False, WINDOW_REACH),
-        ("by_age", False, 0), ("by_age", True, 1), ("by_age", False, WINDOW_REACH),
+        ("tokens", False, 0, SHAPE), ("tokens", True, 1, SHAPE),
+        ("tokens", True, WINDOW_REACH, SHAPE), ("by_page", True, 0, SHAPE),
+        ("by_page", False, WINDOW_REACH, SHAPE), ("by_age", False, 0, SHAPE),
+        ("by_age", True, 1, SHAPE), ("by_age", False, WINDOW_REACH, SHAPE),
+        ("by_age", False, WINDOW_REACH, LAYERS),
     ],
 )  # fmt: skip
-def test_pack(make: Callable[[Shape], Kernels], ranked: str, negative: bool, reach: int) -> None:
+def test_pack(
+    make: Callable[[Shape], Kernels], ranked: str, negative: bool, reach: int, shape: Shape
+) -> None:
     """Survivors of two layers, with many equal scores, of both signs too."""
-    chunks, owned = prompt_chunks(SHAPE, packs=True)
-    their_layers = [filled(SHAPE, owned + 1, seed) for seed in (6, 7)]
+    chunks, owned = prompt_chunks(shape, packs=True)
+    their_layers = [filled(shape, owned + 1, seed) for seed in (6, 7)]
     for cache in their_layers:
         if negative:
             cache.score.sub_(0.5)
         number(cache, chunks)
-    our_layers = [copied(cache, SHAPE) for cache in their_layers]
+    our_layers = [copied(cache, shape) for cache in their_layers]
     scoring = Scoring(by_page=ranked == "by_page", by_age=ranked == "by_age", reach=reach)
     TorchKernels().pack_survivors(their_layers, chunks, scoring)
-    make(SHAPE).pack_survivors(our_layers, chunks, scoring)
+    make(shape).pack_survivors(our_layers, chunks, scoring)
     for ours, theirs in zip(our_layers, their_layers, strict=True):
         for cache in (ours, theirs):
             forget_others(cache, chunks)

@@ -72,7 +72,8 @@ class Truth:
         """A reference head for each KV head of a new request."""
         shape, budget = self.layer.shape, life.budget
         sinks = self.layer.impl.sink_logits
-        of_head = [None] * shape.num_kv_heads if sinks is None else sinks.chunk(shape.num_kv_heads)
+        num_heads = shape.num_heads_of_all
+        of_head = [None] * num_heads if sinks is None else sinks.chunk(num_heads)
         self.heads[life.request_id] = [
             Head(
                 strip=Strip.empty(shape.head_size, torch.float64),
@@ -117,7 +118,7 @@ class Truth:
             expected = head.step(*tokens, ends_prompt, scores, plan.scoring_start)
             same(output[:, of_group], expected, self.output_atol, f"{name}, head {h}: outputs")
         if plan.splits:
-            pack_layer(heads, self.layer.shape.block_size)
+            pack_layer(heads, shape.block_size, 7 if shape.num_layers == 1 else 9)
             self.ranking.num_unequal += len({head.capacity for head in heads}) > 1
         for h, (head, strip) in enumerate(zip(heads, self.layer.held(name, plan), strict=True)):
             if plan.num_survivors:

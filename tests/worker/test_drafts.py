@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.harness import Shape, builder, common_metadata
+from tests.kernels.harness import Shape, builder
+from tests.kernels.metadata import common_metadata
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.metadata import HeavyHitterMetadata

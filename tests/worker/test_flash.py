@@ -9,7 +9,8 @@ from weakref import ref
 import pytest
 import torch
 
-from tests.kernels.caches import SHAPE, copied, filled, number, same
+from tests.kernels.caches import BOTH, SHAPE, copied, filled, number, same
+from tests.kernels.harness import Shape
 from tests.worker.chunks import CASES, chunk_at
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.torch.kernels import TorchKernels
@@ -53,11 +54,13 @@ class Varlen:
         return out, lse
 
 
-def prefilled(chunks: list[PromptChunk], sink_logits: torch.Tensor | None = None) -> Varlen:
+def prefilled(
+    chunks: list[PromptChunk], shape: Shape = SHAPE, sink_logits: torch.Tensor | None = None
+) -> Varlen:
     """What was asked of it, when outputs and pages were those of the torch kernels."""
-    theirs = filled(SHAPE, 20, seed=1)
+    theirs = filled(shape, 20, seed=1)
     number(theirs, chunks)
-    ours = copied(theirs, SHAPE)
+    ours = copied(theirs, shape)
     query, (key, value) = torch.randn(50, 6, 64), torch.randn(2, 50, 2, 64)
     outs = [torch.full_like(query, 7.0) for _ in range(2)]
     varlen = Varlen()
@@ -70,18 +73,19 @@ def prefilled(chunks: list[PromptChunk], sink_logits: torch.Tensor | None = None
     return varlen
 
 
+@BOTH
 @pytest.mark.parametrize("name", CASES)
-def test_prompts(name: str) -> None:
+def test_prompts(name: str, shape: Shape) -> None:
     """Outputs and scores are those of the torch kernels, however the chunks lie."""
     chunks, num_calls, num_paged = CASES[name]
-    varlen = prefilled(chunks)
+    varlen = prefilled(chunks, shape)
     assert (varlen.num_calls, varlen.num_paged) == (num_calls, num_paged)
 
 
 def test_attention_sinks() -> None:
     """What it makes of them has not been tried: our own kernel attends."""
     chunks, _, _ = CASES["one prompt"]
-    assert prefilled(chunks, torch.linspace(-1.0, 3.0, 6)).num_calls == 0
+    assert prefilled(chunks, sink_logits=torch.linspace(-1.0, 3.0, 6)).num_calls == 0
 
 
 def test_sent_once_a_step() -> None:

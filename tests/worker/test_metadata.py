@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.kernels.caches import on_triton
-from tests.kernels.harness import Layer, Shape, builder, common_metadata, empty_cache
+from tests.kernels.harness import Layer, Shape, builder, empty_cache
+from tests.kernels.metadata import common_metadata
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch
 from vllm_h2o.kernels.cache import LayerCache

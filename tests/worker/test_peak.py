@@ -84,13 +84,21 @@ def test_a_profile_run_meets_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("second_pass", "caches", "expected"),
-    [(False, True, (4096, False)), (False, False, (0, False)), (True, False, (0, True))],
+    ("second_pass", "caches", "expected", "splits_layers"),
+    [
+        (False, True, (4096, False), False),
+        (False, False, (0, False), False),
+        (True, False, (0, True), False),
+        (True, False, (0, True), True),
+    ],
 )
-def test_of_an_engine(second_pass: bool, caches: bool, expected: tuple[int, bool]) -> None:
+def test_of_an_engine(
+    second_pass: bool, caches: bool, expected: tuple[int, bool], splits_layers: bool
+) -> None:
     """Scores lie outside pages with prefix caching alone; a second pass rotates queries."""
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=4096),
+        model_config=SimpleNamespace(max_model_len=4096, get_num_layers=lambda parallel: parallel),
+        parallel_config=30,
         cache_config=SimpleNamespace(enable_prefix_caching=caches, block_size=16),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
     )
@@ -98,14 +106,15 @@ def test_of_an_engine(second_pass: bool, caches: bool, expected: tuple[int, bool
         score_power=1,
         kernels="auto",
         splits=second_pass,
+        splits_layers=splits_layers,
         resolve=lambda max_model_len, block_size: SimpleNamespace(capacity=max_model_len // 4),
         ranking=SimpleNamespace(second_pass="mean" if second_pass else None),
     )
     found = Peak.of(config, policy)
     assert (found.max_len, found.rotates, found.max_tokens) == (*expected, 512)
     assert found.passing(6, 2, 64, 2) >= peak.SURVIVORS == 4 * moving.MAX_SURVIVORS
-    # K, V, score and position of a layer's survivors, where heads share slots.
-    assert found.shared_len == (1024 if second_pass else 0)
+    # K, V, score and position of a layer's survivors, where heads share slots, or of all layers'.
+    assert found.shared_len == (1024 if second_pass else 0) * (30 if splits_layers else 1)
     more = replace(found, shared_len=4096 * 64).passing(6, 2, 64, 2)
     assert more == peak.SURVIVORS + 4096 * 64 * 2 * (2 * 64 * 2 + 8)
 

@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.gpu import states
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.kernels.harness import common_metadata
+from tests.kernels.metadata import common_metadata
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.step import (

@@ -97,7 +97,7 @@ class FlashPrompt:
             key, value = tensors.key[run.tokens], tensors.value[run.tokens]
         else:
             source = {"seqused_k": run.lengths, "block_table": run.block_table}
-            key, value = (_paged(view, cache.num_kv_heads) for view in (cache.key, cache.value))
+            key, value = (_paged(cache, view) for view in (cache.key, cache.value))
         _, lse = self.function(
             q=tensors.query[run.tokens],
             k=key,
@@ -115,6 +115,7 @@ class FlashPrompt:
         return lse
 
 
-def _paged(view: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def _paged(cache: LayerCache, view: torch.Tensor) -> torch.Tensor:
     """[R, N, D] -> [num_blocks, N, H, D], as FlashAttention takes a paged cache. No copy."""
-    return view.unflatten(0, (-1, num_kv_heads)).transpose(1, 2)
+    own = slice(cache.first_head, cache.first_head + cache.num_kv_heads)
+    return view.unflatten(0, (-1, cache.rows_per_block))[:, own].transpose(1, 2)

@@ -47,7 +47,8 @@ class Peak:
         max_tokens: of a step.
         rotates: whether a second pass rotates queries.
         gathered_len: slots of which K and V are gathered for xformers; 0: none are.
-        shared_len: slots a KV head that a prompt keeps where heads share them; 0: they do not.
+        shared_len: slots a KV head that a prompt keeps where heads share them; 0: they do not. All
+            layers' together, where those share slots: then their survivors move at once.
 
     """
 
@@ -87,7 +88,7 @@ class Peak:
         rotated = 0
         if self.rotates:
             rotated = queries * element_size + 4 * COPIES * min(MAX_ROTATED, queries) + lse
-        # K, V, score and position, of one layer.
+        # K, V, score and position, of one layer, or of all.
         shared = self.shared_len * num_kv_heads * (2 * head_size * element_size + 8)
         return max(lse + max(rotated, gathered), SURVIVORS + shared)
 
@@ -115,7 +116,8 @@ def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
     model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
     if model is None or not config.splits:
         return 0
-    return config.resolve(model.max_model_len, block_size).capacity
+    num_layers = model.get_num_layers(vllm_config.parallel_config) if config.splits_layers else 1
+    return num_layers * config.resolve(model.max_model_len, block_size).capacity
 
 
 def _gathers(config: KVPolicyConfig) -> bool:

@@ -130,7 +130,7 @@ UNEQUAL = {
 def test_any_lives_of_unequal_heads(
     native: bool, score: str, data: st.DataObject, ranking: Ranking
 ) -> None:
-    """The same where KV heads share a layer's slots, among requests where they do not."""
+    """The same where KV heads share slots, of a layer or of all, among others where they do not."""
     options, window = UNEQUAL[score]
     lives = []
     for i in range(data.draw(st.integers(1, 4))):
@@ -140,9 +140,11 @@ def test_any_lives_of_unequal_heads(
         chunks = data.draw(st.lists(st.integers(1, 2 * capacity), min_size=1, max_size=3))
         life = Life(f"r{i}", budget, chunks, data.draw(st.integers(0, 60)), seed=i)
         lives.append(replace(life, splits=i != 2, observation_window=window))
-    shape = Shape(
-        data.draw(st.sampled_from([1, 2, 3, 5])), data.draw(st.sampled_from([1, 3])), 32, 8
-    )
+    # Of layers that share slots a few heads are many.
+    num_layers = data.draw(st.sampled_from([1, 1, 2, 3]))
+    num_kv_heads = data.draw(st.sampled_from([1, 2, 3, 5] if num_layers == 1 else [1, 2]))
+    group = data.draw(st.sampled_from([1, 3]))
+    shape = Shape(num_kv_heads, group, 32, 8, num_layers=num_layers)
     num_blocks = pool_size(lives, shape.block_size, 1.0)
     kernels = load() if native else TorchKernels()
     layer = Layer(shape, "h2o", num_blocks, kernels=kernels, options=(*options, ("split", True)))

@@ -115,14 +115,18 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return programs
 
 
-@pytest.mark.parametrize(("merge", "in_parts"), [(0.0, False), (0.15, False), (0.15, True)])
+@pytest.mark.parametrize(
+    ("merge", "in_parts", "num_layers"),
+    [(0.0, False, 1), (0.15, False, 1), (0.15, True, 1), (0.15, False, 3)],
+)
 def test_lives_of_unequal_heads(
-    merge: float, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+    merge: float, in_parts: bool, num_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same where KV heads share slots, beside a request where they do not."""
+    """The same where KV heads share slots, of a layer or of all."""
     if in_parts:
         many_programs(monkeypatch)
-    shape, count = Shape(3, 3, 32, 8, FP32), Ranking()
+    num_kv_heads = 3 if num_layers == 1 else 2
+    shape, count = Shape(num_kv_heads, 3, 32, 8, FP32, num_layers=num_layers), Ranking()
     rows = [(48, 8, 0, [20, 60], 9), (40, 12, 3, [70], 9), (24, 8, 0, [9], 18)]
     lives = [replace(life, splits=True) for life in make_lives(rows)]
     options = (("score", "mean_squares"), ("split", True), *merging(merge))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -30,12 +30,20 @@ def counted(ran: Counter[str], name: str, run: Callable[..., None], *args: Any) 
     run(*args)
 
 
+def joined(cache: LayerCache, ran: Counter[str], join: Any = LayerCache.joined) -> LayerCache:
+    """The pages of all layers, counted."""
+    ran["joined"] += 1
+    all_of_them: LayerCache = join(cache)
+    return all_of_them
+
+
 @pytest.mark.parametrize(
-    ("dtype", "kinds", "has_both"),
+    ("dtype", "kinds", "has_both", "num_layers"),
     [
-        (torch.float32, (False, False, False), False),
-        (torch.float32, (True, True, True), True),
-        (torch.float8_e4m3fn, (True, False, True), False),
+        (torch.float32, (False, False, False), False, 1),
+        (torch.float32, (True, True, True), True, 1),
+        (torch.float8_e4m3fn, (True, False, True), False, 1),
+        (torch.float32, (True, False, True), False, 3),
     ],
 )
 def test_everything_runs(
@@ -43,20 +51,22 @@ def test_everything_runs(
     dtype: torch.dtype,
     kinds: tuple[bool, bool, bool],
     has_both: bool,
+    num_layers: int,
 ) -> None:
     """Each stage of a prompt, for every kind of page, and with initial scores and attention sinks;
-    and the pool is left alone.
+    where layers share slots survivors move in all; and the pool is left alone.
     """
     kernels = TritonKernels(torch.device("cpu"), 4, GROUP * HEADS, HEADS, HEAD_SIZE)
     words = 2 + kinds[1] + kinds[2]
     content = 2 * HEAD_SIZE + 4 * words // dtype.itemsize
-    layout = (3, HEADS, BLOCK_SIZE, content)
+    layout = (3, num_layers * HEADS, BLOCK_SIZE, content)
     pool = torch.randn(layout).to(dtype)
-    cache = LayerCache.of(pool, HEAD_SIZE, *kinds)
+    cache = LayerCache.of(pool[:, -HEADS:], HEAD_SIZE, *kinds)
     before = pool.view(torch.uint8).clone()
     ran: Counter[str] = Counter()
     for name in ("prefill", "score_pass", "pack_survivors", "copy_survivors"):
         monkeypatch.setattr(kernels, name, partial(counted, ran, name, getattr(kernels, name)))
+    monkeypatch.setattr(LayerCache, "joined", partialmethod(joined, ran))
     scoring = Scoring(power=2, passes=(LARGEST_SECOND_PASS, WINDOW_PASS), reach=WINDOW_REACH)
     query, key = torch.zeros(1, GROUP * HEADS, HEAD_SIZE), torch.zeros(1, HEADS, HEAD_SIZE)
     scores, sinks = (
@@ -65,7 +75,10 @@ def test_everything_runs(
     step = StepTensors(query, key, key, query, scores, 1.0, sinks)
     rehearse(kernels, cache, step, scoring)
     once = {"prefill": 1, "score_pass": 2, "pack_survivors": 2 + kinds[0]}
-    assert ran == once
+    assert ran == once | ({"joined": 1} if num_layers > 1 else {})
+    assert torch.equal(pool.view(torch.uint8), before)
+    if num_layers > 1:  # which do not go with prefix caching
+        return
     rehearse(kernels, cache, step, scoring, shares_pages=True)
     copied = {"prefill": 3, "copy_survivors": 1 + kinds[0]}
     assert ran == {name: 2 * number for name, number in once.items()} | copied

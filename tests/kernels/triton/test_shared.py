@@ -111,6 +111,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for module, name in (
         (triton_pack, "select_survivors"),
         (triton_pack, "pack_survivors"),
+        (share, "count_best"),
         (share, "share_rows"),
         (share, "move_shared"),
     ):

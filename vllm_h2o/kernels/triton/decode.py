@@ -80,7 +80,7 @@ def store_token(
         tl.store(mass_pages + row * word_stride + offset, 1.0)
 
 
-@triton.jit(do_not_specialize=["num_kv_splits"])
+@triton.jit(do_not_specialize=["num_kv_splits", "first_head"])
 def attend_split(
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [T, H, D]
@@ -95,7 +95,7 @@ def attend_split(
     fields_ptr,  # [len(DECODE_FIELDS), B], int64
     victims_ptr,  # [num_blocks, H], int32
     first_rows_ptr,  # [num_blocks, H + 1], int32; read when CAN_SPLIT
-    logits_ptr,  # [num_blocks, H, G, N], float32: written
+    logits_ptr,  # [R, G, N], float32: written
     partial_out_ptr,  # [B, H, splits, G, D], float32: written, each split's own mean of V
     partial_max_sum_ptr,  # [B, H, splits, G, 2], float32: written, largest logit and sum of exp
     scale,
@@ -103,7 +103,7 @@ def attend_split(
     key_factor,  # of K as it is stored, float8: 1 / scale
     value_factor,
     query_stride, key_stride, value_stride, page_stride, word_stride, table_stride, field_stride,
-    request_stride, num_kv_heads, num_kv_splits,
+    request_stride, num_kv_heads, rows_per_block, first_head, num_kv_splits,
     N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr,
     TILE: tl.constexpr, HAS_FREE_SLOTS: tl.constexpr, KEEPS_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr, CAN_SPLIT: tl.constexpr, MERGES: tl.constexpr,
@@ -119,8 +119,9 @@ def attend_split(
         return
     block_table = block_table_ptr + b.to(tl.int64) * table_stride
     first_row, row_step, length = strip_of(
-        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
-    )
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, rows_per_block,
+        first_head, N, CAN_SPLIT,
+    )  # fmt: skip
     size = split_size(length, num_kv_splits, TILE)
     begin = s * size
     if begin >= length:
@@ -134,8 +135,9 @@ def attend_split(
     slot_new = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
     if (slot_new >= begin) & (slot_new < begin + size):
         row_new = page_row(
-            block_table, slot_new // N, slot_new >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT
-        )
+            block_table, slot_new // N, slot_new >= 0, first_row, row_step, rows_per_block,
+            CAN_SPLIT,
+        )  # fmt: skip
         store_token(
             key_ptr, value_ptr, initial_score_ptr, key_pages, value_pages, score_pages,
             position_pages, mass_pages, fields, field_stride, row_new, slot_new % N, h, key_factor,
@@ -155,7 +157,7 @@ def attend_split(
         slot = start + tl.arange(0, TILE)
         resident, offset = slot < length, slot % N
         row = page_row(
-            block_table, slot // N, resident, first_row, row_step, num_kv_heads, CAN_SPLIT
+            block_table, slot // N, resident, first_row, row_step, rows_per_block, CAN_SPLIT
         )
         live = resident
         if HAS_FREE_SLOTS:

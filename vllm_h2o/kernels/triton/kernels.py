@@ -76,7 +76,7 @@ class TritonKernels:
         self.group = num_heads // num_kv_heads
         self.padded_head = triton.next_power_of_2(head_size)
         self.prompt_attention = prompt_attention or self._attend
-        self._packs = Moving(num_kv_heads, head_size, device)
+        self._packs = Moving(head_size, device)
         self._chunks: list[DeviceChunks] = []
         self._processors, self._shared_memory, self._capability = PROCESSORS, 228 << 10, 90
         if device.type == "cuda":
@@ -113,7 +113,10 @@ class TritonKernels:
         can_split = {"CAN_SPLIT": cache.first_rows is not None}
         first_rows = victims if cache.first_rows is None else cache.first_rows
         request_args = (batch.block_table, batch.fields, victims, first_rows)
-        strides = (batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads)
+        strides = (
+            batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads,
+            cache.rows_per_block, cache.first_head,
+        )  # fmt: skip
         page_stride, word_stride = cache.key.stride(0), cache.score.stride(0)
         size = query.element_size()
         num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size, size)
@@ -167,9 +170,10 @@ class TritonKernels:
         self._check(cache, tensors)
         sent = self._sent(chunks)
         longest = max(chunk.num_tokens for chunk in chunks)
-        sizes = (len(sent), self.num_kv_heads)
+        sizes = (len(sent), cache.rows_per_block, cache.first_head)
         masses, merges = self._masses(cache)
-        prefill.store_chunk[(*sizes, triton.cdiv(longest, STORE_TILE))](
+        grid = (len(sent), self.num_kv_heads, triton.cdiv(longest, STORE_TILE))
+        prefill.store_chunk[grid](
             key, value, key if initial is None else initial,
             cache.key, cache.value, cache.score, cache.position, masses,
             sent.block_table, sent.fields, *(1.0 / scale for scale in cache.scales),
@@ -205,7 +209,7 @@ class TritonKernels:
         """All chunks in one launch of each kernel."""
         self._check_heads(cache, query)
         sent, scale = self._sent(chunks), scale * cache.scales[0]
-        sizes = (len(sent), self.num_kv_heads)
+        sizes = (len(sent), cache.rows_per_block, cache.first_head)
         by_query, by_key = self._prompt_options(cache, query)
         sinks, has_sinks = self._sinks(sink_logits)
         lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
@@ -252,8 +256,8 @@ class TritonKernels:
             query, cache.key, cache.value, sent.block_table, sent.fields, sinks, out, lse,
             tensors.scale * key_scale, value_scale,
             query.stride(0), out.stride(0), lse.stride(0), cache.key.stride(0),
-            sent.block_table.stride(0), len(sent), self.num_kv_heads, **by_query,
-            **has_sinks,
+            sent.block_table.stride(0), len(sent), cache.rows_per_block, cache.first_head,
+            **by_query, **has_sinks,
         )  # fmt: skip
         return lse
 
@@ -319,7 +323,7 @@ class TritonKernels:
         self._check(cache, tensors)
         if num_requests > self.max_requests:
             raise ValueError(f"a batch of {num_requests} where {self.max_requests} are prepared")
-        num_logits = cache.num_blocks * self.num_heads * cache.block_size
+        num_logits = cache.score.numel() * self.group
         if self._logits.numel() == num_logits:
             return
         self._logits = torch.empty(num_logits, device=self.device)

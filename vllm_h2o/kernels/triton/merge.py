@@ -15,7 +15,7 @@ from vllm_h2o.kernels.triton.strips import ATTENDED_LEN, OVERWRITES, new_slot, s
 from vllm_h2o.kernels.triton.tiles import load_slots, page_row
 
 
-@triton.jit(do_not_specialize=["num_kv_splits"])
+@triton.jit(do_not_specialize=["num_kv_splits", "first_head"])
 def nearest_key(
     key_pages,  # [R, N, D]
     block_table_ptr,  # [B, P], int32
@@ -28,6 +28,8 @@ def nearest_key(
     field_stride,
     request_stride,
     num_kv_heads,
+    rows_per_block,
+    first_head,
     num_kv_splits,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -43,8 +45,9 @@ def nearest_key(
         return
     block_table = block_table_ptr + b.to(tl.int64) * table_stride
     first_row, row_step, length = strip_of(
-        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
-    )
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, rows_per_block,
+        first_head, N, CAN_SPLIT,
+    )  # fmt: skip
     size = split_size(length, num_kv_splits, TILE)
     begin = s * size
     if begin >= length:
@@ -52,7 +55,7 @@ def nearest_key(
     first_block = tl.load(block_table)
     victim = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
     own_row = page_row(
-        block_table, victim // N, victim >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT
+        block_table, victim // N, victim >= 0, first_row, row_step, rows_per_block, CAN_SPLIT
     )
     dim = tl.arange(0, D_PAD)
     own_ptrs = key_pages + own_row * page_stride + victim % N * D + dim
@@ -63,7 +66,7 @@ def nearest_key(
     for start in range(begin, tl.minimum(begin + size, length), TILE):
         slot = start + tl.arange(0, TILE)
         live = slot < length
-        row = page_row(block_table, slot // N, live, first_row, row_step, num_kv_heads, CAN_SPLIT)
+        row = page_row(block_table, slot // N, live, first_row, row_step, rows_per_block, CAN_SPLIT)
         key = load_slots(key_pages, row, slot % N, live, dim, page_stride, D).to(tl.float32)
         dots = tl.maximum(tl.sum(key * own[None, :], axis=1), 0.0)
         square = dots * dots / tl.maximum(tl.sum(key * key, axis=1), 1e-30)
@@ -77,7 +80,7 @@ def nearest_key(
     tl.store(partial + 1, nearest.to(tl.float32))  # exact up to 2 ** 24 slots
 
 
-@triton.jit(do_not_specialize=["num_kv_splits"])
+@triton.jit(do_not_specialize=["num_kv_splits", "first_head"])
 def take_victim_in(
     key_pages,  # [R, N, D]
     value_pages,  # [R, N, D]
@@ -94,6 +97,8 @@ def take_victim_in(
     field_stride,
     request_stride,
     num_kv_heads,
+    rows_per_block,
+    first_head,
     num_kv_splits,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -110,12 +115,13 @@ def take_victim_in(
         return
     block_table = block_table_ptr + b.to(tl.int64) * table_stride
     first_row, row_step, length = strip_of(
-        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
-    )
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, rows_per_block,
+        first_head, N, CAN_SPLIT,
+    )  # fmt: skip
     first_block = tl.load(block_table)
     victim = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
     row = page_row(
-        block_table, victim // N, victim >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT
+        block_table, victim // N, victim >= 0, first_row, row_step, rows_per_block, CAN_SPLIT
     )
     offset, dim = victim % N, tl.arange(0, D_PAD)
     num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
@@ -132,7 +138,7 @@ def take_victim_in(
         value = tl.load(value_pages + at, mask=mask, other=0.0).to(tl.float32)  # [D_PAD]
         mass = tl.load(mass_pages + row * word_stride + offset)
         to_row = page_row(
-            block_table, slot // N, slot >= 0, first_row, row_step, num_kv_heads, CAN_SPLIT
+            block_table, slot // N, slot >= 0, first_row, row_step, rows_per_block, CAN_SPLIT
         )
         to_word = mass_pages + to_row * word_stride + slot % N
         to = to_row * page_stride + slot % N * D + dim

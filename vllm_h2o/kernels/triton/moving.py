@@ -10,11 +10,12 @@ import torch
 import triton
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
-from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.triton import pack, share
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
 from vllm_h2o.kernels.triton.sizes import SELECT_TILE, STORE_TILE, kv_shape
 
+BITS = share.BITS.value
 MAX_SURVIVORS = 1 << 24
 """Slots that are listed at once, of as many layers as they are enough for: 64 MiB."""
 
@@ -24,13 +25,11 @@ class Moving:
     """Of layers of one shape.
 
     Args:
-        num_kv_heads: H.
         head_size: D.
         device: of the pages.
 
     """
 
-    num_kv_heads: int
     head_size: int
     device: torch.device
 
@@ -44,7 +43,7 @@ class Moving:
         """Move the survivors of each chunk.
 
         Args:
-            caches: of every layer; rewritten.
+            caches: of every layer, or of all as one; rewritten.
             chunks: with survivors: any that stay in their own blocks, or one that does not.
             scoring: what is ranked.
             scores: [len(caches), H, attended_len], float32, contiguous: of the one chunk with
@@ -56,9 +55,9 @@ class Moving:
             for chunk in chunks:
                 self(caches, [chunk], scoring, scores)
             return
-        most = (share.most_survivors(c, self.num_kv_heads, caches[0].block_size) for c in chunks)
-        max_survivors = max(most)
-        listed = self.num_kv_heads * len(chunks) * max_survivors
+        # Of heads that share slots on average, with the one that each leaves free.
+        max_survivors = max(chunk.num_survivors + chunk.splits for chunk in chunks)
+        listed = caches[0].num_kv_heads * len(chunks) * max_survivors
         size = max(1, MAX_SURVIVORS // max(1, listed))
         for i in range(0, len(caches), size):
             own = None if scores is None else scores[i : i + size]
@@ -72,7 +71,7 @@ class Moving:
         scores: torch.Tensor | None,
         max_survivors: int,
     ) -> None:
-        """Some layers at once; ``max_survivors`` of a KV head at the most."""
+        """Some layers at once; the list has room for ``max_survivors`` times their KV heads."""
         cache = caches[0]
         sent = DeviceChunks.of(chunks, pack.PACK_FIELDS, self.device)
         new_table = sent.block_table
@@ -85,17 +84,27 @@ class Moving:
         host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
         sent_bases = host.to(self.device, non_blocking=True)
         keys, values, ranked, new_scores, positions, first_rows = sent_bases
-        grid = (self.num_kv_heads, len(sent), len(caches))
-        survivors = torch.empty(*grid, max_survivors, dtype=torch.int32, device=self.device)
+        num_kv_heads = cache.num_kv_heads
+        grid = (num_kv_heads, len(sent), len(caches))
+        listed = (len(caches), len(sent), num_kv_heads * max_survivors)
+        survivors = torch.empty(listed, dtype=torch.int32, device=self.device)
         tables = (sent.block_table, new_table, sent.fields)
-        sizes = (sent.block_table.stride(0), len(sent), self.num_kv_heads)
+        sizes = (sent.block_table.stride(0), len(sent), cache.rows_per_block)
         apart = {"APART": scores is not None}
         ranking = {"N": cache.block_size, "BY_AGE": scoring.by_age, "REACH": scoring.reach}
         if shares:
+            assert num_kv_heads == cache.rows_per_block, "a layer that shares slots, alone"
+            reached = survivors.new_zeros(len(caches), len(sent), BITS)
+            counts = survivors.new_empty(len(caches), len(sent), num_kv_heads, 2)
+            for bit in range(BITS + 1):
+                share.count_best[grid](
+                    ranked, positions, sent.block_table, sent.fields, reached, counts,
+                    cache.score.stride(0), *sizes, bit, **ranking, **apart, TILE=SELECT_TILE,
+                    num_warps=8,
+                )  # fmt: skip
             share.share_rows[grid[1:]](
-                ranked, positions, first_rows, *tables, cache.score.stride(0), *sizes,
-                **ranking, **apart, TILE=SELECT_TILE, num_warps=8,
-                H_PAD=triton.next_power_of_2(self.num_kv_heads),
+                first_rows, new_table, sent.fields, counts, *sizes, cache.shared_tenths,
+                N=cache.block_size, H_PAD=triton.next_power_of_2(num_kv_heads),
             )  # fmt: skip
         pack.select_survivors[grid](
             ranked, positions, first_rows, *tables, survivors, cache.score.stride(0), *sizes,
@@ -112,15 +121,15 @@ class Moving:
             self._move_shared(caches, sent, new_table, survivors, scores)
         for layer in caches if scores is not None else ():
             if layer.mass is not None:  # nothing is merged before a request is full
-                rows = cache_rows(new_table[0], self.num_kv_heads)
-                layer.mass.index_fill_(0, rows.flatten(), 1.0)
+                layer.mass.index_fill_(0, layer.rows(new_table[0]).flatten(), 1.0)
 
     def _addresses(
         self, caches: Sequence[LayerCache], scores: torch.Tensor | None, shares: bool
     ) -> list[list[int]]:
         """Of each layer's K, V, ranked scores, scores, positions and first rows."""
-        views = ("key", "value", "score", "position", "first_rows" if shares else "position")
-        own = [[getattr(layer, view).data_ptr() for layer in caches] for view in views]
+        views = ("key", "value", "score", "position")
+        own = [[getattr(c, view)[c.first_head :].data_ptr() for c in caches] for view in views]
+        own.append([getattr(c, "first_rows" if shares else "position").data_ptr() for c in caches])
         ranked = own[2] if scores is None else [layer.data_ptr() for layer in scores]
         # An even number, so that every row begins where 16 bytes do, however many the layers.
         rest = [0] * (len(caches) % 2)
@@ -135,14 +144,13 @@ class Moving:
         scores: torch.Tensor | None,
     ) -> None:
         """Layer by layer, by way of a copy of one layer's survivors."""
-        cache, max_survivors = caches[0], survivors.shape[-1]
-        slots = self.num_kv_heads * max(chunk.num_survivors + 1 for chunk in sent.source)
-        tokens = len(sent) * slots
+        cache, slots = caches[0], survivors.shape[-1]
         kept = [
-            torch.empty(tokens, *view.shape[2:], dtype=view.dtype, device=self.device)
+            torch.empty(len(sent) * slots, *view.shape[2:], dtype=view.dtype, device=self.device)
             for view in (cache.key, cache.value, cache.score, cache.position)
         ]
-        grid = (self.num_kv_heads, len(sent), triton.cdiv(max_survivors, STORE_TILE))
+        most = max(share.most_survivors(chunk, cache) for chunk in sent.source)
+        grid = (cache.num_kv_heads, len(sent), triton.cdiv(most, STORE_TILE))
         for index, layer in enumerate(caches):
             ranked = layer.score if scores is None else scores[index]
             for stores in (False, True):
@@ -150,7 +158,7 @@ class Moving:
                     layer.key, layer.value, ranked, layer.score, layer.position, layer.first_rows,
                     sent.block_table, new_table, sent.fields, survivors, *kept, index,
                     cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0),
-                    len(sent), self.num_kv_heads, max_survivors, slots,
+                    len(sent), cache.num_kv_heads, slots,
                     **kv_shape(cache.block_size, self.head_size), TILE=STORE_TILE,
                     STORES=stores, APART=scores is not None,
                 )  # fmt: skip

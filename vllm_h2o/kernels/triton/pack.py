@@ -8,6 +8,8 @@ and of ``reference.reached`` before it.
 
 Where others read the prompt's pages (APART), survivors go to pages of a second table, and scores
 lie outside the pages, those of each (layer, KV head) after the last's.
+
+Of a layer's views the addresses are those of the rows that it begins with in each block.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def ranked_tile(
     num_sinks,
     logical_end,
     word_stride,
-    num_kv_heads,
+    rows_per_block,
     h,
     N: tl.constexpr,
     TILE: tl.constexpr,
@@ -65,7 +67,7 @@ def ranked_tile(
     """Of TILE slots: which compete by score, which survive anyway, and the sort key, int64."""
     slot = start + tl.arange(0, TILE)
     live = slot < attended_len
-    row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
+    row, offset = locate(block_table, slot, live, h, rows_per_block, N)
     words = row * word_stride + offset
     score_words = score_at(words, slot, h, attended_len, APART)
     score = tl.load(scores + score_words, mask=live, other=0.0)
@@ -89,7 +91,7 @@ def extend_scores(
     block_table,
     length,
     word_stride,
-    num_kv_heads,
+    rows_per_block,
     h,
     N: tl.constexpr,
     TILE: tl.constexpr,
@@ -102,17 +104,17 @@ def extend_scores(
         slot = (num_tiles - 1 - t) * TILE + tl.arange(0, TILE)
         live = slot < length
         largest = tl.full([TILE], float("-inf"), tl.float32)
-        row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
+        row, offset = locate(block_table, slot, live, h, rows_per_block, N)
         first = tl.load(positions + row * word_stride + offset, mask=live, other=0) - REACH
         for d in tl.static_range(REACH + 1):
             there = live & (slot >= d)
-            row, offset = locate(block_table, slot - d, there, h, num_kv_heads, N)
+            row, offset = locate(block_table, slot - d, there, h, rows_per_block, N)
             word = row * word_stride + offset
             near = there & (tl.load(positions + word, mask=there, other=0) >= first)
             score_word = score_at(word, slot - d, h, length, APART)
             score = tl.load(scores + score_word, mask=near, other=float("-inf"))
             largest = tl.maximum(largest, score)
-        row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
+        row, offset = locate(block_table, slot, live, h, rows_per_block, N)
         # Other threads of this program may still read what is written, then what was written.
         tl.debug_barrier()
         word = score_at(row * word_stride + offset, slot, h, length, APART)
@@ -128,11 +130,11 @@ def select_survivors(
     block_table_ptr,  # [R, P], int32
     new_table_ptr,  # [R, P'], int32: pages that survivors go to; the same, in place
     fields_ptr,
-    survivors_ptr,  # [L, R, H, max_survivors], int32: written
+    survivors_ptr,  # [L, R, H * max_survivors], int32: written
     word_stride,
     table_stride,
     num_chunks,
-    num_kv_heads,
+    rows_per_block,
     max_survivors,
     N: tl.constexpr,
     TILE: tl.constexpr,
@@ -144,6 +146,7 @@ def select_survivors(
 ):
     """The slots that survive in (layer, chunk, KV head), in order; first, how far scores reach."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads = tl.num_programs(0)
     scores = tl.load(score_bases + layer).to(tl.pointer_type(tl.float32))
     positions = tl.load(position_bases + layer).to(tl.pointer_type(tl.int32))
     fields = fields_ptr + r
@@ -158,20 +161,23 @@ def select_survivors(
         # Where all survive, scores stay as they are; where heads share slots, it is done.
         length = tl.where((num_survivors < attended_len) & (splits == 0), attended_len, 0)
         extend_scores(
-            scores, positions, block_table, length, word_stride, num_kv_heads, h, N, TILE, REACH,
+            scores, positions, block_table, length, word_stride, rows_per_block, h, N, TILE, REACH,
             APART,
         )  # fmt: skip
+    first_listed = h * max_survivors
     if CAN_SPLIT:
         first_rows = tl.load(first_row_bases + layer).to(tl.pointer_type(tl.int32))
         first_block = tl.load(new_table_ptr + r.to(tl.int64) * table_stride).to(tl.int64)
         bounds = first_rows + first_block * (num_kv_heads + 1) + h
-        own = (tl.load(bounds + 1) - tl.load(bounds)) * N - 1
+        begin = tl.load(bounds)
+        own = (tl.load(bounds + 1) - begin) * N - 1
         num_survivors = tl.where(splits, own, num_survivors)
+        first_listed = tl.where(splits, begin * N, first_listed)
     num_safe = 0
     for start in range(0, attended_len, TILE):
         candidate, safe, sort_key = ranked_tile(
             scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE, APART,
+            logical_end, word_stride, rows_per_block, h, N, TILE, BY_PAGE, BY_AGE, APART,
         )  # fmt: skip
         num_safe += tl.sum(safe.to(tl.int32), axis=0)
     wanted = num_survivors - num_safe
@@ -183,7 +189,7 @@ def select_survivors(
         for start in range(0, attended_len, TILE):
             candidate, safe, sort_key = ranked_tile(
                 scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-                logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE, APART,
+                logical_end, word_stride, rows_per_block, h, N, TILE, BY_PAGE, BY_AGE, APART,
             )  # fmt: skip
             reached += tl.sum((candidate & (sort_key >= trial)).to(tl.int32), axis=0)
         threshold = tl.where(reached >= wanted, trial, threshold)
@@ -191,19 +197,18 @@ def select_survivors(
     for start in range(0, attended_len, TILE):
         candidate, safe, sort_key = ranked_tile(
             scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE, APART,
+            logical_end, word_stride, rows_per_block, h, N, TILE, BY_PAGE, BY_AGE, APART,
         )  # fmt: skip
         num_above += tl.sum((candidate & (sort_key > threshold)).to(tl.int32), axis=0)
     # Of those at the threshold, the older ones: slots of a prompt are in order of position.
     ties_left = wanted - num_above
     num_written = 0
-    survivors = survivors_ptr + (
-        ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * max_survivors
-    )
+    listed = (layer * num_chunks + r).to(tl.int64) * num_kv_heads * max_survivors
+    survivors = survivors_ptr + listed + first_listed
     for start in range(0, attended_len, TILE):
         candidate, safe, sort_key = ranked_tile(
             scores, positions, block_table, start, attended_len, recent_start, num_sinks,
-            logical_end, word_stride, num_kv_heads, h, N, TILE, BY_PAGE, BY_AGE, APART,
+            logical_end, word_stride, rows_per_block, h, N, TILE, BY_PAGE, BY_AGE, APART,
         )  # fmt: skip
         tied = (candidate & (sort_key == threshold)).to(tl.int32)
         tie_rank = tl.cumsum(tied, axis=0)
@@ -234,7 +239,7 @@ def pack_survivors(
     word_stride,
     table_stride,
     num_chunks,
-    num_kv_heads,
+    rows_per_block,
     max_survivors,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -261,15 +266,15 @@ def pack_survivors(
     new_table = new_table_ptr + r.to(tl.int64) * table_stride
     attended_len = tl.load(fields_ptr + r + ATTENDED_LEN * num_chunks)
     survivors = survivors_ptr + (
-        ((layer * num_chunks + r).to(tl.int64) * num_kv_heads + h) * max_survivors
+        ((layer * num_chunks + r).to(tl.int64) * tl.num_programs(0) + h) * max_survivors
     )
     dim = tl.arange(0, D_PAD)
     for start in range(0, num_survivors, TILE):
         new_slot = start + tl.arange(0, TILE)
         live = new_slot < num_survivors
         old_slot = tl.load(survivors + new_slot, mask=live, other=0)
-        old_row, old_offset = locate(block_table, old_slot, live, h, num_kv_heads, N)
-        new_row, new_offset = locate(new_table, new_slot, live, h, num_kv_heads, N)
+        old_row, old_offset = locate(block_table, old_slot, live, h, rows_per_block, N)
+        new_row, new_offset = locate(new_table, new_slot, live, h, rows_per_block, N)
         old_kv = kv_offsets(old_row, old_offset, dim, page_stride, D)
         new_kv = kv_offsets(new_row, new_offset, dim, page_stride, D)
         old_word, new_word = old_row * word_stride + old_offset, new_row * word_stride + new_offset

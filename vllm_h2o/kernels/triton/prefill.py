@@ -48,7 +48,7 @@ FIRST_WINDOW_QUERY = tl.constexpr(CHUNK_FIELDS.index("first_window_query"))
 FIRST_SCORED_SLOT = tl.constexpr(CHUNK_FIELDS.index("first_scored_slot"))
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "first_head"])
 def store_chunk(
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
@@ -68,7 +68,8 @@ def store_chunk(
     word_stride,
     table_stride,
     num_chunks,
-    num_kv_heads,
+    rows_per_block,
+    first_head,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -86,7 +87,7 @@ def store_chunk(
     live = i < num_tokens
     slot = tl.load(fields + RESIDENT_START * num_chunks) + i
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
+    row, offset = locate(block_table, slot, live, first_head + h, rows_per_block, N)
     token = (tl.load(fields + TOKEN_START * num_chunks) + i).to(tl.int64)
     dim = tl.arange(0, D_PAD)
     key = load_head(key_ptr, token, live, h, dim, key_stride, D)  # [TILE, D_PAD]
@@ -100,13 +101,13 @@ def store_chunk(
     tl.store(position_pages + words, position, mask=live)
     score = tl.zeros([TILE], tl.float32)
     if HAS_INITIAL_SCORE:
-        score = tl.load(initial_score_ptr + token * num_kv_heads + h, mask=live)
+        score = tl.load(initial_score_ptr + token * tl.num_programs(1) + h, mask=live)
     tl.store(score_pages + words, score, mask=live)
     if MERGES:
         tl.store(mass_pages + words, tl.full([TILE], 1.0, tl.float32), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "lse_stride"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "first_head", "lse_stride"])
 def attend(
     query_ptr,  # [T, Hq, D]
     key_pages,
@@ -124,7 +125,8 @@ def attend(
     page_stride,
     table_stride,
     num_chunks,
-    num_kv_heads,
+    rows_per_block,
+    first_head,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -153,7 +155,7 @@ def attend(
     for start in range(0, visible, TILE_K):
         slot = start + tl.arange(0, TILE_K)
         live = slot < visible
-        row, offset = locate(block_table, slot, live, head // G, num_kv_heads, N)
+        row, offset = locate(block_table, slot, live, first_head + head // G, rows_per_block, N)
         key = load_slots(key_pages, row, offset, live, dim, page_stride, D).to(query.dtype)
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [TILE_Q, TILE_K]
         seen = live[None, :] & (slot[None, :] <= (resident_start + i)[:, None])
@@ -169,7 +171,11 @@ def attend(
     tl.store(lse_ptr + head * lse_stride + token, row_max + tl.log(row_sum), mask=query_mask)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "skip_recent", "lse_stride", "layer"])
+@triton.jit(
+    do_not_specialize=[
+        "num_chunks", "table_stride", "first_head", "skip_recent", "lse_stride", "layer",
+    ]
+)  # fmt: skip
 def column_scores(
     query_ptr,  # [T, Hq, D]
     key_pages,
@@ -187,7 +193,8 @@ def column_scores(
     word_stride,
     table_stride,
     num_chunks,
-    num_kv_heads,
+    rows_per_block,
+    first_head,
     skip_recent,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -224,7 +231,7 @@ def column_scores(
     slot = first_slot + tl.arange(0, TILE_K)
     live = slot < resident_start + num_tokens
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
+    row, offset = locate(block_table, slot, live, first_head + h, rows_per_block, N)
     dim = tl.arange(0, D_PAD)
     key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
     key = key.to(query_ptr.dtype.element_ty)
@@ -251,7 +258,7 @@ def column_scores(
             more = contributions(key, query, lse, adds, scale, POWER, BY_MAXIMUM, PRECISION)
             columns = combined(columns, more, BY_MAXIMUM)
     if WINDOW:
-        head_base = (layer * num_kv_heads + h).to(tl.int64) * (resident_start + num_tokens)
+        head_base = (layer * tl.num_programs(0) + h).to(tl.int64) * (resident_start + num_tokens)
         window_scores = window_base.to(tl.pointer_type(tl.float32)) + head_base
         tl.store(window_scores + slot, columns, mask=live)
     else:

@@ -30,8 +30,9 @@ def rehearse(
     """
     device, num_kv_heads, head_size = cache.key.device, cache.num_kv_heads, cache.key.shape[-1]
     content = cache.key.stride(0) // cache.block_size  # elements of a slot
-    layout = (4, num_kv_heads, cache.block_size, content)
-    kv_cache = torch.zeros(layout, dtype=cache.key.dtype, device=device)
+    layout = (4, cache.rows_per_block, cache.block_size, content)
+    blocks = torch.zeros(layout, dtype=cache.key.dtype, device=device)
+    kv_cache = blocks[:, cache.first_head : cache.first_head + num_kv_heads]
     splits = cache.first_rows is not None
     kinds = (splits, cache.mass is not None, cache.score_without_window is not None)
     own = LayerCache.of(kv_cache, head_size, *kinds, scales=cache.scales)
@@ -59,7 +60,7 @@ def rehearse(
         whole = replace(
             chunk, resident_start=size, logical_start=size, num_survivors=size - 1, splits=True
         )
-        kernels.pack_survivors([own], [whole], scoring)
+        kernels.pack_survivors([own.joined() if own.num_heads_of_all else own], [whole], scoring)
     if not shares_pages:
         return
     for packed in [chunk] if whole is None else [chunk, whole]:

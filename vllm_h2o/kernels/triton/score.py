@@ -130,7 +130,7 @@ def elect(
             tl.store(arrived_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["num_kv_splits", "skip_recent"])
+@triton.jit(do_not_specialize=["num_kv_splits", "first_head", "skip_recent"])
 def merge_and_score(
     out_ptr,  # [T, Hq, D]: written
     score_pages,  # written
@@ -147,7 +147,7 @@ def merge_and_score(
     newest_ptr,  # [B, H, parts, 2], int32: their positions and slots
     arrived_ptr,  # [B, H], int32
     out_stride, word_stride, table_stride, field_stride, request_stride, num_kv_heads,
-    num_kv_splits, skip_recent,
+    rows_per_block, first_head, num_kv_splits, skip_recent,
     N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     G_PAD: tl.constexpr, TILE: tl.constexpr, MAX_KV_SPLITS: tl.constexpr, PAGES: tl.constexpr,
     POWER: tl.constexpr, BY_PAGE: tl.constexpr, BY_AGE: tl.constexpr, BY_MAXIMUM: tl.constexpr,
@@ -170,8 +170,9 @@ def merge_and_score(
         return
     block_table = block_table_ptr + b.to(tl.int64) * table_stride
     first_row, row_step, length = strip_of(
-        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, N, CAN_SPLIT
-    )
+        fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, rows_per_block,
+        first_head, N, CAN_SPLIT,
+    )  # fmt: skip
     num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
     strip, group = (b * num_kv_heads + h).to(tl.int64), tl.arange(0, G_PAD)
     lse = merge_splits(
@@ -201,7 +202,7 @@ def merge_and_score(
             slot = page[:, None] * N + offset[None, :]  # [PAGES, N_PAD]
             live = (slot < length) & (offset < N)[None, :]
             row = page_row(
-                block_table, page, page * N < length, first_row, row_step, num_kv_heads, CAN_SPLIT
+                block_table, page, page * N < length, first_row, row_step, rows_per_block, CAN_SPLIT
             )
             words = row[:, None] * word_stride + offset[None, :]
             position = tl.load(position_pages + words, mask=live, other=-1)  # [PAGES, N_PAD]

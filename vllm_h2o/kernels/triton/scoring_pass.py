@@ -36,7 +36,7 @@ from vllm_h2o.kernels.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "lse_stride"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "first_head", "lse_stride"])
 def log_sum_exp(
     query_ptr,  # [T, Hq, D]
     key_pages,
@@ -50,7 +50,8 @@ def log_sum_exp(
     page_stride,
     table_stride,
     num_chunks,
-    num_kv_heads,
+    rows_per_block,
+    first_head,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -84,7 +85,7 @@ def log_sum_exp(
     for start in range(0, visible, TILE_K):
         slot = start + tl.arange(0, TILE_K)
         live = slot < visible
-        row, offset = locate(block_table, slot, live, head // G, num_kv_heads, N)
+        row, offset = locate(block_table, slot, live, first_head + head // G, rows_per_block, N)
         key = load_slots(key_pages, row, offset, live, dim, page_stride, D).to(query.dtype)
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [TILE_Q, TILE_K]
         seen = live[None, :]
@@ -96,7 +97,7 @@ def log_sum_exp(
     tl.store(lse_ptr + head * lse_stride + token, row_max + tl.log(row_sum), mask=query_mask)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "lse_stride"])
+@triton.jit(do_not_specialize=["num_chunks", "table_stride", "first_head", "lse_stride"])
 def weighted_scores(
     query_ptr,  # [T, Hq, D]
     key_pages,
@@ -113,7 +114,8 @@ def weighted_scores(
     word_stride,
     table_stride,
     num_chunks,
-    num_kv_heads,
+    rows_per_block,
+    first_head,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -144,7 +146,7 @@ def weighted_scores(
     slot = first_slot - REACH + tl.arange(0, TILE_K)
     live = (slot >= 0) & (slot < attended_len)
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    row, offset = locate(block_table, slot, live, h, num_kv_heads, N)
+    row, offset = locate(block_table, slot, live, first_head + h, rows_per_block, N)
     dim = tl.arange(0, D_PAD)
     key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE_K, D_PAD]
     key = key.to(query_ptr.dtype.element_ty)

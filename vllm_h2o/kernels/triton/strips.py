@@ -23,18 +23,19 @@ SPLIT = tl.constexpr(DECODE_FIELDS.index("split"))
 
 @triton.jit
 def strip_of(
-    fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads,
+    fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, rows_per_block, first_head,
     N: tl.constexpr, CAN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """(first row, row step, slots attended to) of a KV head; see cache.py."""
     length = tl.load(fields + ATTENDED_LEN * field_stride).to(tl.int32)
-    first_row, row_step = h, num_kv_heads
+    first_row, row_step = first_head + h, rows_per_block
     if CAN_SPLIT:
         split = tl.load(fields + SPLIT * field_stride) != 0
         bounds = first_rows_ptr + tl.load(block_table).to(tl.int64) * (num_kv_heads + 1) + h
         begin = tl.load(bounds)
         length = tl.where(split, (tl.load(bounds + 1) - begin) * N, length)
-        first_row, row_step = tl.where(split, begin, h), tl.where(split, 1, num_kv_heads)
+        first_row = tl.where(split, begin, first_row)
+        row_step = tl.where(split, 1, row_step)
     return first_row, row_step, length
 
 

@@ -12,24 +12,26 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def locate(block_table, slot, live, h, num_kv_heads, N: tl.constexpr):
+def locate(block_table, slot, live, first_row, rows_per_block, N: tl.constexpr):
     """(cache row, int64; offset in its page) of each slot of a KV head of one request."""
-    return page_row(block_table, slot // N, live, h, num_kv_heads, num_kv_heads, False), slot % N
+    page = slot // N
+    row = page_row(block_table, page, live, first_row, rows_per_block, rows_per_block, False)
+    return row, slot % N
 
 
 @triton.jit
-def page_row(block_table, page, live, first_row, row_step, num_kv_heads, CAN_SPLIT: tl.constexpr):
+def page_row(block_table, page, live, first_row, row_step, rows_per_block, CAN_SPLIT: tl.constexpr):
     """Cache row, int64, of each page of a KV head of one request: see cache.py.
 
     Without CAN_SPLIT every head has its own row of each block.
     """
     if CAN_SPLIT:
         at = first_row + page * row_step
-        block = tl.load(block_table + at // num_kv_heads, mask=live, other=0).to(tl.int64)
-        return block * num_kv_heads + at % num_kv_heads
+        block = tl.load(block_table + at // rows_per_block, mask=live, other=0).to(tl.int64)
+        return block * rows_per_block + at % rows_per_block
     else:
         block = tl.load(block_table + page, mask=live, other=0).to(tl.int64)
-        return block * num_kv_heads + first_row
+        return block * rows_per_block + first_row
 
 
 @triton.jit
