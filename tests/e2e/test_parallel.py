@@ -226,22 +226,16 @@ def test_stages_that_go_on(
     assert talk(model, **TRACED, pipeline_parallel_size=2) == said
 
 
-def test_ranks_that_evict_several_at_a_time(model: str, two_ranks: pytest.MonkeyPatch) -> None:
-    """All pack in the same steps."""
+@pytest.mark.parametrize(
+    "more", [{"evict_every": 5}, {"score": "reconstruction", "observation_window": 8}]
+)
+def test_ranks_after_a_step(more: dict[str, Any], model: str, two_ranks: Any) -> None:
+    """All pack in the same steps, and take part in the same second reading."""
     runs = []
     for size in (1, 2):
-        settings = {**SETTINGS, "tensor_parallel_size": size}
-        with engine(model, "h2o", {**OPTIONS, "evict_every": 5}, **settings) as llm:
-            runs.append(measure(llm))
-    assert_same(*runs)
-
-
-def test_ranks_that_read_again(model: str, two_ranks: pytest.MonkeyPatch) -> None:
-    """Both take part in the second forward pass, and each scores with its own heads."""
-    options = {**OPTIONS, "score": "reconstruction", "observation_window": 8}
-    runs = []
-    for size in (1, 2):
-        with engine(model, "h2o", options, **{**SETTINGS, "tensor_parallel_size": size}) as llm:
+        with engine(
+            model, "h2o", {**OPTIONS, **more}, **SETTINGS, tensor_parallel_size=size
+        ) as llm:
             runs.append(measure(llm))
     assert_same(*runs)
 
@@ -309,8 +303,7 @@ def test_pipeline_parallel(
     model: str, alone: dict[str, Run], two_workers: pytest.MonkeyPatch
 ) -> None:
     """A layer each and two batches in flight; every page is back at the end."""
-    settings = {**SETTINGS, **TRACED, "pipeline_parallel_size": 2}
-    with engine(model, "h2o", OPTIONS, **settings) as llm:
+    with engine(model, "h2o", OPTIONS, **SETTINGS, **TRACED, pipeline_parallel_size=2) as llm:
         probe, core = Probe(llm), llm.llm_engine.engine_core.engine_core
         assert core.batch_queue_size == 2
         outputs = generate(llm, PROMPTS, MAX_TOKENS)
@@ -335,8 +328,7 @@ def test_stages_next_to_sliding_windows(tmp_path: Path, two_workers: pytest.Monk
     model, settings = tiny_gemma3(tmp_path), {**SETTINGS, "block_size": 32}
     with engine(model, "h2o", OPTIONS, **settings) as llm:
         expected = token_ids(generate(llm, PROMPTS, MAX_TOKENS))
-    settings |= {**TRACED, "pipeline_parallel_size": 2}
-    with engine(model, "h2o", OPTIONS, **settings) as llm:
+    with engine(model, "h2o", OPTIONS, **settings, **TRACED, pipeline_parallel_size=2) as llm:
         probe = Probe(llm)
         assert token_ids(generate(llm, PROMPTS, MAX_TOKENS)) == expected
         assert probe.num_free == probe.num_total
@@ -345,8 +337,7 @@ def test_stages_next_to_sliding_windows(tmp_path: Path, two_workers: pytest.Monk
 def under_pressure(model: str, **settings: Any) -> list[list[int]]:
     """The tokens of requests of which some fall back; every page is back at the end."""
     with engine(model, "h2o", PRESSED, **TIGHT, **settings) as llm:
-        probe = Probe(llm)
-        outputs = generate(llm, PROMPTS, MAX_TOKENS)
+        probe, outputs = Probe(llm), generate(llm, PROMPTS, MAX_TOKENS)
         assert probe.num_free == probe.num_total
         assert probe.num_preemptions == 0
         assert probe.scheduler.ledger.stats.pressure_packs > 0

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.platforms import current_platform
 
 from tests.kernels.harness import LAYER_NAME, Shape, vllm_config
 from vllm_h2o.kernels.batch import MEAN_SECOND_PASS, PromptChunk
@@ -117,6 +118,28 @@ def test_of_an_engine(
     assert found.shared_len == (1024 if second_pass else 0) * (30 if splits_layers else 1)
     more = replace(found, shared_len=4096 * 64).passing(6, 2, 64, 2)
     assert more == peak.SURVIVORS + 4096 * 64 * 2 * (2 * 64 * 2 + 8)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "options", "expected"),
+    [
+        (True, {"score": "reconstruction"}, 1100 * 520 // (520 + 4 * 3)),
+        (True, {}, 1100),
+        (False, {"score": "reconstruction"}, 1100),
+    ],
+)
+def test_logits_next_to_pages(
+    cuda: bool, options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three query heads a KV head; where layers share slots, and on a GPU alone."""
+    heads = {"get_num_attention_heads": lambda _: 6, "get_num_kv_heads": lambda _: 2}
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(**heads),
+        parallel_config=None,
+        additional_config={"kv_policy": {"name": "h2o2", **options}},
+    )
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: cuda)
+    assert peak.for_pages(1100, config, 520) == expected
 
 
 def test_what_xformers_takes() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.worker.memory_efficient import AMPERE
@@ -109,6 +110,23 @@ class Peak:
         held[name] = torch.empty(kept, dtype=torch.uint8, device=query.device)
         passing = self.passing(num_heads, num_kv_heads, head_size, query.element_size())
         torch.empty(passing, dtype=torch.uint8, device=query.device)
+
+
+def for_pages(available: int, vllm_config: VllmConfig, slot_bytes: int) -> int:
+    """Bytes of these that may be pages: where layers share slots on a GPU, each has logits next to
+    it, of one layer's decode step, which may read any page.
+
+    Args:
+        available: bytes for both.
+        vllm_config: of the engine.
+        slot_bytes: of a slot of one KV head.
+
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if not current_platform.is_cuda() or not KVPolicyConfig.required(vllm_config).splits_layers:
+        return available
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    return available * slot_bytes // (slot_bytes + 4 * group)
 
 
 def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:

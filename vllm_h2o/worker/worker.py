@@ -6,6 +6,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_h2o.plugin import activate
+from vllm_h2o.worker.peak import for_pages
 from vllm_h2o.worker.recorder import RecordsPages
 from vllm_h2o.worker.rotary import BindsRopeShift
 from vllm_h2o.worker.step import PublishesSteps
@@ -20,6 +21,13 @@ else:
 
 class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, PlatformWorker):
     """vLLM's worker, which publishes each step's plan while it runs, and records on demand."""
+
+    def determine_available_memory(self) -> int:
+        """What vLLM finds for pages, less what kernels keep next to each."""
+        available: int = super().determine_available_memory()
+        specs = self.get_kv_cache_spec().values()
+        slot_bytes = max(spec.state_content_size_bytes for spec in specs)
+        return for_pages(available, self.vllm_config, slot_bytes)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, and get ready to clear pages that another group of layers wrote."""
