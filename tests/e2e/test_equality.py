@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -48,13 +49,19 @@ def test_opt_of_the_real_shape_equals_stock(chunk: int, tmp_path: Path) -> None:
     assert assert_same_tokens(stock, ours) <= 1
 
 
-def test_compiled_equals_eager(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("h2o", {}), ("h2o2", {"score": "reconstruction", "observation_window": 8})],
+    ids=["h2o", "reconstruction"],
+)
+def test_compiled_equals_eager(policy: str, options: dict[str, Any], tmp_path: Path) -> None:
     """As ``vllm serve`` runs without further flags: through torch.compile, here past the budget."""
     model = tiny_llama(tmp_path, 4, 4)
     prompts = mixed_prompts(CHARACTERS, 8, longest=60)
-    settings = {"options": {"budget": 32}, "block_size": 16, "max_model_len": 128}
-    eager = run(model, prompts, "h2o", **settings)
-    compiled = run(model, prompts, "h2o", enforce_eager=False, **settings)
+    options = {"budget": 32, **options}
+    settings = {"options": options, "block_size": 16, "max_model_len": 128}
+    eager = run(model, prompts, policy, **settings)
+    compiled = run(model, prompts, policy, enforce_eager=False, **settings)
     assert assert_same_tokens(eager, compiled) <= 1
 
 

@@ -51,7 +51,7 @@ WINDOWS_REFUSED = ("prefix caching, and sliding windows",)
 READ_AGAIN_REFUSED = (
     "score=reconstruction, and LoRA",
     "score=reconstruction, and pipeline parallelism or speculative decoding",
-    "score=reconstruction, and sliding windows or images",
+    "score=reconstruction, and sliding windows, images, prompt embeddings or M-RoPE",
     "layers that share slots, and prefix caching, sliding windows or pipeline parallelism",
 )
 """What does not go with prompts that are read again, and with layers that share slots."""

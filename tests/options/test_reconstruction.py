@@ -57,6 +57,7 @@ def test_what_has_nothing_to_do() -> None:
         (1, "LlamaForCausalLM", {"pipeline_parallel_size": 2}, {"split": False}),
         (1, "LlamaForCausalLM", {"speculative_config": NGRAM}, DRAFTED),
         (2, "Gemma3ForCausalLM", {}, {"split": False}),
+        (2, "LlamaForCausalLM", {"enable_prompt_embeds": True}, {}),
         (3, "LlamaForCausalLM", {"enable_prefix_caching": True}, {"score": "sum"}),
         (3, "LlamaForCausalLM", {"pipeline_parallel_size": 2}, {}),
         (3, "Gemma3ForCausalLM", {}, {}),

@@ -108,6 +108,7 @@ def test_of_an_engine(
         kernels="auto",
         splits=second_pass,
         splits_layers=splits_layers,
+        keeps_scores=True,
         resolve=lambda max_model_len, block_size: SimpleNamespace(capacity=max_model_len // 4),
         ranking=SimpleNamespace(second_pass="mean" if second_pass else None),
     )
@@ -116,8 +117,9 @@ def test_of_an_engine(
     assert found.passing(6, 2, 64, 2) >= peak.SURVIVORS == 4 * moving.MAX_SURVIVORS
     # K, V, score and position of a layer's survivors, where heads share slots, or of all layers'.
     assert found.shared_len == (1024 if second_pass else 0) * (30 if splits_layers else 1)
-    more = replace(found, shared_len=4096 * 64).passing(6, 2, 64, 2)
-    assert more == peak.SURVIVORS + 4096 * 64 * 2 * (2 * 64 * 2 + 8)
+    assert found.listed_len == (30 * 4096 if splits_layers else 0)
+    more = replace(found, shared_len=4096 * 64, listed_len=5).passing(6, 2, 64, 2)
+    assert more == peak.SURVIVORS + 4096 * 64 * 2 * (2 * 64 * 2 + 8) + 5 * 2 * peak.LISTED
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from vllm_h2o.options.traits import (
     drafts_too_many,
     float8,
     foreign_platform,
+    has_more_than_tokens,
     kinds,
     odd_pages,
     old_gpu,
@@ -333,9 +334,9 @@ REFUSALS: tuple[Refusal, ...] = (
         f"{READ_ONCE}, or leave these options out",
     ),
     Refusal(
-        "score=reconstruction, and sliding windows or images",
-        lambda c: reads_again(c) and (slides(c) or c.model_config.is_multimodal_model),
-        "the second reading has tokens alone, and nothing for layers that slide",
+        "score=reconstruction, and sliding windows, images, prompt embeddings or M-RoPE",
+        lambda c: reads_again(c) and (slides(c) or has_more_than_tokens(c)),
+        "the second reading has tokens and a position of each, and nothing for layers that slide",
         READ_ONCE,
     ),
     Refusal(

@@ -103,6 +103,12 @@ def reads_again(vllm_config: Any) -> bool:
     return policy_of(vllm_config).ranking.reads_again
 
 
+def has_more_than_tokens(vllm_config: Any) -> bool:
+    """Whether a model's input is more than tokens with one position each."""
+    model = vllm_config.model_config
+    return bool(model.is_multimodal_model or model.enable_prompt_embeds or model.uses_mrope)
+
+
 def stages(vllm_config: Any) -> int:
     """Of pipeline parallelism."""
     return int(vllm_config.parallel_config.pipeline_parallel_size)

@@ -293,6 +293,7 @@ class HeavyHitterScheduler(CutsChunks):
         unbounded = self._prefix_caching and not bounds_hits(self.vllm_config)
         config = self.policy_config
         further = config.continuation or config.position_limit is not None
+        further = further or config.splits_layers or config.ranking.reads_again
         alone = unbounded or further or self.num_spec_tokens > 0
         own = policy_group(kv_cache_config, alone)
         managers = list(self.kv_cache_manager.coordinator.single_type_managers)

@@ -126,9 +126,9 @@ def policy_group(kv_cache_config: KVCacheConfig, alone: bool = False) -> int:
     if others and alone:
         raise _unsupported(
             "it has sliding windows, of which its configuration does not tell",
-            "prefix caching (before vLLM 0.33), speculative decoding, continuation and positions "
-            "that roll do not go with those",
-            "leave --enable-prefix-caching, --speculative-config, continuation and positions out",
+            "prefix caching (before vLLM 0.33), speculative decoding, continuation, positions that "
+            "roll, score=reconstruction and split_layers do not go with those",
+            "leave --enable-prefix-caching, --speculative-config and these options out",
         )
     if not all(type(other) is SlidingWindowSpec for other in others):
         raise _unsupported(

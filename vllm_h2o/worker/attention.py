@@ -78,6 +78,13 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         vllm_config = get_current_vllm_config()
         self.random_scores = RandomScores.of(vllm_config, self.num_kv_heads)
         config = KVPolicyConfig.required(vllm_config)
+        if sinks is not None and config.ranking.reads_again:
+            raise UnsupportedError(
+                "score=reconstruction",
+                "a layer has attention sinks",
+                "the second reading does not compute them",
+                "use --kv-policy-config.score combined",
+            )
         self.peak = Peak.of(vllm_config, config)
         self.kinds = (config.splits, config.merges, config.keeps_scores)
         self.float8, self.scales = DTYPES.get(kv_cache_dtype), (1.0, 1.0)

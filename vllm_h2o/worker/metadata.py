@@ -213,6 +213,8 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             request_at = dict(zip(starts, step.order(common), strict=False))
             each = [(request_at[chunk.tokens.start], chunk) for chunk in prompts]
             blocks = list(blocks_of(each, which))
+            if any(isinstance(packing, Reconstruction) for packing in step.packings):
+                raise IntegrityError("prompts of a step are read again twice")
             if blocks:
                 limit = self.vllm_config.model_config.max_model_len
                 own = (self.kernels, which, self.layer_names, limit, step.reader)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
@@ -66,9 +67,14 @@ class Packing:
     def _move_together(self, caches: list[LayerCache], chunks: list[PromptChunk]) -> None:
         """Where layers share slots: as in one layer that has the KV heads of all."""
         joined = caches[0].joined()
-        self._move([joined], chunks)
+        if sum(cache.num_kv_heads for cache in caches) != joined.num_kv_heads:
+            raise IntegrityError(
+                f"layers with {[cache.num_kv_heads for cache in caches]} KV heads are to share "
+                f"the slots of {joined.num_kv_heads}"
+            )
         assert joined.first_rows is not None
         for chunk in chunks:
+            self._move([joined], [chunk])
             block = chunk.block_table[:1].long()
             bounds = joined.first_rows[block]
             for cache in caches:

@@ -25,6 +25,8 @@ COPIES = 6
 """Float32 tensors of that size that vLLM's rotation holds at once, at most."""
 SURVIVORS = 64 << 20
 """Bytes of the slots of survivors that are listed at once: see triton/moving.py."""
+LISTED = 24
+"""Bytes of a score without an observation window, of its place, and of what makes that."""
 
 _KEPT: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("vllm_h2o_kept", default=None)
 
@@ -50,6 +52,8 @@ class Peak:
         gathered_len: slots of which K and V are gathered for xformers; 0: none are.
         shared_len: slots a KV head that a prompt keeps where heads share them; 0: they do not. All
             layers' together, where those share slots: then their survivors move at once.
+        listed_len: slots a KV head, of all layers, of which scores without an observation window
+            are listed while survivors move; 0: a few layers' at a time.
 
     """
 
@@ -58,6 +62,7 @@ class Peak:
     rotates: bool
     gathered_len: int = 0
     shared_len: int = 0
+    listed_len: int = 0
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, config: KVPolicyConfig) -> Peak:
@@ -70,6 +75,7 @@ class Peak:
             config.ranking.second_pass is not None,
             model.max_model_len if model is not None and _gathers(config) else 0,
             _shared_len(vllm_config, config),
+            _listed_len(vllm_config, config),
         )
 
     def kept(self, num_kv_heads: int) -> int:
@@ -91,6 +97,7 @@ class Peak:
             rotated = queries * element_size + 4 * COPIES * min(MAX_ROTATED, queries) + lse
         # K, V, score and position, of one layer, or of all.
         shared = self.shared_len * num_kv_heads * (2 * head_size * element_size + 8)
+        shared += self.listed_len * num_kv_heads * LISTED
         return max(lse + max(rotated, gathered), SURVIVORS + shared)
 
     def allocate(self, name: str, query: torch.Tensor, num_kv_heads: int) -> None:
@@ -136,6 +143,14 @@ def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
         return 0
     num_layers = model.get_num_layers(vllm_config.parallel_config) if config.splits_layers else 1
     return num_layers * config.resolve(model.max_model_len, block_size).capacity
+
+
+def _listed_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
+    """Of the longest prompt."""
+    model = vllm_config.model_config
+    if model is None or not (config.splits_layers and config.keeps_scores):
+        return 0
+    return int(model.get_num_layers(vllm_config.parallel_config)) * model.max_model_len
 
 
 def _gathers(config: KVPolicyConfig) -> bool:

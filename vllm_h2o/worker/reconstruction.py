@@ -24,7 +24,11 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import PromptChunk, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.torch.prefill import chunk_rows, chunk_slots
+from vllm_h2o.kernels.torch.prefill import chunk_rows
+from vllm_h2o.pages import num_pages
+
+MAX_LOGITS = 1 << 24
+"""Logits of the second reading's attention that are held at once: 64 MiB in float32."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,38 @@ def blocks_of(prompts: Sequence[tuple[str, PromptChunk]], which: ScoringPass) ->
 
 
 @dataclass(frozen=True)
+class Alike:
+    """Blocks of one shape, which attend together.
+
+    Args:
+        rows: [n, T], int64: theirs in the second reading.
+        tables: [n, P], int32: the blocks of the cache that they see.
+        attended_len: slots of those, L.
+        mask: [T, L + T], bool: what each token sees of these and of its own block, read again.
+
+    """
+
+    rows: torch.Tensor
+    tables: torch.Tensor
+    attended_len: int
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, chunks: Sequence[PromptChunk], device: torch.device) -> Alike:
+        """Those of some blocks, all of as many tokens, which see as many slots."""
+        length, seen = chunks[0].num_tokens, chunks[0].attended_len
+        starts = sent(torch.tensor([chunk.tokens.start for chunk in chunks]), device)
+        rows = starts[:, None] + torch.arange(length, device=device)
+        mask = torch.ones(length, seen + length, dtype=torch.bool, device=device).tril_(seen)
+        return cls(rows, torch.stack([chunk.block_table for chunk in chunks]), seen, mask)
+
+    def seen_of(self, view: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+        """[n, H, L, D]: what they see of a layer's keys, or values."""
+        used = self.tables[:, : num_pages(self.attended_len, cache.block_size)]
+        return view[cache.rows(used)].flatten(2, 3)[:, :, : self.attended_len]
+
+
+@dataclass(frozen=True)
 class Reconstruction:
     """A step's prompts, read again once its forward pass is through: attention's metadata, then.
 
@@ -88,6 +124,7 @@ class Reconstruction:
     max_position: int
     reader: Reader | None
     rows: list[PromptChunk] = field(default_factory=list, init=False)
+    batches: list[Alike] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.rows.extend(block.chunk for block in self.blocks)
@@ -127,20 +164,26 @@ class Reconstruction:
             out: [T, Hq, D], written.
 
         """
-        for chunk in self.rows:
-            own = (query[chunk.tokens], key[chunk.tokens], value[chunk.tokens])
-            q, k, v = (x.transpose(0, 1) for x in own)
+        for alike in self._alike(query):
+            q, k, v = (x[alike.rows].transpose(1, 2) for x in (query, key, value))
             held = zip((cache.key, cache.value), cache.scales, strict=True)
             k, v = (
-                torch.cat([_read(chunk_slots(cache, view, chunk), x, by), x], dim=1)
-                for x, (view, by) in zip((k, v), held, strict=True)
+                torch.cat([_read(alike.seen_of(view, cache), x, scale), x], dim=2)
+                for x, (view, scale) in zip((k, v), held, strict=True)
             )
-            seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
-            seen.tril_(chunk.attended_len)
-            found = scaled_dot_product_attention(
-                q[None], k[None], v[None], seen, scale=scale, enable_gqa=True
-            )
-            out[chunk.tokens] = found[0].transpose(0, 1).to(out.dtype)
+            found = scaled_dot_product_attention(q, k, v, alike.mask, scale=scale, enable_gqa=True)
+            out[alike.rows] = found.transpose(1, 2).to(out.dtype)
+
+    def _alike(self, query: torch.Tensor) -> list[Alike]:
+        """The blocks by their shape, as many at once as :data:`MAX_LOGITS` allows; made once."""
+        if not self.batches:
+            shapes = {(chunk.num_tokens, chunk.attended_len): None for chunk in self.rows}
+            for length, seen in shapes:
+                same = [c for c in self.rows if (c.num_tokens, c.attended_len) == (length, seen)]
+                size = max(1, MAX_LOGITS // (query.shape[1] * length * (seen + length)))
+                for at in range(0, len(same), size):
+                    self.batches.append(Alike.of(same[at : at + size], query.device))
+        return self.batches
 
     def score(self, cache: LayerCache, query: torch.Tensor, scale: float) -> None:
         """Add what the queries give to the scores, and to those without the observation window.
@@ -182,7 +225,7 @@ class Reader:
         """One forward pass over all blocks of a step."""
         runner = self.worker.model_runner
         ids = torch.cat([self._tokens(block) for block in reconstruction.blocks])
-        positions = _sent(reconstruction.positions(), runner.device)
+        positions = sent(reconstruction.positions(), runner.device)
         metadata = dict.fromkeys(reconstruction.layer_names, reconstruction)
         with set_forward_context(metadata, self.worker.vllm_config, num_tokens=len(ids)):
             runner.model(
@@ -202,10 +245,10 @@ class Reader:
             return found
         batch = runner.input_batch
         row = batch.req_id_to_index[block.request_id]
-        return _sent(torch.from_numpy(batch.token_ids_cpu[row, span]), runner.device)
+        return sent(torch.from_numpy(batch.token_ids_cpu[row, span]), runner.device)
 
 
-def _sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On the device, without a wait."""
     pinned = host.pin_memory() if device.type == "cuda" else host
     return pinned.to(device, non_blocking=True)

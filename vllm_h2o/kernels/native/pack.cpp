@@ -77,7 +77,7 @@ void select_survivors(uint64_t* ranks, int64_t length, int64_t num_survivors, in
 // Writes where each head's rows begin, [H + 1]; `ranks` is [H, attended_len]. Twin of split.py.
 void share_rows(const uint64_t* ranks, const H2oPacked& request, const H2oCache& cache,
                 int32_t* first_rows) {
-  static thread_local Scratch competing_memory, tenths_memory;
+  Scratch competing_memory, tenths_memory;
   const int num_heads = cache.num_kv_heads, block_size = cache.block_size;
   const int64_t length = request.attended_len, capacity = request.num_survivors + 1;
   const int64_t num_heavy =
@@ -142,7 +142,8 @@ void pack(const H2oCache& cache, const H2oPacked& request, int head, const H2oSc
 // survivors are copied before any is stored.
 template <class T>
 void pack_shared(const H2oCache& cache, const H2oPacked& request, const H2oScoring& scoring) {
-  static thread_local Scratch ranks_memory, survivors_memory, tokens_memory;
+  // Not kept: it may be all layers', of one prompt.
+  Scratch ranks_memory, survivors_memory, tokens_memory;
   const int64_t length = request.attended_len, n = cache.block_size;
   const int64_t head_bytes = cache.head_size * static_cast<int64_t>(sizeof(T));
   const int64_t token_bytes = 2 * head_bytes + 8;  // K, V, score, position

@@ -2,8 +2,8 @@
 
 While it lasts, scores hold it, and each slot keeps the score that its token has without it: copied
 before the window scores, moved with survivors, and put back in the end. So the sum of a large
-score and small ones never has to be undone. A few launches for each layer, on any device. Twin of
-``strip.Strip.keep_scores`` and ``restore_scores``.
+score and small ones need not be undone; what a second reading gives later is added to both. A few
+launches for each layer, on any device. Twin of ``strip.Strip.keep_scores`` and ``restore_scores``.
 """
 
 from __future__ import annotations
