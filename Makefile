@@ -46,7 +46,7 @@ bench: $(STAMP) $(LIBRARIES)  ## stock vLLM against h2o: table, CSV and chart (1
 gpu-check:  ## on a machine with a GPU and vLLM: correctness, then speed (`PYTHON=`, `ARGUMENTS=--all`)
 	@$(PYTHON) -m benchmarks.gpu $(ARGUMENTS)
 
-bench-quality: $(STAMP) $(LIBRARIES)  ## what a budget costs: the charts' figures, and the chart (an hour on two cores)
+bench-quality: $(STAMP) $(LIBRARIES)  ## what a budget costs: the charts' figures, and the chart (over an hour on two cores)
 	@$(BIN)/python -m benchmarks.quality.charts --folder $(RESULTS)
 	@$(BIN)/python -m benchmarks.quality.chart $(RESULTS)/quality.csv $(RESULTS)/quality_facts.csv \
 	    $(RESULTS)/quality_presses.csv $(RESULTS)/quality.svg
