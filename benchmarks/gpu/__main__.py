@@ -111,6 +111,7 @@ def apart(one: list[list[int]], other: list[list[int]]) -> float:
 WHOLE, EVICTING = ("--policy-budget", "1.0"), ("--policy-budget", "0.125")
 WINDOW = (*EVICTING, "--window")
 SECOND_PASS = (*EVICTING, "--policy", "h2o2")
+SECOND_READING = (*SECOND_PASS, "--score", "reconstruction")
 COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "100 % against stock": ((), WHOLE),
     "1/8, graphs against eager": (EVICTING, (*EVICTING, "--eager")),
@@ -118,6 +119,10 @@ COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "1/8, shared prefixes, graphs against eager": ((*WINDOW, "--strict"), (*WINDOW, "--eager")),
     "1/8, V2 against V1": (EVICTING, (*EVICTING, "--v1")),
     "1/8, h2o2, graphs against eager": (SECOND_PASS, (*SECOND_PASS, "--eager")),
+    "1/8, read twice, graphs against eager": (
+        (*SECOND_READING, "--strict"),
+        (*SECOND_READING, "--eager"),
+    ),
 }
 
 

@@ -83,6 +83,7 @@ def forbid_waits(_: Any) -> None:
     import torch
 
     from vllm_h2o.worker.packing import Packing, Restoring
+    from vllm_h2o.worker.reconstruction import Reconstruction
     from vllm_h2o.worker.renumbering import Rolled
 
     def without_waits(run: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -95,7 +96,7 @@ def forbid_waits(_: Any) -> None:
 
         return checked if torch.cuda.is_available() else run
 
-    for kind in (Packing, Restoring, Rolled):
+    for kind in (Packing, Restoring, Rolled, Reconstruction):
         kind.run = without_waits(kind.run)  # type: ignore[method-assign]
 
 
@@ -106,6 +107,7 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--policy-budget", type=float, default=None)
+    parser.add_argument("--score", help="of the policy, if it is not its own")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--v1", action="store_true", help="vLLM's first model runner")
     parser.add_argument(
@@ -132,6 +134,7 @@ def main() -> None:
     options: dict[str, Any] = {}
     if args.policy_budget is not None:
         config = {"budget": args.policy_budget, **({"prefill": "window"} if args.window else {})}
+        config |= {"score": args.score} if args.score else {}
         options = {"kv_policy": args.policy, "kv_policy_config": config}
     with tempfile.TemporaryDirectory() as folder:
         write_random(AutoConfig.for_model(**SHAPES[args.shape]), Path(folder), std=0.05)
