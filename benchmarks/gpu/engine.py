@@ -100,6 +100,15 @@ def forbid_waits(_: Any) -> None:
         kind.run = without_waits(kind.run)  # type: ignore[method-assign]
 
 
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of the policy, if there is one."""
+    if args.policy_budget is None:
+        return {}
+    config = {"budget": args.policy_budget, **({"prefill": "window"} if args.window else {})}
+    config |= {"score": args.score} if args.score else {}
+    return {"kv_policy": args.policy, "kv_policy_config": config}
+
+
 def main() -> None:
     """Generate, and write the tokens."""
     parser = argparse.ArgumentParser()
@@ -131,11 +140,7 @@ def main() -> None:
     from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
-    options: dict[str, Any] = {}
-    if args.policy_budget is not None:
-        config = {"budget": args.policy_budget, **({"prefill": "window"} if args.window else {})}
-        config |= {"score": args.score} if args.score else {}
-        options = {"kv_policy": args.policy, "kv_policy_config": config}
+    options = options_of(args)
     with tempfile.TemporaryDirectory() as folder:
         write_random(AutoConfig.for_model(**SHAPES[args.shape]), Path(folder), std=0.05)
         llm = LLM(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from vllm.config import set_current_vllm_config
 
 from tests.kernels.harness import Shape, empty_cache, vllm_config
+from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.worker.attention import HeavyHitterImpl
 
 SHAPE = Shape(num_kv_heads=2, group=3)
@@ -44,3 +46,20 @@ def test_sinks_are_as_they_were_loaded() -> None:
     assert layer.sink_logits.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert not layer.sink_logits.requires_grad
     assert bare.sink_logits is None
+
+
+def test_other_rows_in_a_block() -> None:
+    """Of other layers, where none are said to share; and sinks, where prompts are read again."""
+    sizes = (6, SHAPE.head_size, SHAPE.scale, SHAPE.num_kv_heads)
+    two_layers = empty_cache(replace(SHAPE, num_kv_heads=4), 4)
+    for options, shares in ((), False), ((("score", "reconstruction"),), True):
+        with set_current_vllm_config(vllm_config("h2o2", options)):
+            layer = HeavyHitterImpl(*sizes)
+            layer.kinds = (True, False, False)
+            if shares:
+                assert layer.cache_of(two_layers[:, 2:]).first_head == 2
+                with pytest.raises(UnsupportedError, match="a layer has attention sinks"):
+                    HeavyHitterImpl(*sizes, sinks=torch.nn.Parameter(torch.zeros(6)))
+            else:
+                with pytest.raises(IntegrityError, match="blocks have 4 rows for 2 KV heads"):
+                    layer.cache_of(two_layers[:, 2:])

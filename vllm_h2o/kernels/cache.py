@@ -194,12 +194,12 @@ def _all_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """[num_blocks * rows_per_block, N * C] of all layers in these blocks; how many, whose is first.
 
     Raises:
-        ValueError: when a block's rows are not dense.
+        ValueError: when a block has not the dense rows of so many KV heads, or a multiple of them.
 
     """
     num_blocks, num_kv_heads, block_size, content = kv_cache.shape
     page, strides = block_size * content, kv_cache.stride()
-    if not kv_cache[0].is_contiguous() or strides[0] % page:
+    if not kv_cache[0].is_contiguous() or strides[0] % (num_kv_heads * page):
         raise ValueError(f"the cache is not head-major and dense: strides {strides}")
     rows_per_block, start = strides[0] // page, kv_cache.storage_offset()
     # Layers lie one after the other in each block, from the beginning of vLLM's buffer on.

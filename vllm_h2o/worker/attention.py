@@ -87,6 +87,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             )
         self.peak = Peak.of(vllm_config, config)
         self.kinds = (config.splits, config.merges, config.keeps_scores)
+        self.splits_layers = config.splits_layers
         self.float8, self.scales = DTYPES.get(kv_cache_dtype), (1.0, 1.0)
         self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
@@ -168,6 +169,11 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if self._cache is None or self._cache[0]() is not kv_cache:
             own = (self.float8, self.scales)
             views = LayerCache.of(kv_cache.detach(), self.head_size, *self.kinds, *own)
+            if views.num_heads_of_all and not self.splits_layers:
+                raise IntegrityError(
+                    f"blocks have {views.rows_per_block} rows for {views.num_kv_heads} KV heads, "
+                    "and layers are not said to share slots"
+                )
             self._cache = (weakref.ref(kv_cache, self._forget), views)
         return self._cache[1]
 
