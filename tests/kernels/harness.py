@@ -350,11 +350,11 @@ class Layer:
     def _part(self, layer: int) -> Any:
         """What vLLM has of one of the layers."""
         shape = self.shape
-        num_heads = shape.num_kv_heads * shape.group
-        sizes = (num_heads, shape.head_size, shape.scale, shape.num_kv_heads)
-        sinks = torch.linspace(-1.0, 4.0, num_heads) if shape.has_sinks else None
+        sizes = (shape.num_kv_heads * shape.group, shape.head_size, shape.scale, shape.num_kv_heads)
+        sinks = torch.linspace(-1.0, 4.0, sizes[0]) if shape.has_sinks else None
         with set_current_vllm_config(self.config):
             impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8), sinks=sinks)
+        impl.splits_layers = shape.num_layers > 1
         impl.take_scales(self)
         scales = dict(zip(("_k_scale_float", "_v_scale_float"), shape.scales, strict=True))
         own = self.kv_cache[:, shape.heads(layer)]
