@@ -41,7 +41,7 @@ class Shape:
 
     Args:
         seconds: it sends for so long,
-        requests: or until so many have been sent; 0 for no such end.
+        requests: or until so many have been sent, and enough canaries; 0 for no such end.
         clients: that send, one request after the other.
         max_model_len: tokens of the longest sequence.
         pages: of the pool.
@@ -95,6 +95,8 @@ CANARIES = (
     Canary("smaller budget", 150, 60, 64),
     Canary("all is kept", 300, 40, "full"),
 )
+LEAST_CANARIES = 8 * len(CANARIES)
+"""Before a load ends: those that are preempted are not compared."""
 
 
 @dataclass(frozen=True)
@@ -213,9 +215,9 @@ class Load:
         return self.outcome
 
     def _goes_on(self) -> bool:
-        most = self.shape.requests
+        most, asked = self.shape.requests, len(self.outcome.canaries)
         return time.monotonic() - self.start < self.shape.seconds and (
-            not most or self.outcome.num_requests < most
+            not most or self.outcome.num_requests < most or asked < LEAST_CANARIES
         )
 
     async def _client(self, number: int) -> None:
@@ -247,12 +249,16 @@ class Load:
         self.outcome.counts[kind, result] += 1
 
     async def _bursts(self) -> None:
-        """More at once than the pool holds, again and again."""
+        """More at once than the pool holds, again and again.
+
+        The first one surely: its requests begin with a page or two each and grow to the budget. A
+        short load may have no other.
+        """
+        asked = partial(self._whole, prompt=_prompt(self.chance, 40), max_tokens=180, vllm_xargs={})
         while self._goes_on():
-            await asyncio.gather(
-                *(self._send("burst", self._whole) for _ in range(self.shape.burst))
-            )
+            await asyncio.gather(*(self._send("burst", asked) for _ in range(self.shape.burst)))
             await asyncio.sleep(self.chance.uniform(1, 5))
+            asked = partial(self._whole)
 
     async def _keep_asking(self) -> None:
         """All canaries at once, round after round."""
@@ -309,8 +315,8 @@ class Load:
         content = await self._answer({**body, "ignore_eos": True}, request_id)
         return str(content["choices"][0]["text"])
 
-    async def _whole(self) -> str:
-        body = self._body()
+    async def _whole(self, **fixed: Any) -> str:
+        body = self._body(**fixed)
         usage = (await self._answer(body))["usage"]
         assert usage["prompt_tokens"] == len(body["prompt"]), usage
         assert usage["completion_tokens"] == body["max_tokens"], usage
