@@ -168,6 +168,7 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     }  # fmt: skip
     yield scoring_pass.weighted_scores, "*i32", {
         **dots, **by_key, **reach, "POWER": 2, "ROTATED": not paged, "BY_MAXIMUM": shape.group > 1,
+        "SKIPS": paged,
     }  # fmt: skip
     apart = {"APART": shape.group > 1}
     ranked = {"N": block, "TILE": SELECT_TILE, "BY_AGE": not paged, **reach, "num_warps": 8}

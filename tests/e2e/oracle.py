@@ -322,6 +322,7 @@ def follow(
     options: dict[str, Any],
     prompts: list[list[int]],
     max_error: float = 1e-4,
+    max_ties: float = 1e-3,
     **settings: Any,
 ) -> Oracle:
     """Generate 40 tokens for each prompt, compared after every step."""
@@ -332,7 +333,7 @@ def follow(
         assert probe.num_free == probe.num_total
     assert oracle.num_compared > 0
     assert oracle.num_victims > 0
-    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
+    assert oracle.num_ties <= max(max_ties * oracle.num_victims, 1)
     assert oracle.num_merge_ties <= oracle.num_merged / 20
     assert oracle.max_error < max_error
     return oracle

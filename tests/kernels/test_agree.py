@@ -145,7 +145,7 @@ def test_prefill(make: Callable[[Shape], Kernels], shape: Shape, scoring: Scorin
         replace(MEAN_SECOND_PASS, power=1),
         LARGEST_SECOND_PASS,
         WINDOW_PASS,
-        replace(WINDOW_PASS, power=1, reach=2),
+        replace(WINDOW_PASS, power=1, reach=2, skip_recent=0),
     ],
     ids=["mean", "mean of probabilities", "largest", "window", "window of probabilities"],
 )

@@ -28,6 +28,7 @@ class ScoringPass:
         page: slots of a page; blocks are whole pages: see :meth:`in_pages`.
         reads_again: whether the queries of a rotated pass are those that the model has when it
             reads the tokens a second time, and not those that it had, rotated.
+        skip_recent: queries that are not rotated add to tokens at least so many positions older.
 
     """
 
@@ -39,10 +40,13 @@ class ScoringPass:
     block: int = 0
     page: int = 0
     reads_again: bool = False
+    skip_recent: int = 0
 
     def __post_init__(self) -> None:
         if self.block and (self.reach or not self.rotated):
             raise ValueError(f"only a rotated pass without a reach goes block by block: {self}")
+        if self.skip_recent and self.rotated:
+            raise ValueError(f"rotated queries are older than no token: {self}")
 
     def in_pages(self, page_size: int) -> ScoringPass:
         """The same, with blocks of whole pages: as many as fit, or one."""
@@ -87,10 +91,16 @@ WINDOW_REACH = 12
 """Tokens after one that an observation window's queries look at, which stay with it: a written-out
 date has ten."""
 
+WINDOW_SKIP = 16
+"""Tokens right before an observation window's queries, to which they add nothing: any token looks
+at those before it, and what is no more than that would outlive the facts of a prompt."""
+
 MEAN_SECOND_PASS = ScoringPass(weight=4.0, rotated=True)
 LARGEST_SECOND_PASS = ScoringPass(weight=0.1, rotated=True, by_maximum=True, block=256)
 RECONSTRUCTION_PASS = replace(LARGEST_SECOND_PASS, reads_again=True)
-WINDOW_PASS = ScoringPass(weight=0.3, rotated=False, by_maximum=True, reach=WINDOW_REACH)
+WINDOW_PASS = ScoringPass(
+    weight=0.3, rotated=False, by_maximum=True, reach=WINDOW_REACH, skip_recent=WINDOW_SKIP
+)
 """What scores are made of besides the attention that was paid: see docs/options.md."""
 
 

@@ -1,7 +1,6 @@
 """The truth: one layer, one KV head, in plain torch; float64 where the caller's tensors are.
 
-Every other kernel is held to these functions, which follow the definition line by line and care for
-nothing else. What they follow is a strip: see strip.py.
+Every other kernel is held to these functions: the definition, line by line, of a strip (strip.py).
 
 Source: "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs", arXiv 2306.14048,
 Algorithm 1, in the form that really drops K and V.
@@ -73,12 +72,12 @@ def score_pass(
 ) -> None:
     """``P = softmax(q K^T * scale); score[j] += w * age[j] * E[j]``, E from the columns of P^p.
 
-    Not of the paper. Two kinds of queries score once more: a chunk's, rotated past its end,
-    as if the text were read again by the queries that it had (a *second pass*): so a token scores
-    that only a later mention of what stands before it would look for. They may go block by block
-    of slots: then they see the first page, too, where sinks are, and add to their own. And the
-    prompt's last ones, where a question stands. E[j] is the sum over queries and the group by n,
-    the tokens so far; or the largest, of j and of ``reach`` tokens before it. age[j] makes a mean.
+    Not of the paper. Two kinds of queries score once more: a chunk's, rotated past its end, as if
+    the text were read again by the queries that it had (a *second pass*): so a token scores that
+    only a later mention of what stands before it would look for. They may go block by block: then
+    they see the first page, too, where sinks are, and add to their own. And the prompt's last ones,
+    where a question stands, to all but the ``skip_recent`` tokens before each. E[j] is the sum over
+    queries and the group by n, the tokens so far; or the largest, of j and of ``reach`` before it.
 
     Args:
         query: [T, G, D], those that score: in a rotated pass at as many positions later as the
@@ -92,12 +91,13 @@ def score_pass(
     logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale
     end, slot = int(strip.position.max()) + 1, torch.arange(len(strip))
     block = slot // (scoring_pass.block or len(strip))
-    own = block[-len(query) :, None] == block  # [T, L]
-    hidden = ~own & (slot >= scoring_pass.page)
+    adds = block[-len(query) :, None] == block  # [T, L]
+    hidden = ~adds & (slot >= scoring_pass.page)
     if not scoring_pass.rotated:
-        hidden = strip.position > torch.arange(end - len(query), end)[:, None]
+        age = torch.arange(end - len(query), end)[:, None] - strip.position
+        hidden, adds = age < 0, age >= scoring_pass.skip_recent
     probs = softmax(logits.masked_fill(hidden[:, None, :], float("-inf")), sink)  # [T, G, L]
-    each = probs.pow(scoring_pass.power) * own[:, None]
+    each = probs.pow(scoring_pass.power) * adds[:, None]
     if scoring_pass.by_maximum:
         column = reached(each.amax(dim=(0, 1)), strip.position, scoring_pass.reach)
     else:

@@ -86,7 +86,10 @@ def test_window_scores(
     assert torch.equal(cache.score.nan_to_num(), before.nan_to_num())
 
 
-@pytest.mark.parametrize(("rotated", "block"), [(False, 0), (True, 0), (True, 40), (True, 3)])
+@pytest.mark.parametrize(
+    ("rotated", "block", "skip_recent"),
+    [(False, 0, 0), (False, 0, 6), (True, 0, 0), (True, 40, 0), (True, 3, 0)],
+)
 @pytest.mark.parametrize(
     ("by_maximum", "reach", "power"), [(False, 0, 1), (True, 0, 2), (True, 8, 2)]
 )
@@ -94,6 +97,7 @@ def test_window_scores(
 def test_score_pass(
     rotated: bool,
     block: int,
+    skip_recent: int,
     by_maximum: bool,
     reach: int,
     power: int,
@@ -104,7 +108,8 @@ def test_score_pass(
     """The reference's, in tiles of any size; slots after the chunk's stay as they were."""
     query = torch.randn(4 + num_tokens, 6, 64)
     reach = 0 if block else reach
-    which = ScoringPass(0.7, rotated, by_maximum, reach, power, block).in_pages(16)
+    limits = {"block": block, "skip_recent": skip_recent}
+    which = ScoringPass(0.7, rotated, by_maximum, reach, power, **limits).in_pages(16)
     for tile in (7, prefill.QUERY_TILE):
         monkeypatch.setattr(prefill, "QUERY_TILE", tile)
         cache, chunk = shared(None, num_tokens, first_query)
@@ -120,6 +125,15 @@ def test_score_pass(
             torch.testing.assert_close(strip.score, expected.score, rtol=1e-5, atol=1e-6)
             after = strips(cache, BLOCKS, 64)[head].score[LENGTH:]
             torch.testing.assert_close(after, before[head].score[LENGTH:], equal_nan=True)
+
+
+def test_passes_that_make_no_sense() -> None:
+    """Blocks that reach, or of queries that are not rotated; rotated ones that leave tokens out."""
+    for given in ({"rotated": True, "reach": 3}, {"rotated": False}):
+        with pytest.raises(ValueError, match="only a rotated pass without a reach"):
+            ScoringPass(0.7, block=16, **given)
+    with pytest.raises(ValueError, match="older than no token"):
+        ScoringPass(0.7, rotated=True, skip_recent=16)
 
 
 @pytest.mark.parametrize("reach", [0, 8])

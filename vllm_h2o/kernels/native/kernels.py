@@ -96,7 +96,9 @@ class NativeKernels:
         sink_logits: SinkLogits = None,
     ) -> None:
         """Score tokens up to each chunk's end once more."""
-        scoring = Scoring(which.power, by_maximum=which.by_maximum, reach=which.reach)
+        scoring = Scoring(
+            which.power, which.skip_recent, by_maximum=which.by_maximum, reach=which.reach
+        )
         self._score_pass(
             layout.cache_bytes(cache),
             b"".join(layout.chunk_bytes(chunk, chunk.first_query(which)) for chunk in chunks),

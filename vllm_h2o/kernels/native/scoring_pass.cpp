@@ -4,8 +4,8 @@
 //   E[j] = sum over queries and the group P[., j]^power / n
 //   or, by maximum: the largest P[., i]^power, over those and positions j - reach <= i <= j
 //
-// Rotated queries see every token of their chunk's table, others those up to their own. Not of the
-// paper: see reference.score_pass.
+// Rotated queries see every token of their chunk's table, others those up to their own, and add to
+// those that are skip_recent older. Not of the paper: see reference.score_pass.
 
 #include "prompt.h"
 
@@ -36,6 +36,7 @@ class ScoringPass {
     prompt_.multiply_keys(x, tile, width, [&](int64_t slot) { hide_unseen(x, tile, slot); });
     for (int64_t r = 0; r < num_rows; ++r) prompt_.template exponentiate<false>(x, tile, r, width);
     if (!prompt_.set_contributions(x, tile)) return;
+    if (scoring_.skip_recent) leave_out_recent(x, tile);
     float* sums = prompt_.sums_of_tile(thread, tile);
     if (scoring_.by_maximum) {
       prompt_.template add_columns<true>(x, tile, sums, width);
@@ -65,6 +66,21 @@ class ScoringPass {
   }
 
  private:
+  // Zeroes the weights of tokens that are less than skip_recent older than a row's query.
+  void leave_out_recent(const Rows& x, const QueryTile& tile) const {
+    const H2oChunk& chunk = prompt_.chunks[tile.chunk];
+    const auto held = prompt_.strip(tile.chunk, tile.head);
+    const int64_t n = prompt_.cache.block_size;
+    prompt_.for_each_row(tile, [&](int64_t r, int, int64_t query) {
+      const int64_t newest = chunk.logical_start + query - scoring_.skip_recent;
+      // Slots of a prompt are in order of position.
+      for (int64_t slot = num_visible(chunk, query) - 1; slot >= 0; --slot) {
+        if (held.positions(slot / n)[slot % n] <= newest) break;
+        x.logits[r * prompt_.stride + slot] = 0.0f;
+      }
+    });
+  }
+
   // Slots that a query of a chunk sees, or the chunk's last where there are fewer queries.
   int64_t num_visible(const H2oChunk& chunk, int64_t query) const {
     if (rotated_) return chunk.attended_len();

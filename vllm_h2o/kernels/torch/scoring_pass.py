@@ -34,11 +34,12 @@ def score(
 
     """
     first_query, sees_all = chunk.first_query(scoring_pass), scoring_pass.rotated
-    scoring = Scoring(scoring_pass.power, by_maximum=scoring_pass.by_maximum)
+    skip_recent, by_maximum = scoring_pass.skip_recent, scoring_pass.by_maximum
+    scoring = Scoring(scoring_pass.power, skip_recent, by_maximum=by_maximum)
     asked = (query, scale, scoring, first_query, sees_all, sink_logits)
     column = column_scores(cache, chunk, *asked)
     position = chunk_slots(cache, cache.position, chunk)
-    if scoring_pass.by_maximum:
+    if by_maximum:
         column = reached(column, position, scoring_pass.reach)
     else:
         column = column / chunk.logical_end

@@ -221,9 +221,9 @@ class TritonKernels:
         scoring_pass.weighted_scores[self._key_grid(sent, by_key, which.reach)](
             query, cache.key, cache.score, cache.position, sent.block_table, sent.fields,
             lse, scale, which.weight, query.stride(0), lse.stride(0), cache.key.stride(0),
-            cache.score.stride(0), sent.block_table.stride(0), *sizes, **by_key,
-            POWER=which.power, ROTATED=which.rotated, BY_MAXIMUM=which.by_maximum,
-            REACH=which.reach,
+            cache.score.stride(0), sent.block_table.stride(0), *sizes, which.skip_recent,
+            **by_key, POWER=which.power, ROTATED=which.rotated, BY_MAXIMUM=which.by_maximum,
+            REACH=which.reach, SKIPS=which.skip_recent > 0,
         )  # fmt: skip
 
     def pack_survivors(

@@ -97,7 +97,9 @@ def log_sum_exp(
     tl.store(lse_ptr + head * lse_stride + token, row_max + tl.log(row_sum), mask=query_mask)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "first_head", "lse_stride"])
+@triton.jit(
+    do_not_specialize=["num_chunks", "table_stride", "first_head", "lse_stride", "skip_recent"]
+)
 def weighted_scores(
     query_ptr,  # [T, Hq, D]
     key_pages,
@@ -116,6 +118,7 @@ def weighted_scores(
     num_chunks,
     rows_per_block,
     first_head,
+    skip_recent,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -126,6 +129,7 @@ def weighted_scores(
     ROTATED: tl.constexpr,
     BY_MAXIMUM: tl.constexpr,
     REACH: tl.constexpr,
+    SKIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add the queries' contributions to the scores of TILE_K - REACH slots of (chunk, KV head).
@@ -153,6 +157,7 @@ def weighted_scores(
     words = row * word_stride + offset
     position = tl.load(position_pages + words, mask=live, other=0)
     token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)
+    logical_start = tl.load(fields + LOGICAL_START * num_chunks)
     columns = tl.zeros([TILE_K], tl.float32)
     # A query head is not unrolled: each would have buffers of its own for the loads in flight.
     for g in range(G):
@@ -166,9 +171,11 @@ def weighted_scores(
             adds = query_mask[None, :] & live[:, None]  # [TILE_K, TILE_Q]
             if not ROTATED:
                 adds = adds & (slot[:, None] <= (resident_start + i)[None, :])
+            if SKIPS:
+                adds = adds & ((logical_start + i)[None, :] - position[:, None] >= skip_recent)
             more = contributions(key, query, lse, adds, scale, POWER, BY_MAXIMUM, PRECISION)
             columns = combined(columns, more, BY_MAXIMUM)
-    logical_end = tl.load(fields + LOGICAL_START * num_chunks) + num_tokens
+    logical_end = logical_start + num_tokens
     if REACH > 0:
         distance = position[:, None] - position[None, :]  # [TILE_K, TILE_K]
         near = live[None, :] & (distance >= 0) & (distance <= REACH)
