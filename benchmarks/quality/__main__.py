@@ -19,7 +19,7 @@ from benchmarks.quality.forced import force, forced_engine
 from benchmarks.quality.plans import FACTS, PLANS, POLICIES, QUICK, VARIANTS, Plan, slots
 from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
-from benchmarks.smollm2 import model_dir
+from benchmarks.smollm2 import MODEL, model_dir
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 """[W, S] nats, and [W, S] whether each token was the first choice."""
@@ -35,6 +35,7 @@ class Bench:
         progress: show bars.
         variants: policies and their options, by the name in tables.
         cache_dtype: of the cache; "auto": that of the weights.
+        folder: of a model as transformers save it, its tokenizer.json too; None: SmolLM2's.
 
     """
 
@@ -43,11 +44,12 @@ class Bench:
     progress: bool = True
     variants: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=lambda: VARIANTS)
     cache_dtype: str = "auto"
+    folder: Path | None = None
     model: Path = field(init=False)
     tasks: dict[str, Task] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = model_dir(self.dtype)
+        self.model = self.folder or model_dir(self.dtype)
         tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
         self.tasks = {name: plan.make(tokenizer) for name, plan in self.plans.items()}
 
@@ -74,12 +76,13 @@ class Bench:
         """One for each task, policy and budget; the full cache first."""
         by = f"engine, vLLM {version('vllm')}, {self.dtype}"
         by += "" if self.cache_dtype == "auto" else f", a cache of {self.cache_dtype}"
+        model = self.folder.name if self.folder else MODEL
         full: dict[str, Tensors] = {}
         with self.engine("full", {}) as llm:
             for name, task in self.tasks.items():
                 (full[name],) = self.judged(llm, name, [None])
                 own = task.figures(*full[name], 0)
-                yield row(by, task, "full", 1.0, task.length, own, own)
+                yield row(by, task, "full", 1.0, task.length, own, own, model)
         for label in policies:
             asked = {name: plan for name, plan in self.plans.items() if label in plan.policies}
             if not asked:
@@ -92,7 +95,7 @@ class Bench:
                     found = self.judged(llm, name, budgets)
                     for share, budget, tensors in zip(plan.shares, budgets, found, strict=True):
                         ours, theirs = (task.figures(*x, budget) for x in (tensors, full[name]))
-                        yield row(by, task, label, share, budget, ours, theirs)
+                        yield row(by, task, label, share, budget, ours, theirs, model)
 
 
 def plans(args: argparse.Namespace) -> dict[str, Plan]:
@@ -127,6 +130,7 @@ def main() -> None:
         help="another one, its options as JSON",
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--model", type=Path, help="another model's folder, with a tokenizer.json")
     parser.add_argument("--cache-dtype", default="auto", choices=("auto", "fp8", "fp8_e5m2"))
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
@@ -137,7 +141,8 @@ def main() -> None:
     unknown = set(chosen) - set(variants)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(variants)}")
-    bench = Bench(plans(args), args.dtype, variants=variants, cache_dtype=args.cache_dtype)
+    options = {"variants": variants, "cache_dtype": args.cache_dtype, "folder": args.model}
+    bench = Bench(plans(args), args.dtype, **options)
     print_table([record(found, args.csv) for found in bench.rows(chosen)])
 
 

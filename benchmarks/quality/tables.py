@@ -20,6 +20,7 @@ def row(
     slots: int,
     figures: Sequence[float],
     full: Sequence[float],
+    model: str = MODEL,
 ) -> dict[str, Any]:
     """What one policy came to with one budget.
 
@@ -31,13 +32,14 @@ def row(
         slots: tokens, as asked for.
         figures: of the task, one for each window or answer.
         full: the same with the full cache.
+        model: its name.
 
     """
     excess = [ours - theirs for ours, theirs in zip(figures, full, strict=True)]
     return {
         "machine": machine_name(),
         "by": by,
-        "model": MODEL,
+        "model": model,
         "task": task.name,
         "length": task.length,
         "forced": task.tail.shape[1],

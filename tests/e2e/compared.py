@@ -91,6 +91,8 @@ class Compared:
         if cache.mass is not None:
             masses = dict(zip(strip.position.tolist(), strip.mass.tolist(), strict=True))
             assert cache.mass[at].tolist() == [masses[p] for p in positions], (where, plan)
+        if strip.keeps_scores:
+            self._compare_without_window(head, cache, at, positions)
         self.num_compared += 1
         self.num_packs += plan.falls_back
         self.num_renumbered += plan.renumbers_from > 0
@@ -98,6 +100,20 @@ class Compared:
         if plan.selects:
             self.num_victims += 1
             self._compare_victim(where, positions[int(victim)])
+
+    def _compare_without_window(
+        self, head: WatchedHead, cache: LayerCache, at: tuple[torch.Tensor, ...], held: list[int]
+    ) -> None:
+        """What a prompt's tokens will have when their observation window's lifetime is over."""
+        assert cache.score_without_window is not None
+        strip = head.strip
+        known = dict(zip(strip.position.tolist(), strip.score_without_window.tolist(), strict=True))
+        wanted = [known.get(p, 0.0) if p < head.prompt_len else 0.0 for p in held]
+        found = cache.score_without_window[at].double()
+        found = torch.where(torch.tensor(held) < head.prompt_len, found, 0.0)
+        torch.testing.assert_close(
+            found, torch.tensor(wanted, dtype=torch.float64), rtol=100 * TIE, atol=1e-6
+        )
 
     def compare_merge(
         self, where: Where, plan: RequestPlan, cache: LayerCache, rows: torch.Tensor

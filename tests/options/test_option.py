@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,16 @@ def test_split_by_default_where_it_can() -> None:
     assert not KVPolicyConfig("h2o2", prefill="chunked").splits
     assert not KVPolicyConfig("h2o").splits and KVPolicyConfig("h2o", split=True).splits
     assert KVPolicyConfig.from_options("h2o2", '{"split": false}').split is False
+
+
+@pytest.mark.parametrize("name", ["split", "split_layers", "continuation"])
+@pytest.mark.parametrize("value", ["False", 0, [], 3.5])
+def test_switches(name: str, value: Any) -> None:
+    """What is on or off is nothing else: `False`, as Python spells it, would mean on."""
+    with pytest.raises(ConfigError) as caught:
+        KVPolicyConfig("h2o2", **{name: value})
+    said = f"asked: {name}={value!r}; is: it is on, or it is not; why not: there is no such choice"
+    assert f"{said}; what to do: give true or false, in lower case." in str(caught.value)
 
 
 def test_help_lists_every_option() -> None:

@@ -24,21 +24,7 @@ def check_fields(config: Any) -> None:
     _check_budget("budget", config.budget)
     if config.max_budget is not None:
         _check_budget("max_budget", config.max_budget)
-    if not isinstance(config.split, bool | None):
-        raise ConfigError(
-            f"split={config.split!r}",
-            "KV heads share slots, or they do not",
-            "there is no such choice",
-            "give true or false, in lower case",
-        )
-    if not isinstance(config.continuation, bool):
-        raise ConfigError(
-            f"continuation={config.continuation!r}",
-            "conversations are continued, or they are not",
-            "there is no such choice",
-            "give true or false, in lower case",
-        )
-    for check in (_check_count, _check_fraction, _check_choice):
+    for check in (_check_count, _check_fraction, _check_choice, _check_switch):
         for field in fields(config):
             check(field, getattr(config, field.name))
     if config.evict_every < 1:
@@ -259,6 +245,18 @@ def _check_choice(field: Field[Any], value: object) -> None:
         "there is no such choice",
         f"use {field.name}={works[0]!r}",
     )
+
+
+def _check_switch(field: Field[Any], value: object) -> None:
+    if field.type not in ("bool", "bool | None") or isinstance(value, bool):
+        return
+    if value is not None or field.type == "bool":
+        raise ConfigError(
+            f"{field.name}={value!r}",
+            "it is on, or it is not",
+            "there is no such choice",
+            "give true or false, in lower case",
+        )
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

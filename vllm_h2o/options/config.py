@@ -129,7 +129,7 @@ class KVPolicyConfig:
     )
     score_skip_recent: int = option(
         0,
-        "a query scores tokens that are at least so many positions older; scoring passes score all",
+        "a query scores tokens that are at least so many positions older; not in a scoring pass",
         bits=31,
     )
     continuation: bool = option(

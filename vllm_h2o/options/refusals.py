@@ -222,7 +222,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "chunks of prompts that may be smaller than the observation window",
         cuts_windows,
-        "with prefix caching and with score=combined, the queries that score are computed together",
+        "with prefix caching, and in a scoring pass, a window's queries are computed together",
         "give a larger --max-num-batched-tokens, fewer --max-num-seqs, a larger or no "
         "--long-prefill-token-threshold, or a smaller observation_window",
     ),

@@ -188,20 +188,28 @@ class Reconstruction:
     def score(self, cache: LayerCache, query: torch.Tensor, scale: float) -> None:
         """Add what the queries give to the scores, and to those without the observation window.
 
+        It is found by itself: of the difference of two scores little would be left where the
+        window gave much.
+
         Args:
             cache: scores are written.
             query: [T, Hq, D].
             scale: of the logits.
 
         """
-        without, pages = cache.score_without_window, []
-        if without is not None:
-            pages = [chunk_rows(cache, chunk) for chunk in self.prompts]
+        without = cache.score_without_window
+        if without is None:
+            self.kernels.score_pass(cache, self.rows, query, scale, self.which)
+            return
+        pages = [chunk_rows(cache, chunk) for chunk in self.prompts]
         before = [cache.score[rows] for rows in pages]
+        for rows in pages:
+            cache.score[rows] = 0
         self.kernels.score_pass(cache, self.rows, query, scale, self.which)
         for rows, score in zip(pages, before, strict=True):
-            assert without is not None
-            without[rows] += cache.score[rows] - score
+            given = cache.score[rows]
+            without[rows] += given
+            cache.score[rows] = score + given
 
 
 def _read(held: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""What an engine reads again, against transformers' own model reading it so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tests.e2e.harness import CHARACTERS, engine, generate, tiny_llama
+from vllm_h2o.kernels.batch import RECONSTRUCTION_PASS
+from vllm_h2o.worker.reconstruction import Block, Reader, Reconstruction
+
+PAGE, LONGEST = 16, 500
+TEXT = CHARACTERS * 2
+PROMPTS = [TEXT[7:407], TEXT[100:105], TEXT[300:557], TEXT[11:211], TEXT[900:1156]]
+Read = tuple[Block, torch.Tensor, torch.Tensor, torch.Tensor]
+"""A block, and of its rows the token ids, the positions, and the model's last hidden states."""
+
+
+class Watched:
+    """A model whose calls are kept."""
+
+    def __init__(self, model: Any, reconstruction: Reconstruction, kept: list[Read]) -> None:
+        self.model, self.reconstruction, self.kept = model, reconstruction, kept
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        """As the model's own."""
+        hidden: torch.Tensor = self.model(**inputs)
+        for block in self.reconstruction.blocks:
+            own = (inputs["input_ids"], inputs["positions"], hidden)
+            ids, positions, states = (x[block.chunk.tokens].clone() for x in own)
+            self.kept.append((block, ids, positions, states))
+        return hidden
+
+
+def second_reading(model: Any, prompt: list[int], block: Block) -> torch.Tensor:
+    """[T, hidden]: a block read after its own end, over the first page, the block and itself."""
+    first = DynamicCache()
+    model(torch.tensor([prompt[: block.end]]), past_key_values=first)
+    start = block.start // RECONSTRUCTION_PASS.block * RECONSTRUCTION_PASS.block
+    seen = [*(range(PAGE) if start else ()), *range(start, block.end)]
+    cache = DynamicCache()
+    for index, layer in enumerate(first.layers):
+        cache.update(layer.keys[:, :, seen], layer.values[:, :, seen], index)
+    num_new = block.end - block.start
+    visible = torch.ones(num_new, len(seen) + num_new).tril(len(seen)) > 0
+    begin = min(block.end, LONGEST - num_new)
+    found = model.model(
+        torch.tensor([prompt[block.start : block.end]]),
+        past_key_values=cache,
+        position_ids=torch.arange(begin, begin + num_new)[None],
+        attention_mask=torch.where(visible, 0.0, -torch.inf)[None, None],
+    )
+    states: torch.Tensor = found.last_hidden_state[0]
+    return states
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 300])
+@torch.no_grad()
+def test_what_is_read(
+    max_num_batched_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, positions and hidden states, of whole prompts in one step, and in chunks."""
+    folder, kept = tiny_llama(tmp_path, 4, 2), list[Read]()
+    read = Reader.__call__
+
+    def watched(reader: Reader, reconstruction: Reconstruction) -> None:
+        runner = reader.worker.model_runner
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "model", Watched(runner.model, reconstruction, kept))
+            read(reader, reconstruction)
+
+    monkeypatch.setattr(Reader, "__call__", watched)
+    options = {"budget": 32, "score": "reconstruction"}
+    settings: dict[str, Any] = {"block_size": PAGE, "max_model_len": LONGEST}
+    settings |= {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 8}
+    with engine(folder, "h2o2", options, **settings) as llm:
+        generate(llm, PROMPTS, max_tokens=8)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = dict.fromkeys(range(len(PROMPTS)), 0)
+    for block, ids, positions, states in kept:
+        index = int(block.request_id.split("-")[0])
+        prompt, num_new = PROMPTS[index], block.end - block.start
+        assert ids.tolist() == prompt[block.start : block.end]
+        begin = min(block.end, LONGEST - num_new)
+        assert positions.tolist() == [*range(begin, begin + num_new)]
+        torch.testing.assert_close(states, second_reading(model, prompt, block), atol=1e-4, rtol=0)
+        tokens[index] += num_new
+    assert list(tokens.values()) == [len(p) if len(p) > 32 else 0 for p in PROMPTS]
