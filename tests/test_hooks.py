@@ -238,6 +238,32 @@ def test_the_size_of_pages_on_a_gpu(llama: str, monkeypatch: pytest.MonkeyPatch)
     assert args.block_size is None
 
 
+@pytest.mark.parametrize(
+    ("score", "asked", "cuda", "most"),
+    [
+        ("reconstruction", None, True, 0.3),
+        ("reconstruction", 0.5, True, 0.5),
+        ("reconstruction", None, False, None),
+        ("combined", None, True, None),
+    ],
+)
+def test_the_largest_budget_on_a_gpu(
+    llama: str,
+    monkeypatch: pytest.MonkeyPatch,
+    score: str,
+    asked: float | None,
+    cuda: bool,
+    most: float | None,
+) -> None:
+    """Where layers share slots, requests get no more than memory was set aside for."""
+    options = {"budget": 0.3, "max_budget": asked, "score": score}
+    args = engine_args(llama, kv_policy="h2o2", kv_policy_config=options)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: cuda)
+    config = prepare(args)
+    assert config is not None and config.max_budget == most
+    assert KVPolicyConfig.from_additional_config(args.additional_config) == config
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "OPTForCausalLM"])
 def test_config_with_a_policy(tmp_path: Path, architecture: str) -> None:
     """vLLM's finished config says what the policy needs, and making it twice is possible."""

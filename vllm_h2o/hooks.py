@@ -47,6 +47,9 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    if config.splits_layers and config.max_budget is None and current_platform.is_cuda():
+        # All layers' survivors move at once there: memory is set aside for the largest budget.
+        config = replace(config, max_budget=config.budget)
     # Carried in full, so that every process reads the same, whatever form the user gave.
     engine_args.additional_config = {
         **engine_args.additional_config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.platforms import current_platform
 
 from tests.kernels.harness import LAYER_NAME, Shape, vllm_config
+from tests.tiny_models import engine_config, folder
 from vllm_h2o.kernels.batch import MEAN_SECOND_PASS, PromptChunk
 from vllm_h2o.kernels.triton import moving
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.worker import peak
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.peak import Peak
@@ -109,8 +112,11 @@ def test_of_an_engine(
         splits=second_pass,
         splits_layers=splits_layers,
         keeps_scores=True,
-        resolve=lambda max_model_len, block_size: SimpleNamespace(capacity=max_model_len // 4),
-        ranking=SimpleNamespace(second_pass="mean" if second_pass else None),
+        max_budget=0.25,
+        resolve_request=lambda longest, block_size, prompt_len, max_tokens, asked: SimpleNamespace(
+            capacity=int(longest * asked)
+        ),
+        ranking=SimpleNamespace(second_pass="mean" if second_pass else None, reads_again=False),
     )
     found = Peak.of(config, policy)
     assert (found.max_len, found.rotates, found.max_tokens) == (*expected, 512)
@@ -120,6 +126,28 @@ def test_of_an_engine(
     assert found.listed_len == (30 * 4096 if splits_layers else 0)
     more = replace(found, shared_len=4096 * 64, listed_len=5).passing(6, 2, 64, 2)
     assert more == peak.SURVIVORS + 4096 * 64 * 2 * (2 * 64 * 2 + 8) + 5 * 2 * peak.LISTED
+
+
+def test_of_a_second_reading() -> None:
+    """Nothing rotates; torch's attention holds logits, as many as it may at once."""
+    found = Peak(max_len=0, max_tokens=2048, rotates=False, reads_again=True)
+    queries = 32 * 2048 * 128 * 2
+    assert found.passing(32, 8, 128, 2) == 4 * 32 * 2048 + peak.READING + queries
+
+
+@pytest.mark.parametrize(("asked", "slots"), [(None, 256), (64, 64), (0.5, 128)])
+def test_the_largest_budget(tmp_path: Path, asked: int | float | None, slots: int) -> None:
+    """Survivors of one layer move by way of a copy: of a request that asks for the most."""
+    options = {"budget": 0.1, "max_budget": asked}
+    config = engine_config(
+        folder(tmp_path, "LlamaForCausalLM"),
+        kv_policy="h2o2",
+        kv_policy_config=options,
+        max_model_len=256,
+        block_size=16,
+    )
+    found = Peak.of(config, KVPolicyConfig.required(config))
+    assert (found.shared_len, found.rotates, found.reads_again) == (slots, True, False)
 
 
 @pytest.mark.parametrize(

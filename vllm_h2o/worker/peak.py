@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.worker.memory_efficient import AMPERE
+from vllm_h2o.worker.reconstruction import MAX_LOGITS
 
 MAX_ROTATED = 1 << 22
 """Elements of queries that are rotated at once: 16 MiB in float32, and :data:`COPIES` of them."""
@@ -25,6 +26,8 @@ COPIES = 6
 """Float32 tensors of that size that vLLM's rotation holds at once, at most."""
 SURVIVORS = 64 << 20
 """Bytes of the slots of survivors that are listed at once: see triton/moving.py."""
+READING = 3 * 4 * MAX_LOGITS
+"""Bytes of a second reading's attention, where torch holds logits, their softmax and a copy."""
 LISTED = 24
 """Bytes of a score without an observation window, of its place, and of what makes that."""
 
@@ -54,6 +57,7 @@ class Peak:
             layers' together, where those share slots: then their survivors move at once.
         listed_len: slots a KV head, of all layers, of which scores without an observation window
             are listed while survivors move; 0: a few layers' at a time.
+        reads_again: whether prompts are read a second time.
 
     """
 
@@ -63,6 +67,7 @@ class Peak:
     gathered_len: int = 0
     shared_len: int = 0
     listed_len: int = 0
+    reads_again: bool = False
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, config: KVPolicyConfig) -> Peak:
@@ -72,10 +77,11 @@ class Peak:
         return cls(
             model.max_model_len if scores_outside else 0,
             vllm_config.scheduler_config.max_num_batched_tokens,
-            config.ranking.second_pass is not None,
+            config.ranking.second_pass is not None and not config.ranking.reads_again,
             model.max_model_len if model is not None and _gathers(config) else 0,
             _shared_len(vllm_config, config),
             _listed_len(vllm_config, config),
+            config.ranking.reads_again,
         )
 
     def kept(self, num_kv_heads: int) -> int:
@@ -95,10 +101,11 @@ class Peak:
         rotated = 0
         if self.rotates:
             rotated = queries * element_size + 4 * COPIES * min(MAX_ROTATED, queries) + lse
+        read = READING + queries * element_size if self.reads_again else 0
         # K, V, score and position, of one layer, or of all.
         shared = self.shared_len * num_kv_heads * (2 * head_size * element_size + 8)
         shared += self.listed_len * num_kv_heads * LISTED
-        return max(lse + max(rotated, gathered), SURVIVORS + shared)
+        return max(lse + max(rotated, gathered, read), SURVIVORS + shared)
 
     def allocate(self, name: str, query: torch.Tensor, num_kv_heads: int) -> None:
         """Once for each layer, and only while vLLM profiles: what it keeps, and what it drops.
@@ -137,12 +144,14 @@ def for_pages(available: int, vllm_config: VllmConfig, slot_bytes: int) -> int:
 
 
 def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
-    """With the engine's budget; a request may ask for more."""
+    """Of the largest budget that a request may ask for."""
     model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
     if model is None or not config.splits:
         return 0
     num_layers = model.get_num_layers(vllm_config.parallel_config) if config.splits_layers else 1
-    return num_layers * config.resolve(model.max_model_len, block_size).capacity
+    longest, largest = model.max_model_len, config.max_budget or "full"
+    budget = config.resolve_request(longest, block_size, longest, 0, largest)
+    return num_layers * (longest if budget is None else budget.capacity)
 
 
 def _listed_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
