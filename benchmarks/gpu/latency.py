@@ -47,7 +47,7 @@ def measure(
 
 
 def _bench(server: Server, requests: list[str], out: Path) -> Mapping[str, Any]:
-    command = [VLLM, "bench", "serve", "--base-url", server.url, "--model", server.model]
+    command = [*VLLM, "bench", "serve", "--base-url", server.url, "--model", server.model]
     command += [*requests, "--ignore-eos", "--percentile-metrics", "ttft,itl"]
     command += ["--metric-percentiles", ",".join(map(str, PERCENTILES))]
     command += ["--save-result", "--result-dir", str(out.parent), "--result-filename", out.name]

@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
-VLLM = str(Path(sys.executable).with_name("vllm"))
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+"""The command `vllm`, wherever it is installed to."""
 PAGE = 32
 VOCABULARY = 512
 ENVIRONMENT = {
@@ -82,8 +83,9 @@ class Server:
             port = probe.getsockname()[1]
         self.model, self.log, self.url = str(model), log, f"http://127.0.0.1:{port}"
         self.children: list[psutil.Process] = []
-        path = [str(plugins), str(ROOT)] if plugins else [str(ROOT)]
-        command = [VLLM, "serve", self.model]
+        path = [str(plugins)] if plugins else []
+        path += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        command = [*VLLM, "serve", self.model]
         command += ["--host=127.0.0.1", f"--port={port}", *flags]
         with log.open("w") as out:
             self.process = subprocess.Popen(

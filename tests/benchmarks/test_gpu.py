@@ -68,7 +68,7 @@ def nothing(*_: object) -> Iterator[Check]:
 
 
 def test_each_part_in_a_process(tmp_path: Path) -> None:
-    """One that hangs and one that dies fail alone; after the time nothing is begun."""
+    """One that hangs and one that dies fail alone; when the time is over nothing goes on."""
     out = ["--small", "--out", str(tmp_path)]
     whole = parts(small=True, every=False)[1]
     hangs, unknown = Part(whole.name, 1, nothing), Part("kernels: none such", 60, nothing)
@@ -76,6 +76,10 @@ def test_each_part_in_a_process(tmp_path: Path) -> None:
     died = f"{unknown.name}: ended with status 1"
     assert failed == [f"{hangs.name}: ended after 1 seconds", died]
     assert run_all([whole], out, tmp_path, minutes=0) == []
+    (late := tmp_path / "late").mkdir()
+    slow = Part(whole.name, 600, nothing)
+    ended = run_all([slow, whole], ["--small", "--out", str(late)], late, minutes=1 / 60)
+    assert ended == [f"{slow.name}: ended after 1 seconds"]
     with (tmp_path / "gpu-checks.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["holds"] for row in rows] == ["0", "0"] + ["1"] * 28

@@ -129,8 +129,13 @@ def attend_split(
     token = tl.load(fields + TOKEN * field_stride)
     group, dim = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
     group_mask = (group < G)[:, None] & (dim < D)[None, :]
-    query_ptrs = query_ptr + token * query_stride + (h * G + group[:, None]) * D + dim[None, :]
-    query = tl.load(query_ptrs, mask=group_mask, other=0.0)  # [G_PAD, D_PAD]
+    query_ptrs = query_ptr + token * query_stride + h * G * D
+    if G_PAD == 1:
+        # As one row of two dimensions it would have threads of all warps share each slot's sum.
+        query = tl.load(query_ptrs + dim, mask=dim < D, other=0.0)  # [D_PAD]
+    else:
+        query_ptrs += group[:, None] * D + dim[None, :]
+        query = tl.load(query_ptrs, mask=group_mask, other=0.0)  # [G_PAD, D_PAD]
     first_block = tl.load(block_table)
     slot_new = new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_heads)
     if (slot_new >= begin) & (slot_new < begin + size):
@@ -167,7 +172,8 @@ def attend_split(
         value = load_slots(value_pages, row, offset, live, dim, page_stride, D)  # [TILE, D_PAD]
         key, value = key.to(query.dtype), value.to(query.dtype)  # of float8
         if G_PAD == 1:
-            logits = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[None, :]  # [1, TILE]
+            products = query.to(tl.float32)[None, :] * key.to(tl.float32)  # [TILE, D_PAD]
+            logits = tl.sum(products, axis=1)[None, :]  # [1, TILE]
         else:
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [G_PAD, TILE]
         logits = logits * scale
