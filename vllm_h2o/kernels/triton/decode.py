@@ -130,8 +130,7 @@ def attend_split(
     group, dim = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
     group_mask = (group < G)[:, None] & (dim < D)[None, :]
     query_ptrs = query_ptr + token * query_stride + h * G * D
-    if G_PAD == 1:
-        # As one row of two dimensions it would have threads of all warps share each slot's sum.
+    if G_PAD == 1:  # of [1, D_PAD] threads of all warps would share each slot's sum
         query = tl.load(query_ptrs + dim, mask=dim < D, other=0.0)  # [D_PAD]
     else:
         query_ptrs += group[:, None] * D + dim[None, :]
@@ -172,8 +171,7 @@ def attend_split(
         value = load_slots(value_pages, row, offset, live, dim, page_stride, D)  # [TILE, D_PAD]
         key, value = key.to(query.dtype), value.to(query.dtype)  # of float8
         if G_PAD == 1:
-            products = query.to(tl.float32)[None, :] * key.to(tl.float32)  # [TILE, D_PAD]
-            logits = tl.sum(products, axis=1)[None, :]  # [1, TILE]
+            logits = tl.sum(query.to(tl.float32)[None, :] * key.to(tl.float32), axis=1)[None, :]
         else:
             logits = tl.dot(query, tl.trans(key), input_precision=PRECISION)  # [G_PAD, TILE]
         logits = logits * scale
