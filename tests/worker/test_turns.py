@@ -34,6 +34,7 @@ def test_two_begin_and_one_takes_the_other_s_pages() -> None:
         for index, cache in enumerate(caches)
     }
     runner = SimpleNamespace(
+        device=torch.device("cpu"),
         compilation_config=SimpleNamespace(static_forward_context={**layers, "other": None}),
         kv_cache_config=SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(layer_names=list(layers))]
