@@ -348,17 +348,17 @@ def run_all(
     """
     begin, failed = time.monotonic(), []
     for part in chosen:
-        left = 60 * minutes - (time.monotonic() - begin)
-        if left <= 0:
+        seconds = min(part.seconds, 60 * minutes - (time.monotonic() - begin))
+        if seconds <= 0:
             print(f"not begun, the time is over: {part.name}", flush=True)
             continue
         command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--part", part.name]
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
         try:
-            status = process.wait(min(part.seconds, left))
+            status = process.wait(seconds)
             what = "" if status in (0, DOES_NOT_HOLD) else f": ended with status {status}"
         except subprocess.TimeoutExpired:
-            status, what = 1, f": ended after {min(part.seconds, left):.0f} seconds"
+            status, what = 1, f": ended after {seconds:.0f} seconds"
         finally:
             # Whatever ends it, or this command: engines that it started, too.
             with suppress(ProcessLookupError):

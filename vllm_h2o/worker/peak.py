@@ -151,7 +151,8 @@ def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
     num_layers = model.get_num_layers(vllm_config.parallel_config) if config.splits_layers else 1
     longest, largest = model.max_model_len, config.max_budget or "full"
     budget = config.resolve_request(longest, block_size, longest, 0, largest)
-    return num_layers * (longest if budget is None else budget.capacity)
+    assert budget is not None, "it is asked for"
+    return num_layers * budget.capacity
 
 
 def _listed_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:

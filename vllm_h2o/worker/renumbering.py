@@ -16,6 +16,7 @@ import torch
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.torch.renumber import renumber
 from vllm_h2o.wire import RequestPlan
+from vllm_h2o.worker.reconstruction import sent
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,7 @@ class Rolled:
             raise IntegrityError("positions roll, and the model runner does not hand them over")
         offsets = torch.tensor([plan.offset for plan in plans])
         lengths = torch.tensor([plan.num_new for plan in plans])
-        each = offsets.repeat_interleave(lengths)
-        each = (each.pin_memory() if positions.is_cuda else each).to(
-            positions.device, non_blocking=True
-        )
+        each = sent(offsets.repeat_interleave(lengths), positions.device)
         own = positions[: len(each)]
         # A liberty: the model runner's tensor is written to, until the forward pass is through.
         own.sub_(each)
