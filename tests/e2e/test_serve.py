@@ -183,7 +183,7 @@ def test_pages_are_free_again_when_all_is_done(server: Completing) -> None:
 def test_vllm_bench_takes_the_flags() -> None:
     """It runs to its end, with the policy on."""
     done = subprocess.run(
-        [VLLM, "bench", "throughput", "--num-prompts=8", "--dataset-name=random",
+        [*VLLM, "bench", "throughput", "--num-prompts=8", "--dataset-name=random",
          "--random-input-len=96", "--random-output-len=48", f"--model={smollm2()}", *ENGINE,
          "--kv-policy=h2o", "--kv-policy-config", '{"budget": 0.125}'],
         env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=TIMEOUT,
