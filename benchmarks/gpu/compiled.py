@@ -50,6 +50,7 @@ CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
 FLOAT = {
     "initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
     "lse_ptr", "lowest_ptr", "kept_score", "old_scores", "mass_pages", "nearest_ptr", "sink_ptr",
+    "without_pages", "kept_without",
 }  # fmt: skip
 INT = {
     "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
@@ -173,13 +174,12 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     apart = {"APART": shape.group > 1}
     ranked = {"N": block, "TILE": SELECT_TILE, "BY_AGE": not paged, **reach, "num_warps": 8}
     yield pack.select_survivors, "*i32", {**ranked, **split, **apart, "BY_PAGE": paged}
-    yield pack.pack_survivors, "*i32", {**sizes, **apart, "TILE": STORE_TILE, "ALIGNED": 16}
+    moved = {**sizes, **apart, "KEEPS": not paged, "TILE": STORE_TILE}
+    yield pack.pack_survivors, "*i32", {**moved, "ALIGNED": 16}
     yield share.count_best, "*i32", {**ranked, **apart}
     yield share.share_rows, "*i32", {"N": block, "H_PAD": 16}
     for stores in (False, True):
-        yield share.move_shared, "*i32", {
-            **sizes, **apart, "TILE": STORE_TILE, "STORES": stores,
-        }  # fmt: skip
+        yield share.move_shared, "*i32", {**moved, "STORES": stores}
 
 
 def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:

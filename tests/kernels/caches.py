@@ -18,7 +18,8 @@ VIEWS = ("key", "value", "score", "position")
 
 def views_of(cache: LayerCache) -> tuple[str, ...]:
     """What its slots hold."""
-    return VIEWS if cache.mass is None else (*VIEWS, "mass")
+    more = [name for name in ("mass", "score_without_window") if getattr(cache, name) is not None]
+    return (*VIEWS, *more)
 
 
 def on_triton(shape: Shape) -> Kernels:
@@ -34,12 +35,17 @@ BOTH = pytest.mark.parametrize("shape", [SHAPE, LAYERS], ids=["alone", "of sever
 
 
 def filled(
-    shape: Shape, num_blocks: int, seed: int, splits: bool = False, merges: bool = False
+    shape: Shape,
+    num_blocks: int,
+    seed: int,
+    splits: bool = False,
+    merges: bool = False,
+    keeps_scores: bool = False,
 ) -> LayerCache:
     """Pages of random tokens; each page's positions follow one another."""
     draw = torch.Generator().manual_seed(seed)
-    empty = empty_cache(shape, num_blocks, merges)
-    cache = views(empty, shape, splits, merges)
+    empty = empty_cache(shape, num_blocks, merges + keeps_scores)
+    cache = views(empty, shape, splits, merges, keeps_scores)
     for view in (cache.key, cache.value):
         view.copy_(torch.randn(view.shape, generator=draw))
     # Few levels: ties are common.
@@ -47,14 +53,17 @@ def filled(
     cache.position.copy_(torch.arange(cache.position.numel()).view(cache.position.shape) % 999)
     if cache.mass is not None:
         cache.mass.copy_(torch.randint(1, 6, cache.mass.shape, generator=draw))
+    if cache.score_without_window is not None:
+        cache.score_without_window.copy_(torch.rand(cache.score.shape, generator=draw))
     return cache
 
 
 def copied(cache: LayerCache, shape: Shape) -> LayerCache:
     """The same tokens elsewhere."""
-    splits, merges = cache.first_rows is not None, cache.mass is not None
-    empty = empty_cache(shape, cache.num_blocks, merges)
-    twin = views(empty, shape, splits, merges)
+    held = (cache.first_rows, cache.mass, cache.score_without_window)
+    splits, merges, keeps_scores = (view is not None for view in held)
+    empty = empty_cache(shape, cache.num_blocks, merges + keeps_scores)
+    twin = views(empty, shape, splits, merges, keeps_scores)
     for name in (*views_of(cache), *(("first_rows",) if splits else ())):
         getattr(twin, name).copy_(getattr(cache, name))
     return twin

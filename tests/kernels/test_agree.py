@@ -13,13 +13,13 @@ from tests.kernels.caches import (
     BOTH,
     LAYERS,
     SHAPE,
-    VIEWS,
     copied,
     filled,
     number,
     on_triton,
     prompt_chunks,
     same,
+    views_of,
 )
 from tests.kernels.decodes import KERNELS, compare_a_batch, compare_decodes, decode_batch
 from tests.kernels.harness import Shape
@@ -220,8 +220,11 @@ def test_pack_unequal_heads(
         for index, (chunk, length) in enumerate(zip(chunks, lengths, strict=True))
         if chunk.attended_len > 16
     ]
-    their_layers = [filled(shape, owned + 1, seed, splits=True) for seed in (6, 7, 8)]
+    kinds = {"splits": True, "merges": reach > 0, "keeps_scores": by_age}
+    their_layers = [filled(shape, owned + 1, seed, **kinds) for seed in (6, 7, 8)]
     for cache in their_layers:
+        if cache.mass is not None:
+            cache.mass.fill_(1.0)  # nothing is merged before
         # Heads are unlike, with many equal scores.
         cache.score.mul_(torch.arange(1, num_kv_heads + 1).repeat(owned + 1)[:, None])
         for chunk in chunks:
@@ -246,7 +249,7 @@ def test_pack_unequal_heads(
                 num_unequal += len(set(map(len, strips))) > 1
             for rows in strips:
                 kept = len(rows) * 16 - 1 if chunk.splits else chunk.num_survivors
-                for view in VIEWS:
+                for view in views_of(theirs):
                     held = [getattr(c, view)[rows].flatten(0, 1)[:kept] for c in (ours, theirs)]
                     assert torch.equal(*held), (view, chunk)
     if num_kv_heads != 2:  # too few to share much
@@ -279,7 +282,8 @@ def test_pack(
 ) -> None:
     """Survivors of two layers, with many equal scores, of both signs too."""
     chunks, owned = prompt_chunks(shape, packs=True)
-    their_layers = [filled(shape, owned + 1, seed) for seed in (6, 7)]
+    keeps = ranked == "by_age"
+    their_layers = [filled(shape, owned + 1, seed, keeps_scores=keeps) for seed in (6, 7)]
     for cache in their_layers:
         if negative:
             cache.score.sub_(0.5)

@@ -23,15 +23,18 @@ from vllm_h2o.worker.packing import Packing
 SHAPE = Shape(num_kv_heads=3, group=2, head_size=16, block_size=8, num_layers=22)
 LENGTH, CAPACITY, NUM_RECENT, NUM_SINKS = 44, 16, 4, 1
 TABLES = torch.tensor([[5, 2, 8, 1, 11, 3], [9, 4, 7, 10, 6, 12]], dtype=torch.int32)
-VIEWS = ("key", "value", "score", "position")
+VIEWS = ("key", "value", "score", "position", "score_without_window")
 
 
 def layers() -> list[LayerCache]:
     """Of one buffer, with two prompts in it."""
-    buffer = empty_cache(SHAPE, 13)
+    buffer = empty_cache(SHAPE, 13, extra_words=2)
     own = [buffer[:, SHAPE.heads(layer)] for layer in range(SHAPE.num_layers)]
-    caches = [LayerCache.of(kv_cache, SHAPE.head_size, splits=True) for kv_cache in own]
+    caches = [LayerCache.of(kv_cache, SHAPE.head_size, True, True, True) for kv_cache in own]
     every = caches[0]
+    assert every.mass is not None and every.score_without_window is not None
+    every.mass.fill_(1.0)
+    every.score_without_window.copy_(torch.rand(every.score.shape))
     for view in (every.key, every.value):
         view.copy_(torch.randn(view.shape))
     # Heads are unlike, with many equal scores.
@@ -60,8 +63,11 @@ def chunk(table: torch.Tensor, splits: bool) -> PromptChunk:
 
 def strip_of(cache: LayerCache, rows: torch.Tensor, length: int) -> Strip:
     """What a KV head holds."""
-    key, value, score, position = (getattr(cache, v)[rows].flatten(0, 1)[:length] for v in VIEWS)
-    return Strip(key, value, score.double(), position.long())
+    key, value, score, position, without = (
+        getattr(cache, view)[rows].flatten(0, 1)[:length] for view in VIEWS
+    )
+    own = {"score_without_window": without, "keeps_scores": True}
+    return Strip(key, value, score.double(), position.long(), **own)
 
 
 def held(caches: list[LayerCache], table: torch.Tensor, length: int) -> list[Strip]:

@@ -111,7 +111,6 @@ def test_of_an_engine(
         kernels="auto",
         splits=second_pass,
         splits_layers=splits_layers,
-        keeps_scores=True,
         max_budget=0.25,
         resolve_request=lambda longest, block_size, prompt_len, max_tokens, asked: SimpleNamespace(
             capacity=int(longest * asked)
@@ -121,11 +120,10 @@ def test_of_an_engine(
     found = Peak.of(config, policy)
     assert (found.max_len, found.rotates, found.max_tokens) == (*expected, 512)
     assert found.passing(6, 2, 64, 2) >= peak.SURVIVORS == 4 * moving.MAX_SURVIVORS
-    # K, V, score and position of a layer's survivors, where heads share slots, or of all layers'.
+    # K, V and three words of a layer's survivors, where heads share slots, or of all layers'.
     assert found.shared_len == (1024 if second_pass else 0) * (30 if splits_layers else 1)
-    assert found.listed_len == (30 * 4096 if splits_layers else 0)
-    more = replace(found, shared_len=4096 * 64, listed_len=5).passing(6, 2, 64, 2)
-    assert more == peak.SURVIVORS + 4096 * 64 * 2 * (2 * 64 * 2 + 8) + 5 * 2 * peak.LISTED
+    more = replace(found, shared_len=4096 * 64).passing(6, 2, 64, 2)
+    assert more == peak.SURVIVORS + 4096 * 64 * 2 * (2 * 64 * 2 + 12)
 
 
 def test_of_a_second_reading() -> None:

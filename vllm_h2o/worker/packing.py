@@ -19,12 +19,12 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.torch.lifetime import HeldScores, restore_scores
+from vllm_h2o.kernels.torch.lifetime import restore_scores
 from vllm_h2o.kernels.torch.prefill import chunk_slots
 from vllm_h2o.worker.random import RandomScores
 
 MAX_SCORES = 1 << 22
-"""Scores that are held at once while survivors move, with their positions: 48 MiB."""
+"""Scores that are held at once while survivors are copied out of pages that others read: 16 MiB."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Packing:
             self._move_together(caches, together)
         in_place = [chunk for chunk in apart if chunk.destination_blocks is None]
         if in_place:
-            self._move(caches, in_place)
+            self.kernels.pack_survivors(caches, in_place, self.scoring)
         for chunk in apart:
             if chunk.destination_blocks is not None:
                 self._copy(caches, chunk)
@@ -74,26 +74,13 @@ class Packing:
             )
         assert joined.first_rows is not None
         for chunk in chunks:
-            self._move([joined], [chunk])
+            self.kernels.pack_survivors([joined], [chunk], self.scoring)
             block = chunk.block_table[:1].long()
             bounds = joined.first_rows[block]
             for cache in caches:
                 assert cache.first_rows is not None
                 own = slice(cache.first_head, cache.first_head + cache.num_kv_heads + 1)
                 cache.first_rows[block] = bounds[:, own]
-
-    def _move(self, caches: list[LayerCache], chunks: list[PromptChunk]) -> None:
-        """Within their own pages; a few layers at a time where other scores move with them."""
-        if caches[0].score_without_window is None:
-            self.kernels.pack_survivors(caches, chunks, self.scoring)
-            return
-        num_held = caches[0].num_kv_heads * sum(chunk.attended_len for chunk in chunks)
-        size = max(1, MAX_SCORES // num_held)
-        for some in (caches[i : i + size] for i in range(0, len(caches), size)):
-            kept = [(cache, HeldScores.of(cache, chunk)) for cache in some for chunk in chunks]
-            self.kernels.pack_survivors(some, chunks, self.scoring)
-            for cache, held in kept:
-                held.move(cache)
 
     def _copy(self, caches: list[LayerCache], chunk: PromptChunk) -> None:
         """Out of pages that others read; a few layers at a time where nobody holds their scores."""

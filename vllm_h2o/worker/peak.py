@@ -28,8 +28,6 @@ SURVIVORS = 64 << 20
 """Bytes of the slots of survivors that are listed at once: see triton/moving.py."""
 READING = 3 * 4 * MAX_LOGITS
 """Bytes of a second reading's attention, where torch holds logits, their softmax and a copy."""
-LISTED = 24
-"""Bytes of a score without an observation window, of its place, and of what makes that."""
 
 _KEPT: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("vllm_h2o_kept", default=None)
 
@@ -55,8 +53,6 @@ class Peak:
         gathered_len: slots of which K and V are gathered for xformers; 0: none are.
         shared_len: slots a KV head that a prompt keeps where heads share them; 0: they do not. All
             layers' together, where those share slots: then their survivors move at once.
-        listed_len: slots a KV head, of all layers, of which scores without an observation window
-            are listed while survivors move; 0: a few layers' at a time.
         reads_again: whether prompts are read a second time.
 
     """
@@ -66,7 +62,6 @@ class Peak:
     rotates: bool
     gathered_len: int = 0
     shared_len: int = 0
-    listed_len: int = 0
     reads_again: bool = False
 
     @classmethod
@@ -80,7 +75,6 @@ class Peak:
             config.ranking.second_pass is not None and not config.ranking.reads_again,
             model.max_model_len if model is not None and _gathers(config) else 0,
             _shared_len(vllm_config, config),
-            _listed_len(vllm_config, config),
             config.ranking.reads_again,
         )
 
@@ -102,9 +96,8 @@ class Peak:
         if self.rotates:
             rotated = queries * element_size + 4 * COPIES * min(MAX_ROTATED, queries) + lse
         read = READING + queries * element_size if self.reads_again else 0
-        # K, V, score and position, of one layer, or of all.
-        shared = self.shared_len * num_kv_heads * (2 * head_size * element_size + 8)
-        shared += self.listed_len * num_kv_heads * LISTED
+        # K, V, score, position and the score that is kept, of one layer, or of all.
+        shared = self.shared_len * num_kv_heads * (2 * head_size * element_size + 12)
         return max(lse + max(rotated, gathered, read), SURVIVORS + shared)
 
     def allocate(self, name: str, query: torch.Tensor, num_kv_heads: int) -> None:
@@ -153,14 +146,6 @@ def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
     budget = config.resolve_request(longest, block_size, longest, 0, largest)
     assert budget is not None, "it is asked for"
     return num_layers * budget.capacity
-
-
-def _listed_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
-    """Of the longest prompt."""
-    model = vllm_config.model_config
-    if model is None or not (config.splits_layers and config.keeps_scores):
-        return 0
-    return int(model.get_num_layers(vllm_config.parallel_config)) * model.max_model_len
 
 
 def _gathers(config: KVPolicyConfig) -> bool:

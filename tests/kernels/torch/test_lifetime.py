@@ -9,7 +9,7 @@ from tests.kernels.harness import Shape, empty_cache
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.torch import pack, prefill
-from vllm_h2o.kernels.torch.lifetime import HeldScores, keep_scores, restore_scores
+from vllm_h2o.kernels.torch.lifetime import keep_scores, restore_scores
 
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 BLOCKS, LENGTH = [5, 2, 8, 1], 57
@@ -36,9 +36,7 @@ def test_a_prompt(splits: bool, merges: bool) -> None:
     prefill.add_to_scores(cache, chunk, plain, Scoring())
     keep_scores(cache, chunk)
     prefill.add_to_scores(cache, chunk, uneven * torch.rand(2, LENGTH), Scoring())
-    held = HeldScores.of(cache, chunk)
     pack.pack_survivors(cache, chunk, Scoring(by_age=True))
-    held.move(cache)
     rows = cache_rows(torch.tensor(BLOCKS[:2]), 2)
     strips = cache.rows_of_split(torch.tensor(BLOCKS[:2])) if splits else [*rows]
     assert sorted(len(strip) for strip in strips) == ([1, 3] if splits else [2, 2])

@@ -1,7 +1,7 @@
 // The page layout (see cache.py), and what kernels read and write of a step's tensors.
 //
 //   row = (block, KV head):  K [N, D] | V [N, D] | score [N] float32 | position [N] int32
-//                            [| mass [N] float32] [| a word that no kernel here reads]
+//                            [| mass [N] float32] [| score_without_window [N] float32]
 #pragma once
 
 #include "layout.h"
@@ -43,6 +43,7 @@ struct Strip {
   int32_t first_row;       // of the request's, where heads share slots
   int32_t rows_per_block;  // 0 where they do not
   bool has_mass;
+  bool keeps_scores;  // those without the observation window: they move, and nothing else here
   float key_factor;
   float value_factor;
 
@@ -57,6 +58,7 @@ struct Strip {
         first_row(first_rows ? first_rows[head] : 0),
         rows_per_block(first_rows ? cache.rows_per_block : 0),
         has_mass(cache.has_mass != 0),
+        keeps_scores(cache.keeps_scores != 0),
         key_factor(cache.key_factor),
         value_factor(cache.value_factor) {}
 
@@ -79,6 +81,10 @@ struct Strip {
   }
   // [N], where there are masses.
   float* masses(int64_t page) const { return scores(page) + 2 * block_size; }
+  // A token's, where they are kept.
+  float* kept_score(int64_t slot) const {
+    return scores(slot / block_size) + (2 + has_mass) * block_size + slot % block_size;
+  }
   // [D]
   S* key(int64_t slot) const {
     return reinterpret_cast<S*>(row(slot / block_size)) + slot % block_size * head_size;

@@ -32,6 +32,7 @@ const H2oEntry* h2o_layout_entries() {
       H2O_FIELD(H2oCache, head_size),
       H2O_FIELD(H2oCache, type),
       H2O_FIELD(H2oCache, has_mass),
+      H2O_FIELD(H2oCache, keeps_scores),
       H2O_FIELD(H2oCache, key_factor),
       H2O_FIELD(H2oCache, value_factor),
       H2O_STRUCT(H2oTensors),

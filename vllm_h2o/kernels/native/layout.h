@@ -44,6 +44,7 @@ struct H2oCache {
   int32_t head_size;
   int32_t type;
   int32_t has_mass;
+  int32_t keeps_scores;
   float key_factor;  // of K as it is stored: 1 / scale; one but for float8
   float value_factor;
 };

@@ -45,6 +45,7 @@ class H2oCache(ctypes.Structure):
         ("head_size", c_int32),
         ("type", c_int32),
         ("has_mass", c_int32),
+        ("keeps_scores", c_int32),
         ("key_factor", c_float),
         ("value_factor", c_float),
     )
@@ -216,9 +217,10 @@ def cache_bytes(cache: LayerCache) -> bytes:
     row, column, inner = key.stride()
     size = key.itemsize
     base, split = key.data_ptr(), block_size * head_size * size
-    words = (cache.score, cache.position, *(() if cache.mass is None else (cache.mass,)))
-    views = (cache.value.data_ptr(), *(view.data_ptr() for view in words))
-    expected_words = (base + 2 * split + 4 * block_size * i for i in range(len(words)))
+    words = (cache.score, cache.position, cache.mass, cache.score_without_window)
+    own = [view.data_ptr() for view in words if view is not None]
+    views = (cache.value.data_ptr(), *own)
+    expected_words = (base + 2 * split + 4 * block_size * i for i in range(len(own)))
     if (
         views != (base + split, *expected_words)
         or (column, inner) != (head_size, 1)
@@ -236,7 +238,8 @@ def cache_bytes(cache: LayerCache) -> bytes:
     first_rows = cache.first_rows
     heads = (cache.num_kv_heads, cache.rows_per_block, cache.first_head, cache.shared_tenths)
     shared = 0 if first_rows is None else first_rows.data_ptr()
-    sizes = (*heads, block_size, head_size, TYPES[key.dtype], cache.mass is not None)
+    more = (cache.mass is not None, cache.score_without_window is not None)
+    sizes = (*heads, block_size, head_size, TYPES[key.dtype], *more)
     factors = [1.0 / scale for scale in cache.scales]
     return _CACHE.pack(base, shared, row * size, *sizes, *factors)
 

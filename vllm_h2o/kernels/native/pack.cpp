@@ -135,6 +135,7 @@ void pack(const H2oCache& cache, const H2oPacked& request, int head, const H2oSc
     if (from == to) continue;
     strip.store(to, strip.key(from), strip.value(from), strip.scores(from / n)[from % n],
                 strip.positions(from / n)[from % n]);
+    if (strip.keeps_scores) *strip.kept_score(to) = *strip.kept_score(from);
   }
 }
 
@@ -146,7 +147,8 @@ void pack_shared(const H2oCache& cache, const H2oPacked& request, const H2oScori
   Scratch ranks_memory, survivors_memory, tokens_memory;
   const int64_t length = request.attended_len, n = cache.block_size;
   const int64_t head_bytes = cache.head_size * static_cast<int64_t>(sizeof(T));
-  const int64_t token_bytes = 2 * head_bytes + 8;  // K, V, score, position
+  // K, V, score, position, the score that is kept
+  const int64_t token_bytes = 2 * head_bytes + 8 + 4 * (cache.keeps_scores != 0);
   const int num_heads = cache.num_kv_heads;
   const int32_t* blocks = request.block_table;
   int32_t* first_rows = cache.first_rows + static_cast<int64_t>(blocks[0]) * (num_heads + 1);
@@ -170,6 +172,7 @@ void pack_shared(const H2oCache& cache, const H2oPacked& request, const H2oScori
       std::memcpy(token + head_bytes, strip.value(slot), head_bytes);
       std::memcpy(token + 2 * head_bytes, strip.scores(slot / n) + slot % n, 4);
       std::memcpy(token + 2 * head_bytes + 4, strip.positions(slot / n) + slot % n, 4);
+      if (strip.keeps_scores) std::memcpy(token + 2 * head_bytes + 8, strip.kept_score(slot), 4);
     }
   }
   token = tokens;
@@ -182,6 +185,7 @@ void pack_shared(const H2oCache& cache, const H2oPacked& request, const H2oScori
       std::memcpy(&position, token + 2 * head_bytes + 4, 4);
       strip.store(to, reinterpret_cast<const T*>(token),
                   reinterpret_cast<const T*>(token + head_bytes), score, position);
+      if (strip.keeps_scores) std::memcpy(strip.kept_score(to), token + 2 * head_bytes + 8, 4);
     }
   }
 }

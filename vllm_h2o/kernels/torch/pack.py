@@ -69,8 +69,9 @@ def pack_survivors(
     source = _at(cache, chunk.block_table, source_row)
     target = _at(cache, blocks, first_row + slot // block_size * row_step)
     source_at, target_at = (source, survivor % block_size), (target, slot % block_size)
-    for view in (cache.key, cache.value, cache.position):
-        view[target_at] = view[source_at]
+    for view in (cache.key, cache.value, cache.position, cache.score_without_window):
+        if view is not None:
+            view[target_at] = view[source_at]
     cache.score[target_at] = score.gather(1, survivor)
     if cache.mass is not None:
         cache.mass[target_at] = 1.0  # nothing is merged before a request is full for the first time

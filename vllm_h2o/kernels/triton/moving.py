@@ -83,7 +83,7 @@ class Moving:
         addresses = self._addresses(caches, scores, shares)
         host = torch.tensor(addresses, pin_memory=self.device.type == "cuda")
         sent_bases = host.to(self.device, non_blocking=True)
-        keys, values, ranked, new_scores, positions, first_rows = sent_bases
+        keys, values, ranked, new_scores, positions, without, first_rows = sent_bases
         num_kv_heads = cache.num_kv_heads
         grid = (num_kv_heads, len(sent), len(caches))
         listed = (len(caches), len(sent), num_kv_heads * max_survivors)
@@ -91,6 +91,7 @@ class Moving:
         tables = (sent.block_table, new_table, sent.fields)
         sizes = (sent.block_table.stride(0), len(sent), cache.rows_per_block)
         apart = {"APART": scores is not None}
+        keeps = {"KEEPS": cache.score_without_window is not None}
         ranking = {"N": cache.block_size, "BY_AGE": scoring.by_age, "REACH": scoring.reach}
         if shares:
             assert num_kv_heads == cache.rows_per_block, "a layer that shares slots, alone"
@@ -112,9 +113,9 @@ class Moving:
             CAN_SPLIT=shares, num_warps=8,
         )  # fmt: skip
         pack.pack_survivors[grid](
-            keys, values, ranked, new_scores, positions, *tables, survivors, cache.key,
+            keys, values, ranked, new_scores, positions, without, *tables, survivors, cache.key,
             cache.key.stride(0), cache.score.stride(0), *sizes, max_survivors,
-            **kv_shape(cache.block_size, self.head_size), **apart, TILE=STORE_TILE,
+            **kv_shape(cache.block_size, self.head_size), **apart, **keeps, TILE=STORE_TILE,
             ALIGNED=math.gcd(16, *addresses[0], *addresses[1]),
         )  # fmt: skip
         if shares:
@@ -126,9 +127,12 @@ class Moving:
     def _addresses(
         self, caches: Sequence[LayerCache], scores: torch.Tensor | None, shares: bool
     ) -> list[list[int]]:
-        """Of each layer's K, V, ranked scores, scores, positions and first rows."""
-        views = ("key", "value", "score", "position")
-        own = [[getattr(c, view)[c.first_head :].data_ptr() for c in caches] for view in views]
+        """Of each layer's K, V, ranked scores, scores, positions, kept scores and first rows."""
+        moved = [_moved(cache) for cache in caches]
+        own = [
+            [view[cache.first_head :].data_ptr() for cache, view in zip(caches, views, strict=True)]
+            for views in zip(*moved, strict=True)
+        ]
         own.append([getattr(c, "first_rows" if shares else "position").data_ptr() for c in caches])
         ranked = own[2] if scores is None else [layer.data_ptr() for layer in scores]
         # An even number, so that every row begins where 16 bytes do, however many the layers.
@@ -145,20 +149,28 @@ class Moving:
     ) -> None:
         """Layer by layer, by way of a copy of one layer's survivors."""
         cache, slots = caches[0], survivors.shape[-1]
+        options = {"APART": scores is not None, "KEEPS": cache.score_without_window is not None}
         kept = [
             torch.empty(len(sent) * slots, *view.shape[2:], dtype=view.dtype, device=self.device)
-            for view in (cache.key, cache.value, cache.score, cache.position)
+            for view in _moved(cache)
         ]
         most = max(share.most_survivors(chunk, cache) for chunk in sent.source)
         grid = (cache.num_kv_heads, len(sent), triton.cdiv(most, STORE_TILE))
         for index, layer in enumerate(caches):
-            ranked = layer.score if scores is None else scores[index]
+            key, value, score, *words = _moved(layer)
+            ranked = score if scores is None else scores[index]
             for stores in (False, True):
                 share.move_shared[grid](
-                    layer.key, layer.value, ranked, layer.score, layer.position, layer.first_rows,
-                    sent.block_table, new_table, sent.fields, survivors, *kept, index,
-                    cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0),
-                    len(sent), cache.num_kv_heads, slots,
-                    **kv_shape(cache.block_size, self.head_size), TILE=STORE_TILE,
-                    STORES=stores, APART=scores is not None,
+                    key, value, ranked, score, *words, layer.first_rows, sent.block_table,
+                    new_table, sent.fields, survivors, *kept, index, cache.key.stride(0),
+                    cache.score.stride(0), sent.block_table.stride(0), len(sent),
+                    cache.num_kv_heads, slots,
+                    **kv_shape(cache.block_size, self.head_size), TILE=STORE_TILE, STORES=stores,
+                    **options,
                 )  # fmt: skip
+
+
+def _moved(cache: LayerCache) -> tuple[torch.Tensor, ...]:
+    """What moves with a token; the last, where nothing else does, is read by no kernel."""
+    more = cache.score if cache.score_without_window is None else cache.score_without_window
+    return cache.key, cache.value, cache.score, cache.position, more

@@ -230,6 +230,7 @@ def pack_survivors(
     old_score_bases,  # of those that are ranked
     score_bases,  # of those in the pages; the same, in place
     position_bases,
+    without_bases,  # of scores without the observation window; read where KEEPS
     block_table_ptr,
     new_table_ptr,
     fields_ptr,
@@ -247,6 +248,7 @@ def pack_survivors(
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
     APART: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     """Move the survivors of (layer, chunk, KV head) into slots [0, num_survivors).
 
@@ -284,9 +286,14 @@ def pack_survivors(
         score_word = score_at(old_word, old_slot, h, attended_len, APART)
         score = tl.load(old_scores + score_word, mask=live)
         position = tl.load(positions + old_word, mask=live)
+        if KEEPS:
+            without = tl.load(without_bases + layer).to(tl.pointer_type(tl.float32))
+            kept = tl.load(without + old_word, mask=live)
         # Other threads of this program may still read what is written next.
         tl.debug_barrier()
         tl.store(keys + new_kv, key, mask=mask)
         tl.store(values + new_kv, value, mask=mask)
         tl.store(scores + new_word, score, mask=live)
         tl.store(positions + new_word, position, mask=live)
+        if KEEPS:
+            tl.store(without + new_word, kept, mask=live)

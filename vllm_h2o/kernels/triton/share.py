@@ -191,6 +191,7 @@ def move_shared(
     old_scores,  # those that are ranked
     score_pages,  # those in the pages; the same, in place
     position_pages,
+    without_pages,  # scores without the observation window; read where KEEPS
     first_rows_ptr,  # [num_blocks, H + 1], int32
     block_table_ptr,
     new_table_ptr,
@@ -200,6 +201,7 @@ def move_shared(
     kept_value,
     kept_score,  # [R * max_slots], float32
     kept_position,  # [R * max_slots], int32
+    kept_without,  # [R * max_slots], float32
     layer,
     page_stride,
     word_stride,
@@ -213,6 +215,7 @@ def move_shared(
     TILE: tl.constexpr,
     STORES: tl.constexpr,
     APART: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     """TILE survivors of (chunk, KV head) of one layer: copied, or stored in their new slots."""
     h, r, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -238,6 +241,8 @@ def move_shared(
         tl.store(value_pages + kv, tl.load(kept_value + kept_kv, mask=mask), mask=mask)
         tl.store(score_pages + word, tl.load(kept_score + kept, mask=live), mask=live)
         tl.store(position_pages + word, tl.load(kept_position + kept, mask=live), mask=live)
+        if KEEPS:
+            tl.store(without_pages + word, tl.load(kept_without + kept, mask=live), mask=live)
     else:
         survivors = survivors_ptr + layer.to(tl.int64) * num_chunks * max_slots
         old_slot = tl.load(survivors + kept, mask=live, other=0)
@@ -249,3 +254,5 @@ def move_shared(
         score_word = score_at(word, old_slot, h, attended_len, APART)
         tl.store(kept_score + kept, tl.load(old_scores + score_word, mask=live), mask=live)
         tl.store(kept_position + kept, tl.load(position_pages + word, mask=live), mask=live)
+        if KEEPS:
+            tl.store(kept_without + kept, tl.load(without_pages + word, mask=live), mask=live)
