@@ -6,7 +6,9 @@ import sys
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
+    NUMBA_NUM_THREADS="1",  # more of them would spin from the first n-gram on, to the process's end
     OMP_NUM_THREADS="1",
+    OMP_WAIT_POLICY="PASSIVE",
     TOKENIZERS_PARALLELISM="false",
     TRITON_INTERPRET="1",  # kernels for GPUs run on a CPU, a program at a time
     VLLM_CPU_KVCACHE_SPACE="1",

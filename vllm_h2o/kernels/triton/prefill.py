@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.kernels.triton.tiles import (
+    add_columns,
     as_stored,
     begin_softmax,
     combined,
-    contributions,
     kv_offsets,
     load_head,
     load_slots,
@@ -240,23 +240,18 @@ def column_scores(
     token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)
     logical_start = tl.load(fields + LOGICAL_START * num_chunks)
     columns = tl.zeros([TILE_K], tl.float32)
+    first = tl.maximum(slot - resident_start, first_scoring_query)
+    if SKIPS:
+        first = tl.maximum(first, position + skip_recent - logical_start)
     # Query i sees the first slot when resident_start + i >= first_slot.
     begin = tl.maximum(first_scoring_query, first_slot - resident_start) // TILE_Q * TILE_Q
     # A query head is not unrolled: each would have buffers of its own for the loads in flight.
     for g in range(G):
         head = h * G + g
-        for start in range(begin, num_tokens, TILE_Q):
-            i = start + tl.arange(0, TILE_Q)
-            query_mask = (i < num_tokens) & (i >= first_scoring_query)
-            token = token_start + i
-            query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)
-            lse = tl.load(lse_ptr + head * lse_stride + token, mask=query_mask, other=0.0)
-            adds = query_mask[None, :] & live[:, None]  # [TILE_K, TILE_Q]
-            adds = adds & (slot[:, None] <= (resident_start + i)[None, :])
-            if SKIPS:
-                adds = adds & ((logical_start + i)[None, :] - position[:, None] >= skip_recent)
-            more = contributions(key, query, lse, adds, scale, POWER, BY_MAXIMUM, PRECISION)
-            columns = combined(columns, more, BY_MAXIMUM)
+        columns = add_columns(
+            columns, key, first, begin, num_tokens, query_ptr, lse_ptr + head * lse_stride,
+            token_start, head, dim, query_stride, scale, D, TILE_Q, POWER, BY_MAXIMUM, PRECISION,
+        )  # fmt: skip
     if WINDOW:
         head_base = (layer * tl.num_programs(0) + h).to(tl.int64) * (resident_start + num_tokens)
         window_scores = window_base.to(tl.pointer_type(tl.float32)) + head_base

@@ -26,9 +26,8 @@ from vllm_h2o.kernels.triton.prefill import (
     TOKEN_START,
 )
 from vllm_h2o.kernels.triton.tiles import (
+    add_columns,
     begin_softmax,
-    combined,
-    contributions,
     load_head,
     load_slots,
     locate,
@@ -159,22 +158,17 @@ def weighted_scores(
     token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)
     logical_start = tl.load(fields + LOGICAL_START * num_chunks)
     columns = tl.zeros([TILE_K], tl.float32)
+    first = tl.maximum(slot * 0 if ROTATED else slot - resident_start, first_query)
+    if SKIPS:
+        first = tl.maximum(first, position + skip_recent - logical_start)
     # A query head is not unrolled: each would have buffers of its own for the loads in flight.
     for g in range(G):
         head = h * G + g
-        for start in range(first_query // TILE_Q * TILE_Q, num_tokens, TILE_Q):
-            i = start + tl.arange(0, TILE_Q)
-            query_mask = (i < num_tokens) & (i >= first_query)
-            token = token_start + i
-            query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)
-            lse = tl.load(lse_ptr + head * lse_stride + token, mask=query_mask, other=0.0)
-            adds = query_mask[None, :] & live[:, None]  # [TILE_K, TILE_Q]
-            if not ROTATED:
-                adds = adds & (slot[:, None] <= (resident_start + i)[None, :])
-            if SKIPS:
-                adds = adds & ((logical_start + i)[None, :] - position[:, None] >= skip_recent)
-            more = contributions(key, query, lse, adds, scale, POWER, BY_MAXIMUM, PRECISION)
-            columns = combined(columns, more, BY_MAXIMUM)
+        columns = add_columns(
+            columns, key, first, first_query // TILE_Q * TILE_Q, num_tokens, query_ptr,
+            lse_ptr + head * lse_stride, token_start, head, dim, query_stride, scale, D, TILE_Q,
+            POWER, BY_MAXIMUM, PRECISION,
+        )  # fmt: skip
     logical_end = logical_start + num_tokens
     if REACH > 0:
         distance = position[:, None] - position[None, :]  # [TILE_K, TILE_K]

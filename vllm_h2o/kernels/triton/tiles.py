@@ -102,23 +102,43 @@ def update_softmax(row_max, row_sum, logits):
 
 
 @triton.jit
-def contributions(
+def add_columns(
+    columns,  # [TILE_K]: what they were given before
     key,  # [TILE_K, D_PAD]
-    query,  # [TILE_Q, D_PAD]
-    lse,  # [TILE_Q]
-    adds,  # [TILE_K, TILE_Q]
+    first,  # [TILE_K]: the first query that gives something to each
+    begin,  # where to begin: a multiple of TILE_Q, none of these before it
+    num_tokens,
+    query_ptr,  # [T, Hq, D]
+    lse_ptr,  # [T], float32: the head's
+    token_start,
+    head,
+    dim,
+    query_stride,
     scale,
+    D: tl.constexpr,
+    TILE_Q: tl.constexpr,
     POWER: tl.constexpr,
     BY_MAXIMUM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[TILE_K]: what queries give to each key: the sum or maximum of probabilities or squares."""
+    """[TILE_K]: with what queries of a head give to each key.
+
+    That is the sum, or the maximum, of probabilities, or of their squares.
+    """
     exponent = scale * LOG2_E
-    logits = tl.dot(key, tl.trans(query), input_precision=PRECISION) * exponent  # [TILE_K, TILE_Q]
-    # The logit of a slot that a query does not see may be anything: exp2 never gets it.
-    probs = tl.exp2(tl.where(adds, logits - (lse * LOG2_E)[None, :], float("-inf")))
-    each = probs if POWER == 1 else probs * probs
-    return tl.max(each, axis=1) if BY_MAXIMUM else tl.sum(each, axis=1)
+    for start in range(begin, num_tokens, TILE_Q):
+        i = start + tl.arange(0, TILE_Q)
+        live = i < num_tokens
+        query = load_head(query_ptr, token_start + i, live, head, dim, query_stride, D)
+        lse = tl.load(lse_ptr + token_start + i, mask=live, other=float("inf"))  # gives nothing
+        logits = tl.dot(key, tl.trans(query), input_precision=PRECISION) * exponent
+        logits -= (lse * LOG2_E)[None, :]  # [TILE_K, TILE_Q]
+        # The logit of a slot that a query does not see may be anything: exp2 never gets it.
+        probs = tl.exp2(tl.where(i[None, :] >= first[:, None], logits, float("-inf")))
+        each = probs if POWER == 1 else probs * probs
+        more = tl.max(each, axis=1) if BY_MAXIMUM else tl.sum(each, axis=1)
+        columns = combined(columns, more, BY_MAXIMUM)
+    return columns
 
 
 @triton.jit
