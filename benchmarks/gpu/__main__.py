@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -86,16 +87,18 @@ def check_kernels(device: torch.device, size: kernels.Size) -> Iterator[Check]:
                 yield f"{label}: prompt ({name}, {where}), {what}", error, allowed
 
 
-def found_by(module: str, *options: str) -> dict[str, Any]:
-    """What one engine gives, in a process of its own."""
+def found_by(logs: Path, module: str, *options: str) -> dict[str, Any]:
+    """What one engine gives, in a process of its own; what it says is in a file of ``logs``."""
+    log = logs / f"{'_'.join([module, *(option.strip('-') for option in options)])}.log"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", f"benchmarks.gpu.{module}", str(out), *options]
         # An interpreter of Triton is for the kernels' check alone.
         environment = {**os.environ, "TRITON_INTERPRET": "0"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        with log.open("w") as said:
+            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
         if done.returncode:
-            raise RuntimeError(f"{command} failed:\n{done.stderr[-4000:]}")
+            raise RuntimeError(f"{command} failed, see {log}:\n{log.read_text()[-4000:]}")
         return dict(json.loads(out.read_text()))
 
 
@@ -131,10 +134,10 @@ def size_of(small: bool) -> tuple[str, ...]:
     return ("--requests", "4", "--tokens", "12", "--dtype", "float32") if small else ()
 
 
-def compare(small: bool, shape: str, name: str) -> Iterator[Check]:
+def compare(logs: Path, small: bool, shape: str, name: str) -> Iterator[Check]:
     """Tokens of a pair of engines, and the memory that each finds for its pool."""
     sizes = (shape, *size_of(small))
-    one, other = (found_by("engine", *sizes, *options) for options in COMPARED[name])
+    one, other = (found_by(logs, "engine", *sizes, *options) for options in COMPARED[name])
     # Kernels that round differently in half precision differ at a near tie, sooner or later.
     allowed = 0.0 if small else 0.4
     differ = apart(one["tokens"], other["tokens"])
@@ -144,20 +147,20 @@ def compare(small: bool, shape: str, name: str) -> Iterator[Check]:
         yield f"{shape}: {name}: MiB that the second finds less for its pool", less, 1024.0
 
 
-def control(small: bool, shape: str) -> Iterator[Check]:
+def control(logs: Path, small: bool, shape: str) -> Iterator[Check]:
     """That a budget shows in the tokens at all."""
     sizes = (shape, *size_of(small))
-    each = (found_by("engine", *sizes, *options) for options in (WHOLE, EVICTING))
+    each = (found_by(logs, "engine", *sizes, *options) for options in (WHOLE, EVICTING))
     whole, evicted = (found["tokens"] for found in each)
     long = [i for i in range(len(whole)) if LENGTHS[i % len(LENGTHS)] > MAX_MODEL_LEN / 8]
     same = 1 - apart([whole[i] for i in long], [evicted[i] for i in long])
     yield f"{shape}: control: tokens that 1/8 leaves as they are", same, 0.7
 
 
-def retained(small: bool, dtype: str) -> Iterator[Check]:
+def retained(logs: Path, small: bool, dtype: str) -> Iterator[Check]:
     """What is kept, against the reference in a model of float64."""
     sizes = ("--prompt", "160", "--tokens", "16") if small else ()
-    found = found_by("retained", "--dtype", dtype, *sizes)
+    found = found_by(logs, "retained", "--dtype", dtype, *sizes)
     # Half precision orders tokens of nearly one score otherwise.
     allowed = 1e-3 if dtype == "float32" else 0.02
     what = f"{found['num_sets']} sets in {dtype}: share of tokens that the reference does not keep"
@@ -313,16 +316,21 @@ def _latency(small: bool) -> Part:
 
 
 def _retained(dtype: str, small: bool) -> Part:
-    return Part(f"engines: retained sets, {dtype}", 300, lambda *_: retained(small, dtype))
+    def action(report: Report, _: torch.device) -> Iterator[Check]:
+        return retained(report.out, small, dtype)
+
+    return Part(f"engines: retained sets, {dtype}", 300, action)
 
 
 def _engines(shape: str, names: Sequence[str], small: bool) -> list[Part]:
     """Pairs of engines, and the control."""
-    compared = [
-        Part(f"engines: {shape}, {name}", 300, lambda *_, name=name: compare(small, shape, name))
-        for name in names
-    ]
-    return [*compared, Part(f"engines: {shape}, control", 300, lambda *_: control(small, shape))]
+    actions = {name: partial(compare, small=small, shape=shape, name=name) for name in names}
+    actions["control"] = partial(control, small=small, shape=shape)
+
+    def part(name: str, action: Callable[..., Iterator[Check]]) -> Part:
+        return Part(f"engines: {shape}, {name}", 300, lambda report, _: action(report.out))
+
+    return [part(*each) for each in actions.items()]
 
 
 def run_part(name: str, chosen: Iterable[Part], out: Path, small: bool) -> bool:
@@ -342,33 +350,39 @@ def run_all(
     Args:
         chosen: the parts, in their order.
         arguments: of this command, for the processes.
-        out: folder of the CSVs.
+        out: folder of the CSVs, and of what engines say.
         minutes: when they are over, no part is begun, and the one that runs is ended.
 
     """
     begin, failed = time.monotonic(), []
-    for part in chosen:
-        seconds = min(part.seconds, 60 * minutes - (time.monotonic() - begin))
-        if seconds <= 0:
-            print(f"not begun, the time is over: {part.name}", flush=True)
-            continue
-        command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--part", part.name]
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
-        try:
-            status = process.wait(seconds)
-            what = "" if status in (0, DOES_NOT_HOLD) else f": ended with status {status}"
-        except subprocess.TimeoutExpired:
-            status, what = 1, f": ended after {seconds:.0f} seconds"
-        finally:
-            # Whatever ends it, or this command: engines that it started, too.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if what:
-            Report("", out).add((f"{part.name}{what}", math.inf, 0.0))
-        if status:
-            failed.append(f"{part.name}{what}")
+    with tempfile.TemporaryDirectory() as models:  # made once, for all parts
+        for part in chosen:
+            seconds = min(part.seconds, 60 * minutes - (time.monotonic() - begin))
+            if seconds <= 0:
+                print(f"not begun, the time is over: {part.name}", flush=True)
+                continue
+            command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--part", part.name]
+            status, what = ended(command, seconds, {**os.environ, "TMPDIR": models})
+            if what:
+                Report("", out).add((f"{part.name}{what}", math.inf, 0.0))
+            if status:
+                failed.append(f"{part.name}{what}")
     return failed
+
+
+def ended(command: list[str], seconds: float, environment: dict[str, str]) -> tuple[int, str]:
+    """Status of a process that is given so many seconds; why it has that, if not by its checks."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        status = process.wait(seconds)
+        return status, "" if status in (0, DOES_NOT_HOLD) else f": ended with status {status}"
+    except subprocess.TimeoutExpired:
+        return 1, f": ended after {seconds:.0f} seconds"
+    finally:
+        # Whatever ends it, or this command: engines that it started, too.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main() -> None:

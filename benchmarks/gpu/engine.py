@@ -22,6 +22,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from benchmarks.throughput.models import write_random
 
 MAX_MODEL_LEN = 1024
@@ -61,6 +63,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
+
+
+def model_of(shape: str) -> Path:
+    """Random weights, in one folder for all engines of a shape.
+
+    vLLM compiles the graph of a model once for each folder that it is in.
+    """
+    folder = Path(tempfile.gettempdir()) / f"vllm-h2o-{shape}"
+    if not folder.exists():
+        partial = Path(tempfile.mkdtemp())
+        write_random(AutoConfig.for_model(**SHAPES[shape]), partial, std=0.05)
+        partial.rename(folder)
+    return folder
 
 
 def prompts_of(num: int, shared: int) -> list[dict[str, list[int]]]:
@@ -137,35 +152,32 @@ def main() -> None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if args.strict:
         os.environ["VLLM_GPU_SYNC_CHECK"] = "error"
-    from transformers import AutoConfig
     from vllm import LLM, SamplingParams
 
     options = options_of(args)
-    with tempfile.TemporaryDirectory() as folder:
-        write_random(AutoConfig.for_model(**SHAPES[args.shape]), Path(folder), std=0.05)
-        llm = LLM(
-            folder,
-            dtype=args.dtype,
-            skip_tokenizer_init=True,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=16,
-            block_size=32,
-            num_gpu_blocks_override=600,
-            enable_prefix_caching=args.window,
-            jit_monitor_mode="error" if args.strict else "warn",
-            enforce_eager=args.eager,
-            seed=0,
-            **options,
-        )
-        prompts = prompts_of(args.requests, shared=200 if args.window else 0)
-        greedy = SamplingParams(
-            temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
-        )
-        if args.strict and options:
-            llm.collective_rpc(forbid_waits)
-        outputs = llm.generate(prompts, greedy, use_tqdm=False)
-        found = [list(output.outputs[0].token_ids) for output in outputs]
-        (memory,) = llm.collective_rpc(pool_bytes)
+    llm = LLM(
+        str(model_of(args.shape)),
+        dtype=args.dtype,
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=16,
+        block_size=32,
+        num_gpu_blocks_override=600,
+        enable_prefix_caching=args.window,
+        jit_monitor_mode="error" if args.strict else "warn",
+        enforce_eager=args.eager,
+        seed=0,
+        **options,
+    )
+    prompts = prompts_of(args.requests, shared=200 if args.window else 0)
+    greedy = SamplingParams(
+        temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
+    )
+    if args.strict and options:
+        llm.collective_rpc(forbid_waits)
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    (memory,) = llm.collective_rpc(pool_bytes)
     args.out.write_text(json.dumps({"tokens": found, "pool_bytes": memory}))
 
 

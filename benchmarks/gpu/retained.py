@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.engine import MAX_MODEL_LEN, SHAPES, prompts_of
+from benchmarks.gpu.engine import MAX_MODEL_LEN, model_of, prompts_of
 from benchmarks.quality.llama import Llama
-from benchmarks.throughput.models import write_random
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.options.config import KVPolicyConfig
@@ -92,28 +90,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    from transformers import AutoConfig
     from vllm import LLM
 
-    with tempfile.TemporaryDirectory() as folder:
-        write_random(AutoConfig.for_model(**SHAPES["llama"]), Path(folder), std=0.05)
-        llm = LLM(
-            folder,
-            dtype=args.dtype,
-            skip_tokenizer_init=True,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=4,
-            block_size=BLOCK_SIZE,
-            num_gpu_blocks_override=64,
-            enable_prefix_caching=False,
-            kv_policy="h2o",
-            kv_policy_config={"budget": BUDGET},
-        )
-        prompt = prompts_of(1, shared=0)[0]["prompt_token_ids"][: args.prompt]
-        _, token_ids, frames = record(llm, prompt, 1, args.tokens)
-        budget = KVPolicyConfig(name="h2o", budget=BUDGET).resolve(MAX_MODEL_LEN, BLOCK_SIZE)
-        dtype = getattr(torch, args.dtype)
-        kept = kept_by_reference(Path(folder), dtype, token_ids, len(prompt), budget)
+    folder = model_of("llama")
+    llm = LLM(
+        str(folder),
+        dtype=args.dtype,
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=4,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=64,
+        enable_prefix_caching=False,
+        kv_policy="h2o",
+        kv_policy_config={"budget": BUDGET},
+    )
+    prompt = prompts_of(1, shared=0)[0]["prompt_token_ids"][: args.prompt]
+    _, token_ids, frames = record(llm, prompt, 1, args.tokens)
+    budget = KVPolicyConfig(name="h2o", budget=BUDGET).resolve(MAX_MODEL_LEN, BLOCK_SIZE)
+    dtype = getattr(torch, args.dtype)
+    kept = kept_by_reference(folder, dtype, token_ids, len(prompt), budget)
     num_sets, share = differing(frames, kept)
     args.out.write_text(json.dumps({"num_sets": num_sets, "differing": share}))
 
