@@ -30,7 +30,7 @@ SHARING = (
 totals: Counter[str] = Counter()
 
 
-@many(500)
+@many(200)
 @given(
     schedule=schedules(ops=conversations),
     budget=st.sampled_from([12, 12, 20]),

@@ -31,7 +31,7 @@ OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
 totals: Counter[str] = Counter()
 
 
-@many(500)
+@many(350)
 @given(
     schedule=schedules(),
     budget=st.sampled_from([BUDGET, BUDGET, 32, 64]),

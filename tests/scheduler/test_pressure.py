@@ -40,7 +40,7 @@ def engine(
     return Simulation(config, 1 + pages, depth)
 
 
-@many(1000)
+@many(400)
 @given(
     schedule=schedules(),
     budget=st.sampled_from([BUDGET, BUDGET, 32]),

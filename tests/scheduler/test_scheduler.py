@@ -40,7 +40,7 @@ WAITS = RequestStatus.WAITING_FOR_STREAMING_REQ
 totals: Counter[str] = Counter()
 
 
-@many(1000)
+@many(700)
 @given(
     schedule=schedules(),
     budget=st.sampled_from([BUDGET, 32, 64]),

@@ -75,7 +75,7 @@ SHARED = tuple(
 )
 
 
-@many(300)
+@many(120)
 @given(
     schedule=schedules(block_sizes=(4,)),
     options=st.sampled_from(SHARED),
