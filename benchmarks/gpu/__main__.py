@@ -11,7 +11,6 @@ crashes, hangs or poisons the device fails alone, and what was found before is i
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -26,17 +25,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from triton.errors import TritonError
 
 from benchmarks.gpu import kernels, latency, roofline
-from benchmarks.gpu.engine import LENGTHS, MAX_MODEL_LEN
+from benchmarks.gpu.engines import COMPARED, ROOT, SECOND_PASS, Check, compare, control, retained
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.triton.kernels import PromptAttention
 
-ROOT = Path(__file__).parents[2]
 KINDS = ("kernels", "engines", "graphs", "speed", "throughput", "latency")
 """Of parts."""
 PROFILES = ("OPT-16-512+512",)
@@ -52,8 +49,6 @@ BROKEN = (
 status of its process."""
 DOES_NOT_HOLD = 3
 """Status of a process whose part ran to its end, and some of whose checks failed."""
-Check = tuple[str, float, float]
-"""What, the figure, and its maximum."""
 
 
 def flash(device: torch.device, size: kernels.Size) -> PromptAttention | None:
@@ -85,86 +80,6 @@ def check_kernels(device: torch.device, size: kernels.Size) -> Iterator[Check]:
             where = "later chunks" if later else "first chunks"
             for what, error, allowed in kernels.check_prompt(size, device, attention, later):
                 yield f"{label}: prompt ({name}, {where}), {what}", error, allowed
-
-
-def found_by(logs: Path, module: str, *options: str) -> dict[str, Any]:
-    """What one engine gives, in a process of its own; what it says is in a file of ``logs``."""
-    log = logs / f"{'_'.join([module, *(option.strip('-') for option in options)])}.log"
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        command = [sys.executable, "-m", f"benchmarks.gpu.{module}", str(out), *options]
-        # An interpreter of Triton is for the kernels' check alone.
-        environment = {**os.environ, "TRITON_INTERPRET": "0"}
-        with log.open("w") as said:
-            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=said, stderr=said)
-        if done.returncode:
-            raise RuntimeError(f"{command} failed, see {log}:\n{log.read_text()[-4000:]}")
-        return dict(json.loads(out.read_text()))
-
-
-def apart(one: list[list[int]], other: list[list[int]]) -> float:
-    """The fraction of tokens that follow the first difference, mean over requests."""
-    fractions = []
-    for a, b in zip(one, other, strict=True):
-        same = next((i for i in range(len(a)) if a[i] != b[i]), len(a))
-        fractions.append(1 - same / len(a))
-    return sum(fractions) / len(fractions)
-
-
-WHOLE, EVICTING = ("--policy-budget", "1.0"), ("--policy-budget", "0.125")
-WINDOW = (*EVICTING, "--window")
-SECOND_PASS = (*EVICTING, "--policy", "h2o2")
-SECOND_READING = (*SECOND_PASS, "--score", "reconstruction")
-COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "100 % against stock": ((), WHOLE),
-    "1/8, graphs against eager": (EVICTING, (*EVICTING, "--eager")),
-    "1/8, nothing compiled while it serves": (EVICTING, (*EVICTING, "--strict")),
-    "1/8, shared prefixes, graphs against eager": ((*WINDOW, "--strict"), (*WINDOW, "--eager")),
-    "1/8, V2 against V1": (EVICTING, (*EVICTING, "--v1")),
-    "1/8, h2o2, graphs against eager": (SECOND_PASS, (*SECOND_PASS, "--eager")),
-    "1/8, read twice, graphs against eager": (
-        (*SECOND_READING, "--strict"),
-        (*SECOND_READING, "--eager"),
-    ),
-}
-
-
-def size_of(small: bool) -> tuple[str, ...]:
-    """Options of an engine for a CPU."""
-    return ("--requests", "4", "--tokens", "12", "--dtype", "float32") if small else ()
-
-
-def compare(logs: Path, small: bool, shape: str, name: str) -> Iterator[Check]:
-    """Tokens of a pair of engines, and the memory that each finds for its pool."""
-    sizes = (shape, *size_of(small))
-    one, other = (found_by(logs, "engine", *sizes, *options) for options in COMPARED[name])
-    # Kernels that round differently in half precision differ at a near tie, sooner or later.
-    allowed = 0.0 if small else 0.4
-    differ = apart(one["tokens"], other["tokens"])
-    yield f"{shape}: {name}: tokens from the first that differs", differ, allowed
-    if one["pool_bytes"] is not None:
-        less = (one["pool_bytes"] - other["pool_bytes"]) / (1 << 20)
-        yield f"{shape}: {name}: MiB that the second finds less for its pool", less, 1024.0
-
-
-def control(logs: Path, small: bool, shape: str) -> Iterator[Check]:
-    """That a budget shows in the tokens at all."""
-    sizes = (shape, *size_of(small))
-    each = (found_by(logs, "engine", *sizes, *options) for options in (WHOLE, EVICTING))
-    whole, evicted = (found["tokens"] for found in each)
-    long = [i for i in range(len(whole)) if LENGTHS[i % len(LENGTHS)] > MAX_MODEL_LEN / 8]
-    same = 1 - apart([whole[i] for i in long], [evicted[i] for i in long])
-    yield f"{shape}: control: tokens that 1/8 leaves as they are", same, 0.7
-
-
-def retained(logs: Path, small: bool, dtype: str) -> Iterator[Check]:
-    """What is kept, against the reference in a model of float64."""
-    sizes = ("--prompt", "160", "--tokens", "16") if small else ()
-    found = found_by(logs, "retained", "--dtype", dtype, *sizes)
-    # Half precision orders tokens of nearly one score otherwise.
-    allowed = 1e-3 if dtype == "float32" else 0.02
-    what = f"{found['num_sets']} sets in {dtype}: share of tokens that the reference does not keep"
-    yield f"retained: {what}", found["differing"], allowed
 
 
 @dataclass

@@ -13,16 +13,15 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu import kernels, latency
 from benchmarks.gpu.__main__ import (
-    Check,
     Part,
     Report,
-    apart,
     check_kernels,
     holds,
     parts,
     run_all,
     run_part,
 )
+from benchmarks.gpu.engines import Check, apart
 from benchmarks.gpu.retained import differing, kept_by_reference
 from tests.e2e.harness import CHARACTERS, engine, tiny_llama
 from vllm_h2o.kernels.triton.kernels import TritonKernels

@@ -75,7 +75,7 @@ SHARED = tuple(
 )
 
 
-@many(120)
+@many(160)
 @given(
     schedule=schedules(block_sizes=(4,)),
     options=st.sampled_from(SHARED),
