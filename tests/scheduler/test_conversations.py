@@ -30,7 +30,7 @@ SHARING = (
 totals: Counter[str] = Counter()
 
 
-@many(200)
+@many(500)
 @given(
     schedule=schedules(ops=conversations),
     budget=st.sampled_from([12, 12, 20]),

@@ -31,7 +31,7 @@ OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
 totals: Counter[str] = Counter()
 
 
-@many(350)
+@many(500)
 @given(
     schedule=schedules(),
     budget=st.sampled_from([BUDGET, BUDGET, 32, 64]),

@@ -40,7 +40,7 @@ def engine(
     return Simulation(config, 1 + pages, depth)
 
 
-@many(400)
+@many(1000)
 @given(
     schedule=schedules(),
     budget=st.sampled_from([BUDGET, BUDGET, 32]),

@@ -40,7 +40,7 @@ WAITS = RequestStatus.WAITING_FOR_STREAMING_REQ
 totals: Counter[str] = Counter()
 
 
-@many(700)
+@many(1000)
 @given(
     schedule=schedules(),
     budget=st.sampled_from([BUDGET, 32, 64]),

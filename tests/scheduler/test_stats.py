@@ -29,7 +29,7 @@ CROWD: dict[str, Any] = {
 """More requests than pages: preempted again and again, whatever else is drawn."""
 
 
-@many(80)
+@many(150)
 @given(
     schedule=schedules([BLOCK_SIZE], ["fcfs"]),
     budget=st.sampled_from([12, 32]),

@@ -75,7 +75,7 @@ SHARED = tuple(
 )
 
 
-@many(160)
+@many(300)
 @given(
     schedule=schedules(block_sizes=(4,)),
     options=st.sampled_from(SHARED),
