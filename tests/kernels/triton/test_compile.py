@@ -17,8 +17,8 @@ SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by compute capability."""
 SPILLED: dict[int, dict[str, int]] = {
     75: {"attend_split": 240},
-    80: {"attend": 472, "attend_split": 24, "merge_and_score": 8, "column_scores": 56},
-    89: {"attend": 8, "attend_split": 8, "column_scores": 48, "weighted_scores": 256},
+    80: {"attend": 472, "attend_split": 24, "merge_and_score": 8, "column_scores": 32},
+    89: {"attend": 8, "attend_split": 8, "column_scores": 16, "weighted_scores": 152},
     90: {"attend": 48, "attend_split": 48, "weighted_scores": 184},
 }
 """Bytes at most that do not fit into a thread's registers, of any shape; 0 of other kernels. Most
