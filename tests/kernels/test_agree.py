@@ -221,7 +221,7 @@ def test_pack_unequal_heads(
         if chunk.attended_len > 16
     ]
     kinds = {"splits": True, "merges": reach > 0, "keeps_scores": by_age}
-    their_layers = [filled(shape, owned + 1, seed, **kinds) for seed in (6, 7)]
+    their_layers = [filled(shape, owned + 1, seed, **kinds) for seed in (6, 7, 8)]
     for cache in their_layers:
         if cache.mass is not None:
             cache.mass.fill_(1.0)  # nothing is merged before
