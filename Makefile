@@ -64,7 +64,7 @@ clean:  ## remove caches and build output; .venv and the converted model stay
 $(STAMP): pyproject.toml setup.py tools/setup_venv.sh
 	@tools/setup_venv.sh
 
-$(OVERLAY_STAMP): $(STAMP) tools/overlay.py vllm_h2o/patches/_sources.py
+$(OVERLAY_STAMP): $(STAMP) tools/overlay.py patches/_sources.py
 	@$(BIN)/python -m tools.overlay $(LATER) $(OVERLAY)
 	@touch $@
 

@@ -3,6 +3,8 @@
 The libraries are opened with ctypes and need neither Python's headers nor an OpenMP runtime. They
 are optional: where there is no compiler, or an old one, the package installs without them, and says
 at start what is missing.
+
+The patches are required: without the link to their folder there is nothing to build.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import platform
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -67,6 +70,13 @@ def library(variant: str, flags: list[str]) -> Extension:
         optional=True,
     )
 
+
+if not Path("vllm_h2o/patches/__init__.py").is_file():
+    sys.exit(
+        "error: vllm_h2o/patches is not a link to the folder patches: this checkout was made "
+        "without symbolic links.\n"
+        "       Run `git config core.symlinks true`, then `git checkout -- vllm_h2o/patches`."
+    )
 
 variants = {"portable": [], **(X86 if platform.machine() in ("x86_64", "AMD64") else {})}
 setup(

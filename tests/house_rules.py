@@ -37,9 +37,13 @@ class Module:
     @property
     def is_patch(self) -> bool:
         """Whether the file patches a symbol, and is not the machinery around the patches."""
-        return self.path.startswith("vllm_h2o/patches/") and not Path(self.path).name.startswith(
-            "_"
-        )
+        return self.path.startswith("patches/") and not Path(self.path).name.startswith("_")
+
+    @property
+    def dotted(self) -> str:
+        """The name by which it is imported: ``vllm_h2o/patches`` is a link to ``patches``."""
+        name = self.path.removesuffix(".py").replace("/", ".")
+        return f"vllm_h2o.{name}" if below(name, "patches") else name
 
     def imports(self) -> set[str]:
         """Dotted names of everything imported anywhere in the file."""
@@ -59,8 +63,8 @@ class Module:
 
 @cache
 def package() -> list[Module]:
-    """All modules of the package, the patches among them."""
-    files = (ROOT / "vllm_h2o").rglob("*.py")
+    """All modules of the package, the patches among them; the link to these is not followed."""
+    files = [*(ROOT / "vllm_h2o").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]
     names = sorted(str(file.relative_to(ROOT)) for file in files)
     return [Module(name, (ROOT / name).read_text()) for name in names]
 
@@ -118,7 +122,7 @@ def patch_doors(module: Module) -> Iterator[str]:
     for name in module.imports():
         if below(name, "vllm_h2o.plugin") and module.path != "vllm_h2o/worker/worker.py":
             yield name
-        if module.path.startswith("vllm_h2o/patches/"):
+        if module.path.startswith("patches/"):
             allowed = tuple(
                 f"vllm_h2o.{n}" for n in ("errors", "hooks", "options", "patches", "planner")
             )
@@ -126,6 +130,11 @@ def patch_doors(module: Module) -> Iterator[str]:
                 yield name
         elif module.path != "vllm_h2o/plugin.py" and below(name, "vllm_h2o.patches"):
             yield name
+
+
+def second_copies(module: Module) -> Iterator[str]:
+    """The patches are ``vllm_h2o.patches``: as ``patches`` they would be there a second time."""
+    yield from (name for name in module.imports() if below(name, "patches"))
 
 
 def is_kernel(function: Function) -> bool:
@@ -207,7 +216,7 @@ def environment(module: Module) -> Iterator[str]:
 
 def defaulted_getattr(module: Module) -> Iterator[str]:
     """``getattr`` with a default hides that vLLM has renamed an attribute."""
-    if module.path == "vllm_h2o/patches/_patch.py":
+    if module.path == "patches/_patch.py":
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and len(node.args) == 3 and "getattr" in words(node.func):
@@ -220,6 +229,7 @@ RULES: tuple[Rule, ...] = (
     kernel_doors,
     side_doors,
     patch_doors,
+    second_copies,
     sizes,
     untyped,
     docstrings,

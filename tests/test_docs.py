@@ -12,15 +12,15 @@ from tests.house_rules import ROOT
 from tools.docs import DOCS, PARTS, part_of, written
 from vllm_h2o.policy import Budget
 
-PACKAGE = ROOT / "vllm_h2o"
+PACKAGE, PATCHES = ROOT / "vllm_h2o", ROOT / "patches"
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "examples/*.md", "benchmarks/*.md", "vllm_h2o/**/*.md")
-    for path in ROOT.glob(pattern)
+    for folder in (".", "docs", "examples", "benchmarks", "patches", "vllm_h2o/**")
+    for path in ROOT.glob(f"{folder}/*.md")
 )
 SOURCES = {
     path: path.read_text(encoding="utf-8")
-    for path in sorted(PACKAGE.rglob("*"))
+    for path in sorted([*PACKAGE.rglob("*"), *PATCHES.iterdir()])
     if path.suffix in (".py", ".cpp", ".h")
 }
 README_WORDS, GLOSSARY_LINES = 1100, 25
@@ -43,7 +43,7 @@ RETIRED = (
     r"of chance|beside|behind(?! a load balancer)",
 )
 """What things are no longer called, whole words; a word next to ``_`` is another one."""
-ALLOWED = {("options/parsing.py", "replay")}
+ALLOWED = {("vllm_h2o/options/parsing.py", "replay")}
 """The table of retired spellings of options, which users may still write."""
 
 
@@ -98,7 +98,7 @@ def test_retired(word: str) -> None:
         for path, text in SOURCES.items()
         for number, line in enumerate(text.splitlines(), 1)
         for match in pattern.finditer(line)
-        if (str(path.relative_to(PACKAGE)), match.group()) not in ALLOWED
+        if (str(path.relative_to(ROOT)), match.group()) not in ALLOWED
     ]
     assert not found, "\n".join(found)
 

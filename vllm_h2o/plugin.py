@@ -17,6 +17,7 @@ then comes by ``vllm serve`` or ``additional_config``.)
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 
 _ENGINE_ARGS = "arg_utils"
@@ -39,12 +40,21 @@ def register() -> None:
     """Verify what is patched in every process, fill the registries, add the flags. Runs often.
 
     Raises:
-        PatchError: when this vLLM is not the known one. Nothing has been changed then.
+        PatchError: when this vLLM is not the known one, or the patches are not there. Nothing has
+            been changed then.
 
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from vllm_h2o.errors import PatchError
+
+    if not Path(__file__).with_name("patches").is_dir():
+        raise PatchError(
+            "vllm-h2o from a checkout",
+            "vllm_h2o/patches is not a link to the folder patches",
+            "this checkout was made without symbolic links",
+            "run `git config core.symlinks true`, then `git checkout -- vllm_h2o/patches`",
+        )
     from vllm_h2o.patches import ALWAYS
     from vllm_h2o.patches._patch import verify_all
     from vllm_h2o.paths import BACKEND
@@ -66,9 +76,9 @@ def register() -> None:
 
 def activate() -> None:
     """Apply the patches that a policy needs. Called where a worker with a policy starts."""
+    register()
     from vllm_h2o.patches._with_policy import activate_worker
 
-    register()
     activate_worker()
 
 

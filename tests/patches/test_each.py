@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from tests.house_rules import package
 from vllm_h2o import patches
 from vllm_h2o.errors import PatchError
 from vllm_h2o.patches import __main__ as described
@@ -244,10 +245,9 @@ def test_readme_is_in_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_liberties_are_listed() -> None:
     """Each comment that begins so stands at the place of one liberty, and the README has all."""
-    root = described.README.parents[1]
     found = []
-    for path in sorted(root.rglob("*.py")):
-        file, lines = str(path.relative_to(root)), path.read_text().splitlines()
+    for module in package():
+        file, lines = module.path.removeprefix("vllm_h2o/"), module.text.splitlines()
         for number, line in enumerate(lines):
             if "A liberty:" in line:
                 place = "\n".join(lines[number : number + 2])
@@ -256,7 +256,10 @@ def test_liberties_are_listed() -> None:
                 found += here
     assert sorted(found) == sorted(described.LIBERTIES)
     written = described.README.read_text()
-    assert all(f"`{liberty.name}` in [{liberty.file}](../" in written for liberty in found)
+    assert all(
+        f"`{liberty.name}` in [{liberty.file}](../vllm_h2o/{liberty.file})" in written
+        for liberty in found
+    )
 
 
 def test_digests_are_printed(

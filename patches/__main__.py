@@ -176,7 +176,7 @@ Not patched, but overridden or counted on, and verified in the same way when a p
    such function any more. What is installed decides which one is compared.
 3. Name the version in `SUPPORTED_VLLM`, in pyproject.toml, in docs/compatibility.md.
 4. `make test-033` runs the tests on a later version's Python over the installed extension
-   ([tools/overlay.py](../../tools/overlay.py)); on a machine with that vLLM, `make gpu-check`.
+   ([tools/overlay.py](../tools/overlay.py)); on a machine with that vLLM, `make gpu-check`.
 
 `VLLM_PLUGINS= python -m vllm_h2o.patches --digests` prints the digests of what is installed.
 """
@@ -213,7 +213,7 @@ def readme() -> str:
         relied_upon.append(f"- `{symbol.path}`" + "".join(f" (not in {m})" for m in absent))
     liberties = ["| place | what | why | drop when |", "| --- | --- | --- | --- |"]
     for name, file, *rest in LIBERTIES:
-        liberties.append(f"| {' | '.join([f'`{name}` in [{file}](../{file})', *rest])} |")
+        liberties.append(f"| {' | '.join([f'`{name}` in [{file}](../vllm_h2o/{file})', *rest])} |")
     return _TEXT.format(
         patches="\n".join(rows),
         liberties="\n".join(liberties),

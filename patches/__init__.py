@@ -1,4 +1,14 @@
-"""Patches of vLLM: only what has no registry or option. One file per symbol; see README.md here."""
+"""Patches of vLLM: only what has no registry or option. One file per symbol; see README.md here.
+
+The folder stands at the root of the repository; `vllm_h2o/patches` links to it. It is imported by
+that name alone.
+"""
+
+if __name__ != "vllm_h2o.patches":
+    # A second copy would have `Patch` objects of its own, which `is` and `isinstance` tell apart.
+    raise ImportError(
+        f"{__name__} is a second copy of the patches. Import vllm_h2o.patches instead."
+    )
 
 from vllm_h2o.patches import (
     async_engine_args__init,
