@@ -1,4 +1,4 @@
-"""What a step costs on the host: ``python -m benchmarks.host``. No model runs.
+"""Measure the cost of a step on the host: ``python -m benchmarks.host``. No model runs.
 
 vLLM's scheduler, stock and with the policy, schedules sequences that all generate; the policy's
 worker turns the plan into what the kernels read. Processor time of one thread, which other work on
@@ -105,12 +105,12 @@ class Clock:
         self.times.setdefault(name, []).append(1000 * (time.process_time() - start))
 
     def median(self, name: str) -> float | None:
-        """Of all steps; None where there is no such part."""
+        """Return a part's median over all steps; None without such a part."""
         return round(statistics.median(self.times[name]), 3) if name in self.times else None
 
 
 def worker_side(num_seqs: int) -> Callable[[SchedulerOutput], object]:
-    """What a worker makes of a plan: rows in the batch's order, and one batch of them."""
+    """Do a worker's part of a plan: rows in the batch's order, and one batch of them."""
     device = torch.device("cpu")
     batching = PersistentBatch(num_seqs, BLOCK_SIZE, device, prefix_caching=False)
     table = torch.zeros(num_seqs, MAX_MODEL_LEN // BLOCK_SIZE, dtype=torch.int32)

@@ -17,18 +17,17 @@ from vllm import _custom_ops as ops
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.batch import (
     DECODE_FIELDS,
-    LARGEST_SECOND_PASS,
-    MEAN_SECOND_PASS,
-    WINDOW_PASS,
     DecodeBatch,
     PromptChunk,
     Scoring,
-    ScoringPass,
     StepTensors,
 )
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.native.kernels import NativeKernels
+from vllm_h2o.policy import Ranking
+from vllm_h2o.policy.h2o import H2O
+from vllm_h2o.policy.h2o2 import H2O2
 
 Call = Callable[[], object]
 BLOCK_SIZE, DTYPE = 32, torch.bfloat16
@@ -54,13 +53,9 @@ class Shape:
 SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3.2-1B", 32, 8, 64))
 DECODES = ((1, 512), (1, 2048), (1, 8192), (8, 512), (8, 2048), (8, 4096), (32, 1024))
 PROMPTS = (128, 512, 2048, 4096)
-PASSES = {
-    "prompt": (),
-    "second pass": (MEAN_SECOND_PASS,),
-    "combined": (LARGEST_SECOND_PASS, WINDOW_PASS),
-}
-"""What a prompt's queries do when it is stored."""
-KINDS = ("decode", *PASSES)
+RANKINGS = {"prompt": H2O.ranking, "combined": H2O2.ranking}
+"""What a prompt's queries add to scores, by the name in tables."""
+KINDS = ("decode", *RANKINGS)
 
 
 def block_tables(batch: int, length: int) -> torch.Tensor:
@@ -78,10 +73,10 @@ def tokens(shape: Shape, number: int) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def step_tensors(shape: Shape, number: int) -> StepTensors:
-    """Those of a step with so many tokens."""
+    """Make the tensors of a step with ``number`` tokens."""
     query, key, value = tokens(shape, number)
     out = torch.empty(query.shape, dtype=DTYPE)
-    return StepTensors(query, key, value, out, None, shape.head_size**-0.5)
+    return StepTensors(query, key, value, out, shape.head_size**-0.5)
 
 
 def filled_cache(shape: Shape, num_blocks: int) -> LayerCache:
@@ -111,10 +106,8 @@ def our_decode(kernels: NativeKernels, shape: Shape, batch: int, length: int) ->
     return lambda: kernels.decode(cache, requests, victims, tensors, Scoring())
 
 
-def our_prompt(
-    kernels: NativeKernels, shape: Shape, length: int, passes: Sequence[ScoringPass] = ()
-) -> Call:
-    """A whole prompt, whose queries may score once more."""
+def our_prompt(kernels: NativeKernels, shape: Shape, length: int, ranking: Ranking) -> Call:
+    """A whole prompt, and each term of its scores."""
     block_table = block_tables(1, length)
     cache = filled_cache(shape, block_table.numel() + 1)
     chunk = PromptChunk(
@@ -127,10 +120,10 @@ def our_prompt(
     tensors = step_tensors(shape, length)
 
     def call() -> None:
-        kernels.prefill(cache, [chunk], tensors, Scoring())
-        for which in passes:
-            asked = chunk.in_blocks(which.in_pages(BLOCK_SIZE))
-            kernels.score_pass(cache, asked, tensors.query, tensors.scale, which)
+        kernels.prefill(cache, [chunk], tensors, Scoring.of(ranking))
+        for term in ranking.passes:
+            blocks = chunk.in_blocks(term, BLOCK_SIZE)
+            kernels.score_term(cache, blocks, tensors, term, ranking.by_age)
 
     return call
 
@@ -189,7 +182,7 @@ def stock(shape: Shape, batch: int, length: int, num_queries: int) -> Call:
 
 
 def seconds(call: Call) -> float:
-    """Of one call: on one thread its processor time, which leaves out what others run meanwhile."""
+    """Time one call; on one thread by processor time, which excludes other processes."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
     call()
@@ -266,11 +259,12 @@ def decode_row(
 def prompt_row(
     kernels: NativeKernels, budget: float, shape: Shape, length: int, kind: str
 ) -> dict[str, Any]:
-    """A whole prompt, attended to and scored; once more, too, or not."""
-    ours = [our_prompt(kernels, shape, length, PASSES[kind])]
+    """A whole prompt, attended to and scored."""
+    ranking = RANKINGS[kind]
+    ours = [our_prompt(kernels, shape, length, ranking)]
     figures = alternate(ours, [stock(shape, 1, length, length)], budget).figures(1)
-    second_pass = any(which.rotated for which in PASSES[kind])
-    flop = (4 if second_pass else 2) * length * length * shape.num_heads * shape.head_size
+    passes = 2 if ranking.term("rotated") else 1
+    flop = 2 * passes * length * length * shape.num_heads * shape.head_size
     what = {"kernel": kind, "model": shape.model}
     rates = {"gb_per_s": 0.0, "memcpy_gb_per_s": 0.0, "of_memcpy": 0.0}
     rates["tflop_per_s"] = round(flop / figures["ours_us"] / 1e6, 3)
@@ -285,7 +279,7 @@ def rows(
         if "decode" in only:
             for batch, length in DECODES[: 1 if quick else None]:
                 yield decode_row(kernels, budget, shape, batch, length)
-        for kind in PASSES:
+        for kind in RANKINGS:
             for length in PROMPTS[: 1 if quick else None] if kind in only else ():
                 yield prompt_row(kernels, budget, shape, length, kind)
 

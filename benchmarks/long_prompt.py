@@ -50,7 +50,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     """
     write_model(folder / "model", arguments.trained)
-    policy = {"budget": arguments.cache, "prefill": "chunked", "positions": "rolling"}
+    policy = {"budget": arguments.cache, "eviction": "chunk", "positions": "rolling"}
     pages = 2 * arguments.cache // PAGE
     flags = [
         "--dtype=float32",

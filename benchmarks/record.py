@@ -11,7 +11,7 @@ from typing import Any
 
 
 def cores() -> list[int]:
-    """Those that this process may run on; all, where the system knows no pins."""
+    """Return the cores that this process may run on; all, where the system has no pins."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""The same long texts with stock vLLM and with H2O, in the same small pool: ``make demo``."""
+"""Generate the same texts with stock vLLM and with H2O, in the same small pool: ``make demo``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENVIRONMENT = {
 
 
 def run_engine(model: str, policy: str | None, console: Console) -> Result:
-    """One engine in a process of its own; its progress bar goes to this terminal."""
+    """Run one engine in a process of its own; its progress bar goes to this terminal."""
     console.print(
         f"[dim]starting {'vLLM with --kv-policy ' + policy if policy else 'stock vLLM'} …"
     )
@@ -54,7 +54,7 @@ def run_engine(model: str, policy: str | None, console: Console) -> Result:
 
 
 def results_table(stock: Result, ours: Result) -> Table:
-    """Pages, sequences and speed, side by side."""
+    """Compare pages, sequences and speed."""
     table = Table(
         title=f"{NUM_REQUESTS} requests of {OUTPUT_TOKENS} tokens, a pool of "
         f"{(POOL_PAGES - 1) * BLOCK_SIZE} tokens, budget {BUDGET}",
@@ -63,14 +63,14 @@ def results_table(stock: Result, ours: Result) -> Table:
     for result in (stock, ours):
         table.add_column(result.name, justify="right")
     rows = (
-        ("pages held by one sequence, at the peak", "peak_pages_per_sequence"),
-        ("pages held in all, at the peak", "peak_pages"),
-        ("sequences preempted", "preemptions"),
+        ("pages of one sequence, at most", "peak_pages_per_sequence"),
+        ("pages in use, at most", "peak_pages"),
+        ("preemptions", "preemptions"),
     )
     for label, field in rows:
         table.add_row(label, *(str(getattr(result, field)) for result in (stock, ours)))
     table.add_row(
-        "sequences running at once, on average",
+        "sequences at once, on average",
         *(f"{result.mean_sequences:.1f}" for result in (stock, ours)),
     )
     table.add_row("output tokens/s", *(f"{r.tokens / r.seconds:.1f}" for r in (stock, ours)))
@@ -78,7 +78,7 @@ def results_table(stock: Result, ours: Result) -> Table:
 
 
 def csv_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """One row an engine, with the machine and the demo's settings."""
+    """Make one row per engine, with the machine and the demo's settings."""
     settings = {
         "machine": machine_name(),
         "vllm": version("vllm"),
@@ -103,12 +103,12 @@ def csv_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def opening(text: str, length: int = 500) -> str:
-    """The first ``length`` characters, cut at a word."""
+    """Return the first ``length`` characters, cut at a word."""
     return text.strip()[:length].rsplit(" ", 1)[0] + " …"
 
 
 def main() -> None:
-    """Convert the model if need be, run both engines, print the table and both openings."""
+    """Convert the model if necessary, run both engines, print the table and both openings."""
     parser = argparse.ArgumentParser(prog="python -m demo", description=__doc__)
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""One run of the demo, in a process of its own: generate, watch the pool, print JSON.
+"""Run one engine of the demo: generate, watch the pool, print JSON.
 
 Usage::
 
@@ -38,17 +38,17 @@ TOPICS = (
 
 @dataclass
 class Result:
-    """What one engine did.
+    """The figures of one engine.
 
     Args:
-        name: of the engine.
+        name: the engine, in words.
         peak_pages_per_sequence: most pages that one sequence held.
-        peak_pages: most pages that were held at once.
-        mean_sequences: sequences that ran at once, on average over the steps.
-        preemptions: sequences thrown out for want of pages, to be computed again.
-        seconds: from the first request to the last token.
-        tokens: generated.
-        text: of the first request.
+        peak_pages: most pages in use in a step.
+        mean_sequences: running sequences, on average over the steps.
+        preemptions: number of preemptions; a preempted sequence is computed again.
+        seconds: time from the first request to the last token.
+        tokens: number of generated tokens.
+        text: text of the first request.
 
     """
 
@@ -63,7 +63,7 @@ class Result:
 
 
 def make_engine(model: str, policy: str | None) -> Any:
-    """An engine with a small pool, in this process, so that the pool can be looked at."""
+    """Start an engine with a small pool, in this process, so that the pool can be read."""
     from vllm import LLM
 
     options = {"kv_policy": policy, "kv_policy_config": {"budget": BUDGET}} if policy else {}
@@ -82,7 +82,7 @@ def make_engine(model: str, policy: str | None) -> Any:
 
 
 def add_requests(engine: Any) -> None:
-    """The requests of the demo, all at once."""
+    """Add all requests of the demo."""
     from vllm import SamplingParams
 
     tokenizer = engine.get_tokenizer()
@@ -99,7 +99,7 @@ def add_requests(engine: Any) -> None:
 
 
 def run(engine: Any, result: Result) -> Result:
-    """Step until all is done, with a progress bar on stderr."""
+    """Step until all requests are done, with a progress bar on stderr."""
     scheduler = engine.engine_core.engine_core.scheduler
     manager = scheduler.kv_cache_manager
     requests: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Generate with a policy, offline: ``python examples/offline.py MODEL --prompt TEXT``.
 
-The budget is a fifth of what the longest sequence would hold. The second output is of the same
-prompt with a budget of its own: every token is kept.
+The budget is a fifth of the longest sequence. The second output comes from the same prompt with a
+budget of its own: every token is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    """Print what the model says, with an evicted cache and with a full one."""
+    """Print the model's text from an evicted cache and from a full one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a folder, or a name such as facebook/opt-6.7b")
     parser.add_argument("--prompt", default="The old sailor told us about the storm. " * 20)

@@ -1,4 +1,4 @@
-"""What the documentation says, held to the code: generated parts, words, links, lengths."""
+"""The documentation agrees with code and CSVs: generated parts, words, links, lengths."""
 
 from __future__ import annotations
 
@@ -9,42 +9,34 @@ from pathlib import Path
 import pytest
 
 from tests.house_rules import ROOT
+from tools import figures
 from tools.docs import DOCS, PARTS, part_of, written
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.footprint import Pool
+from vllm_h2o.scheduler.start import Start
 
-PACKAGE, PATCHES = ROOT / "vllm_h2o", ROOT / "patches"
+PACKAGE = ROOT / "vllm_h2o"
 PAGES = sorted(
     path
-    for folder in (".", "docs", "examples", "benchmarks", "patches", "vllm_h2o/**")
-    for path in ROOT.glob(f"{folder}/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "examples/**/*.md",
+        "benchmarks/*.md",
+        "research/*.md",
+        "patches/*.md",
+        "vllm_h2o/**/*.md",
+    )
+    for path in ROOT.glob(pattern)
 )
 SOURCES = {
     path: path.read_text(encoding="utf-8")
-    for path in sorted([*PACKAGE.rglob("*"), *PATCHES.iterdir()])
+    for path in sorted(PACKAGE.rglob("*"))
     if path.suffix in (".py", ".cpp", ".h")
 }
 README_WORDS, GLOSSARY_LINES = 1100, 25
-
-RETIRED = (
-    # the layout of a page, and what the kernels are asked for
-    r"H2oPage|page_rows|PAGE_ROWS",
-    r"(DECODE|CHUNK|PACK)_ORDERS|NUM_ORDERS|DECODE_REQUEST",
-    r"recent_from|keep_after|scores_from|watch_from|watched",
-    r"hole|refill\w*|gathers|blank",
-    r"MOST_SHARES|num_shares|join_shares",
-    r"soften\w*|unite\w*|fade\w*|silent(?! no-op)",
-    r"drawn_by_position|reduce_and_score|shares_prefixes|class Page|attended(?= = )",
-    r"asked again|replay\w*|REPLAY|Turn|turned",
-    # lengths, pages and plans
-    r"NEVER|Claim|claim|Residency|residencies|Tally|tally",
-    r"(class |: )Counts|surplus|uncut|most_cached|first_page|pack_page|row_pages",
-    r"choose_kernels|kernels\.cpu|kernels/cpu|kernels\.page|kernels\.packing|kernels\.scoring",
-    # words that say something else in English
-    r"of chance|beside|behind(?! a load balancer)",
-)
-"""What things are no longer called, whole words; a word next to ``_`` is another one."""
-ALLOWED = {("vllm_h2o/options/parsing.py", "replay")}
-"""The table of retired spellings of options, which users may still write."""
+NUMBERS = r"\d+\.?\d*"
 
 
 def glossary() -> list[str]:
@@ -63,7 +55,7 @@ TERMS = [term for line in glossary() for term in re.findall(r"\*\*(.+?)\*\*", li
 )
 def test_generated(page: str, name: str) -> None:
     """What is written from the code is what the code says now."""
-    text = (DOCS / page).read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     start, end = part_of(text, name)
     assert text[start:end] == PARTS[page][name](), "run: python -m tools.docs"
 
@@ -87,38 +79,6 @@ def test_glossary(term: str) -> None:
 def test_glossary_is_short() -> None:
     """It is read as a whole."""
     assert 0 < len(glossary()) <= GLOSSARY_LINES
-
-
-@pytest.mark.parametrize("word", RETIRED)
-def test_retired(word: str) -> None:
-    """One word, one meaning: what was renamed is gone, in every language."""
-    pattern = re.compile(rf"\b(?:{word})\b")
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {match.group()}"
-        for path, text in SOURCES.items()
-        for number, line in enumerate(text.splitlines(), 1)
-        for match in pattern.finditer(line)
-        if (str(path.relative_to(ROOT)), match.group()) not in ALLOWED
-    ]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    ("line", "is_retired"),
-    [
-        ("the hole after it", True),
-        ("refilled = 0", True),
-        ("class Residency:", True),
-        ("class ResidencyPlan:", False),
-        ('name="h2o2"', False),
-        ("queries are asked again", True),
-        ("the whole row", False),
-        ("it would be a silent no-op", False),
-    ],
-)
-def test_retired_words_are_noticed(line: str, is_retired: bool) -> None:
-    """The patterns find what they are for."""
-    assert any(re.search(rf"\b(?:{word})\b", line) for word in RETIRED) is is_retired
 
 
 def slug(heading: str) -> str:
@@ -166,13 +126,35 @@ def test_readme_is_short() -> None:
 
 
 def test_log_line_is_the_engine_s() -> None:
-    """README and docs/metrics.md show what the scheduler says, in its words."""
-    source = (PACKAGE / "scheduler/scheduler.py").read_text(encoding="utf-8")
-    call = source[source.index('"%s: past its prompt') : source.index("config.name,")]
-    said = "".join(re.findall(r'"(.*)"', call))
-    said = said.replace("(%s)", f"({re.sub(r'[0-9]+', '%d', Budget(64, 31, 32, 0).parts)})")
-    said = said.replace("%d for the incoming", "1 for the incoming")
-    pattern = re.escape(said).replace("%s%d", r"\d+").replace("%s", "h2o").replace("%d", r"\d+")
+    """README and docs/metrics.md show the line that the scheduler logs."""
+    pool = Pool(1432 + 1, 16)
+    start = Start(
+        config=KVPolicyConfig(name="h2o", budget=64),
+        budget=Budget(64, 31, 32, 0),
+        pool=pool,
+        stock_pool=pool,
+        max_model_len=1024,
+        max_num_seqs=1,
+        num_layers=(1, 0),
+        num_window_pages=0,
+    )
+    (line,) = start.lines()
     for page in ("README.md", "docs/metrics.md"):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-        assert re.search(pattern, text), page
+        assert f"h2o: {line}" in text, page
+
+
+def test_readme_figures_come_from_csvs() -> None:
+    """Each row of README's results has the figures of a generated table."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme[readme.index("## Results") :].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if "**" in line and line.startswith("|")]
+    generated = [re.findall(NUMBERS, line) for line in figures.profiles().splitlines()]
+    chats = {row["side"]: row for row in figures.find("chat-cpu.csv", conversations="16")}
+    ours, stock = (float(chats[side]["tokens_per_s"]) for side in ("h2o continued", "stock"))
+    pairs = ((ours / stock, 2), (ours, 1), (stock, 1))
+    generated.append([figures.figure(value, digits) for value, digits in pairs])
+    assert len(rows) >= 5
+    for row in rows:
+        wanted = re.findall(NUMBERS, "".join(row.split("|")[2:]))
+        assert any(set(wanted) <= set(numbers) for numbers in generated), row

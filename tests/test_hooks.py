@@ -1,4 +1,4 @@
-"""From flags and arguments to vLLM's own options; what is refused is in test_refusals.py."""
+"""Hooks: from flags and arguments to vLLM's options. Refusals are in options/test_refusals.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm_h2o.options.flags import fold_policy
 from vllm_h2o.patches import _with_policy
 from vllm_h2o.patches._patch import Symbol
 from vllm_h2o.paths import SCHEDULER, WORKER
-from vllm_h2o.policy import POLICIES
+from vllm_h2o.policy import policies
 
 BUDGET = {"kv_policy_config": {"budget": 64}}
 CUSTOM = AttentionBackendEnum.CUSTOM
@@ -35,7 +35,7 @@ CUSTOM = AttentionBackendEnum.CUSTOM
 
 @contextmanager
 def reverted() -> Iterator[None]:
-    """vLLM as it is without the plugin."""
+    """Run vLLM without the plugin."""
     for patch in patches.ALWAYS:
         patch.revert()
     try:
@@ -53,7 +53,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def parser() -> FlexibleArgumentParser:
-    """The parser of ``vllm serve`` and of every other command with engine arguments."""
+    """The parser of every command with engine arguments, such as ``vllm serve``."""
     return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
@@ -62,7 +62,7 @@ Parsed = Callable[..., KVPolicyConfig | None]
 
 @pytest.fixture(scope="module")
 def parsed(parser: FlexibleArgumentParser, llama: str) -> Parsed:
-    """The policy that a command line asks for."""
+    """Returns the policy of a command line."""
 
     def parse(*arguments: str) -> KVPolicyConfig | None:
         args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", llama, *arguments]))
@@ -71,9 +71,9 @@ def parsed(parser: FlexibleArgumentParser, llama: str) -> Parsed:
     return parse
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_flag(parsed: Parsed, policy: str) -> None:
-    """``--kv-policy NAME`` alone takes the defaults."""
+@pytest.mark.parametrize("policy", policies())
+def test_flag_alone_takes_the_defaults(parsed: Parsed, policy: str) -> None:
+    """``--kv-policy NAME``, in either spelling."""
     assert parsed("--kv-policy", policy) == KVPolicyConfig(policy)
     assert parsed(f"--kv_policy={policy}") == KVPolicyConfig(policy)
 
@@ -100,15 +100,17 @@ def test_flag(parsed: Parsed, policy: str) -> None:
         ),
     ],
 )
-def test_options_flag(parsed: Parsed, arguments: list[str], options: dict[str, Any]) -> None:
+def test_options_flag_takes_every_form(
+    parsed: Parsed, arguments: list[str], options: dict[str, Any]
+) -> None:
     """JSON, dotted, with underscores, before or after the policy's name: the same options."""
     expected = KVPolicyConfig("h2o", **options)
     for line in (["--kv-policy", "h2o", *arguments], [*arguments, "--kv-policy", "h2o"]):
         assert parsed(*line) == expected
 
 
-def test_no_flag(parser: FlexibleArgumentParser, llama: str) -> None:
-    """Without the flags nothing is put anywhere."""
+def test_no_flag_changes_nothing(parser: FlexibleArgumentParser, llama: str) -> None:
+    """The arguments are stock vLLM's."""
     args = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", llama]))
     assert args.additional_config == {}
     with reverted():
@@ -119,34 +121,37 @@ def test_no_flag(parser: FlexibleArgumentParser, llama: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--kv-policy", "h20"], "did you mean 'h2o'"),
-        (["--kv-policy", "h2o", "--kv-policy-config", "{budget: 3}"], "not JSON"),
+        (["--kv-policy", "h20"], "Did you mean 'h2o'"),
+        (["--kv-policy", "h2o", "--kv-policy-config", "{budget: 3}"], "it is not JSON"),
         (["--kv-policy", "h2o", "--kv-policy-config.recent-ratio", "1"], "mean 'recent_ratio'"),
-        (["--kv-policy-config.budget", "0.2"], "name one: --kv-policy h2o"),
-        (["--kv-policy", "h2o", "--additional-config", '{"kv_policy": "local"}'], "given twice"),
+        (["--kv-policy-config.budget", "0.2"], "Name a policy: --kv-policy h2o"),
+        (
+            ["--kv-policy", "h2o", "--additional-config", '{"kv_policy": "local"}'],
+            "These are two config",
+        ),
     ],
 )
 def test_flags_refused(parsed: Parsed, arguments: list[str], message: str) -> None:
-    """A command line that cannot be meant stops before anything is loaded."""
+    """A wrong command line stops before anything is loaded."""
     with pytest.raises(ConfigError, match=message):
         parsed(*arguments)
 
 
-def test_help_is_a_group_of_its_own(parser: FlexibleArgumentParser) -> None:
-    """Under the group's title stand the two flags, every policy and every option that works."""
+def test_help_has_a_group(parser: FlexibleArgumentParser) -> None:
+    """The group has the two flags, every policy and every option."""
     (group,) = [group for group in parser._action_groups if group.title == "KVPolicyConfig"]
     flags = {option for action in group._group_actions for option in action.option_strings}
     assert flags == {"--kv-policy", "--kv-policy-config"}
     text = ArgumentParser.format_help(parser)  # vLLM's own asks for a group by its title
-    for policy in POLICIES.values():
+    for policy in policies().values():
         assert f"- {policy.name}: {policy.summary.split()[0]}" in text
-    for option in ("budget", "min_budget", "recent_ratio", "num_sink_tokens", "seed"):
+    for option in ("budget", "min_budget", "recent_ratio", "num_sink_tokens", "split"):
         assert f"- {option}: " in text
 
 
 @pytest.mark.parametrize("kind", [EngineArgs, AsyncEngineArgs])
-def test_arguments(kind: type[EngineArgs], llama: str) -> None:
-    """``LLM(kv_policy=...)`` and the server's arguments take the same two keywords."""
+def test_engine_args_take_two_keywords(kind: type[EngineArgs], llama: str) -> None:
+    """``LLM(kv_policy=...)`` and the server's arguments."""
     args = kind(model=llama, kv_policy="h2o", kv_policy_config={"budget": 64}, seed=3)
     assert (args.model, args.seed) == (llama, 3)
     assert args.additional_config == {"kv_policy": KVPolicyConfig("h2o", 64).to_dict()}
@@ -155,8 +160,8 @@ def test_arguments(kind: type[EngineArgs], llama: str) -> None:
         kind(llama, kv_polici="h2o")
 
 
-def test_fold_policy() -> None:
-    """Other plugins' entries stay, the caller's mapping is not written to."""
+def test_fold_policy_keeps_other_entries() -> None:
+    """The caller's mapping does not change."""
     given = {"other": 1}
     args = SimpleNamespace(additional_config=given)
     assert fold_policy(args, None, None) is args
@@ -167,50 +172,49 @@ def test_fold_policy() -> None:
 
 
 @pytest.mark.parametrize("given", ["h2o", {"name": "h2o"}, {"budget": 0.2}, None])
-def test_fold_policy_given_twice_alike(given: Any) -> None:
-    """The same policy in another form is no contradiction."""
+def test_fold_policy_twice_alike_is_taken(given: Any) -> None:
+    """The same policy in another form."""
     args = SimpleNamespace(additional_config={"kv_policy": given})
     fold_policy(args, "h2o", None)
     assert args.additional_config == {"kv_policy": KVPolicyConfig().to_dict()}
 
 
 @pytest.mark.parametrize("given", ["local", {"budget": 0.3}, {"num_sink_tokens": 1}])
-def test_fold_policy_given_twice_differently(given: Any) -> None:
-    """Two different policies are refused, and both are shown."""
+def test_fold_policy_twice_differently_is_refused(given: Any) -> None:
+    """The message has both."""
     args = SimpleNamespace(additional_config={"kv_policy": given})
     with pytest.raises(ConfigError) as caught:
         fold_policy(args, "h2o", None)
     assert str(caught.value) == (
-        f"kv-policy: asked: kv_policy='h2o'; is: additional_config holds {given!r}; "
-        "why not: the policy is given twice, differently; what to do: give it once."
+        f"kv-policy: kv_policy='h2o' is not supported: additional_config holds {given!r}. "
+        "These are two configurations. Give one of them."
     )
 
 
-def test_options_without_a_policy() -> None:
-    """Options alone would do nothing, so they are refused; with a name inside they are enough."""
+def test_fold_policy_without_a_name_is_refused() -> None:
+    """Options with a name inside are enough."""
     args = SimpleNamespace(additional_config=None)
     for options in ({"budget": 0.3}, '{"budget": 0.3}', {}):
         with pytest.raises(ConfigError) as caught:
             fold_policy(args, None, options)
         assert str(caught.value) == (
-            f"kv-policy: asked: kv_policy_config={options!r}; is: no kv_policy; "
-            "why not: options without a policy would be a silent no-op; "
-            "what to do: name one: --kv-policy h2o."
+            f"kv-policy: kv_policy_config={options!r} is not supported: no kv_policy is given. "
+            "The options would have no effect. Name a policy: --kv-policy h2o."
         )
     fold_policy(args, None, '{"name": "local"}')
     assert args.additional_config == {"kv_policy": KVPolicyConfig("local").to_dict()}
 
 
-def test_prepare_without_a_policy(llama: str) -> None:
-    """Nothing is changed, and nothing is verified either."""
+def test_prepare_without_a_policy_changes_nothing(llama: str) -> None:
+    """It verifies nothing, either."""
     args = engine_args(llama, additional_config={"other": 1})
     before = dict(vars(args))
     assert prepare(args) is None
     assert vars(args) == before
 
 
-def test_prepare(llama: str) -> None:
-    """Five options are set, once and again, and the policy is carried in full."""
+def test_prepare_sets_five_options(llama: str) -> None:
+    """Twice alike; the policy is carried in full."""
     args = engine_args(llama, additional_config={"kv_policy": "h2o", "other": 1})
     for _ in range(2):
         assert prepare(args) == KVPolicyConfig()
@@ -223,15 +227,15 @@ def test_prepare(llama: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "pages"), [(None, 128), (32, 32)])
-def test_the_size_of_pages(llama: str, given: int | None, pages: int) -> None:
-    """A user's own, or a CPU's default: known before the budget is resolved, in every vLLM."""
-    options = {"granularity": "block", "budget": 384, "recent_ratio": 0.0}
+def test_block_size_is_known_before_the_budget(llama: str, given: int | None, pages: int) -> None:
+    """The user's, or the default of a CPU."""
+    options = {"evict_every": "page", "budget": 256, "recent_ratio": 0.0}
     args = engine_args(llama, kv_policy="h2o", kv_policy_config=options, block_size=given)
     assert args.create_engine_config().cache_config.block_size == pages
 
 
-def test_the_size_of_pages_on_a_gpu(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There it is vLLM's choice."""
+def test_block_size_on_a_gpu_is_left_to_vllm(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """prepare does not set it."""
     args = engine_args(llama, kv_policy="h2o", **BUDGET)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda _: False)
     prepare(args)
@@ -247,7 +251,7 @@ def test_the_size_of_pages_on_a_gpu(llama: str, monkeypatch: pytest.MonkeyPatch)
         ("combined", None, True, None),
     ],
 )
-def test_the_largest_budget_on_a_gpu(
+def test_max_budget_on_a_gpu_is_set_for_layers(
     llama: str,
     monkeypatch: pytest.MonkeyPatch,
     score: str,
@@ -255,7 +259,7 @@ def test_the_largest_budget_on_a_gpu(
     cuda: bool,
     most: float | None,
 ) -> None:
-    """Where layers share slots, requests get no more than memory was set aside for."""
+    """Memory is set aside for the largest budget of layers that share slots."""
     options = {"budget": 0.3, "max_budget": asked, "score": score}
     args = engine_args(llama, kv_policy="h2o2", kv_policy_config=options)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: cuda)
@@ -265,8 +269,8 @@ def test_the_largest_budget_on_a_gpu(
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "OPTForCausalLM"])
-def test_config_with_a_policy(tmp_path: Path, architecture: str) -> None:
-    """vLLM's finished config says what the policy needs, and making it twice is possible."""
+def test_config_with_a_policy_has_its_classes(tmp_path: Path, architecture: str) -> None:
+    """vLLM can build it twice from the same arguments."""
     args = engine_args(folder(tmp_path, architecture), kv_policy="h2o", **BUDGET)
     for config in (args.create_engine_config(), args.create_engine_config()):
         assert config.scheduler_config.scheduler_cls == SCHEDULER
@@ -279,7 +283,7 @@ def test_config_with_a_policy(tmp_path: Path, architecture: str) -> None:
 
 
 def test_policies_do_not_share_compiled_code(llama: str) -> None:
-    """The policy is part of the key under which vLLM keeps compiled graphs."""
+    """vLLM keeps compiled graphs by a hash that includes the policy."""
     options: list[dict[str, Any]] = [
         {},
         {"kv_policy": "h2o", **BUDGET},
@@ -291,7 +295,7 @@ def test_policies_do_not_share_compiled_code(llama: str) -> None:
 
 
 def described(config: VllmConfig) -> dict[str, str]:
-    """Every field of a config; the id that each instance draws for itself is left out."""
+    """Return every field of a config but the random id of each instance."""
     fields = (field.name for field in dataclasses.fields(config) if field.name != "instance_id")
     return {name: repr(getattr(config, name)) for name in fields}
 
@@ -301,7 +305,7 @@ def described(config: VllmConfig) -> dict[str, str]:
     [{}, {"enable_prefix_caching": True, "additional_config": {"other": 1}}, {"seed": 7}],
 )
 def test_without_a_policy_the_config_is_stock(llama: str, options: dict[str, Any]) -> None:
-    """With the plugin and no policy, every field is the one that vLLM makes by itself."""
+    """The plugin changes no field."""
     with_plugin = engine_config(llama, **options)
     with reverted():
         stock = engine_config(llama, **options)
@@ -314,11 +318,11 @@ def test_without_a_policy_the_config_is_stock(llama: str, options: dict[str, Any
 
 
 CAPTURED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-"""By vLLM, where nobody says which sizes."""
+"""vLLM's default sizes."""
 
 
 def captures(args: EngineArgs, **scheduler: int) -> CompilationConfig:
-    """What is captured of a finished config on a device with CUDA graphs."""
+    """Return the sizes that a finished config captures on a device with CUDA graphs."""
     compilation = CompilationConfig(
         cudagraph_capture_sizes=CAPTURED, max_cudagraph_capture_size=CAPTURED[-1]
     )
@@ -340,7 +344,7 @@ def captures(args: EngineArgs, **scheduler: int) -> CompilationConfig:
     ids=str,
 )
 def test_steps_of_all_sequences_are_captured(llama: str, limits: dict[str, int], most: int) -> None:
-    """In steps of sixteen from where vLLM's own end."""
+    """By sixteen sequences from vLLM's largest size."""
     found = captures(engine_args(llama, kv_policy="h2o"), **limits)
     sizes = found.cudagraph_capture_sizes
     assert found.max_cudagraph_capture_size == most == sizes[-1]
@@ -363,21 +367,21 @@ def test_steps_of_all_sequences_are_captured(llama: str, limits: dict[str, int],
     ],
     ids=lambda asked: " ".join(asked),
 )
-def test_what_a_user_captures_stays(llama: str, asked: dict[str, Any]) -> None:
-    """However it is said; and where drafts make a step's tokens more than its sequences."""
+def test_captures_of_a_user_stay(llama: str, asked: dict[str, Any]) -> None:
+    """In every form; and with drafts, where a step has several tokens per sequence."""
     args = engine_args(llama, kv_policy="h2o", **asked)
     found = captures(args, max_num_seqs=1024, max_num_batched_tokens=8192)
     assert found.cudagraph_capture_sizes == CAPTURED
 
 
-def test_check_config_without_a_policy() -> None:
-    """Whatever the config is, it goes through unread."""
+def test_check_config_without_a_policy_reads_nothing() -> None:
+    """Any object passes."""
     config = object()
     assert check_config(config, None) is config
 
 
 def test_an_unknown_vllm_stops_a_policy_alone(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed symbol that only a policy relies upon is refused when one is asked for."""
+    """Without a policy, a changed symbol is not verified."""
     wrong = Symbol("vllm.v1.core.sched.scheduler:Scheduler.schedule", "0" * 12)
     monkeypatch.setattr(_with_policy, "RELIED_UPON", (wrong,))
     engine_config(llama)

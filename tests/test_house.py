@@ -112,7 +112,7 @@ def test_every_rule_is_tested() -> None:
 def _beside() -> list[Module]:
     files = [
         file
-        for part in ("tests", "demo", "benchmarks", "tools", "examples")
+        for part in ("tests", "demo", "benchmarks", "research", "tools", "examples")
         for file in (ROOT / part).rglob("*.py")
     ]
     return [Module(str(file.relative_to(ROOT)), file.read_text()) for file in files]

@@ -203,5 +203,5 @@ def test_dashboard_shows_every_number(with_policy: VllmConfig) -> None:
     assert queried <= exist, queried - exist
     ours = {f"vllm:kv_policy_{name}_total" for name in COUNTERS}
     assert ours | {f"vllm:kv_policy_{name}" for name in GAUGES} <= queried
-    labels = set(re.findall(r"[{,]\s*(\w+)=", text))
+    labels = set(re.findall(r'[{,]\s*(\w+)=~?\\"', text))
     assert labels == {"model_name", "engine"}

@@ -155,8 +155,8 @@ class Engine:
         yield self._moment(request_id, plan, head, packed=plan.num_survivors > 0)
 
     def _moment(self, request_id: str, plan: RequestPlan, head: Head, packed: bool) -> Moment:
-        pool, null = self.scheduler.manager.block_pool, self.scheduler.manager.block_pool.null_block
-        blocks = self.scheduler.manager.req_to_blocks[request_id]
+        pool, null = self.scheduler.block_manager.block_pool, self.scheduler.block_manager.block_pool.null_block
+        blocks = self.scheduler.block_manager.req_to_blocks[request_id]
         return Moment(
             request_id,
             plan,

@@ -1,4 +1,4 @@
-"""What becomes of each family of decoders on the installed vLLM, written into tests/e2e/zoo.csv.
+"""Run a tiny model of each decoder family on the installed vLLM, and write tests/e2e/zoo.csv.
 
 ::
 
@@ -7,7 +7,7 @@
     .venv-033/bin/python -m tools.zoo      on the other vLLM
     python -m tools.docs                   then, the table in docs/compatibility.md
 
-What fails is printed, and not written.
+A family that fails is printed and not written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tests.conftest  # noqa: F401  # the engine's settings, before vLLM is imp
 
 
 def main(names: Collection[str]) -> int:
-    """Run those of these names, or all; 1 when one fails."""
+    """Run the families of these names, or all. Returns 1 if one fails."""
     from tests.e2e import zoo
     from vllm_h2o.patches._patch import installed_version, minor_of
 

@@ -1,4 +1,4 @@
-"""``vllm-h2o``: how much fits, what is kept, and whether conversations are continued."""
+"""``vllm-h2o``: plan capacity, trace evictions, check chat templates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_h2o.errors import ConfigError, KVPolicyError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import number
 from vllm_h2o.options.traits import FLOAT8
-from vllm_h2o.policy import POLICIES
+from vllm_h2o.policy import policies
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", start=1)}
@@ -22,23 +22,23 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 _BUDGETS = ("0.05", "0.1", "0.2", "0.5")
 _PLAN = """\
-How many sequences fit into a memory, with stock vLLM and with each budget, from the model's config
-alone: nothing is loaded, and no engine starts.
+Count the sequences that fit into a memory, with stock vLLM and with each budget. The plan reads the
+model's config alone: it loads no weights and starts no engine.
 
---kv-memory is the memory for the cache itself, as vLLM's --kv-cache-memory-bytes: its numbers are
-those that the engine will log. --gpu-memory is a device's memory: the fraction that vLLM may use,
-less the model's parameters. What activations and CUDA graphs take is not in the config, so that is
-an upper bound.
+--kv-memory is the memory for the cache, as vLLM's --kv-cache-memory-bytes; the engine will log the
+same numbers. --gpu-memory is a device's memory: the cache gets the fraction that vLLM may use, less
+the model's parameters. It is an upper bound, because the config does not tell what activations and
+CUDA graphs take.
 """
 _TRACE = """\
-Runs one prompt in the engine with a policy and writes one HTML page, which needs no network: the
-text, shaded by how many layers and KV heads kept each token, step by step, with the scores. What
-fits into its budget is not scored.
+Run one prompt with a policy and write one HTML page, which needs no network. The page shows the
+scores, and shades each token by how many layers and KV heads keep it, step by step. Tokens that fit
+into the budget have no scores.
 """
 _TEMPLATE = """\
-Says whether the next turn of a conversation begins with the last one, to the token, when a model's
-chat template has made it of the messages: then, with --kv-policy-config.continuation true, it
-begins from that turn's cache. Reads the tokenizer alone.
+Check whether a model's chat template reproduces the tokens of the last turn in the next turn's
+prompt. Only then does --kv-policy-config.continuation true continue from the last turn's cache. The
+check reads the tokenizer alone.
 """
 
 
@@ -46,9 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit status: 1 for a plan of which nothing starts, and a template with which plain
-        answers are not continued; 2, and a message in four parts, for
-        what cannot be done.
+        The exit status: 1 for a plan in which no engine starts, and for a template with which
+        plain answers do not continue; 2, with a message, for an error.
 
     """
     parser = argparse.ArgumentParser(prog="vllm-h2o", description=__doc__)
@@ -75,7 +74,7 @@ def _command(commands: Any, name: str, help_: str, description: str) -> argparse
 
 
 def _add_plan(commands: Any) -> None:
-    parser = _command(commands, "plan", "how many sequences fit, by budget", _PLAN)
+    parser = _command(commands, "plan", "count the sequences that fit, by budget", _PLAN)
     parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
@@ -87,7 +86,7 @@ def _add_plan(commands: Any) -> None:
         type=float,
         default=0.9,
         metavar="FRACTION",
-        help="of --gpu-memory, what vLLM may use; 0.9 by default",
+        help="fraction of --gpu-memory that vLLM may use; 0.9 by default",
     )
     parser.add_argument(
         "--budget",
@@ -99,20 +98,20 @@ def _add_plan(commands: Any) -> None:
         "--prompt-len",
         type=_count,
         metavar="N",
-        help="longest prompt, which is held whole until its end; --max-model-len by default",
+        help="tokens of the longest prompt; --max-model-len by default",
     )
     parser.add_argument(
         "--max-num-batched-tokens",
         type=_count,
         default=2048,
         metavar="N",
-        help="tokens of a chunk, with prefill=chunked or sliding windows; 2048 by default",
+        help="tokens of a chunk, read with eviction=chunk or sliding windows; 2048 by default",
     )
     parser.add_argument(
         "--kv-dtype",
         choices=("auto", *_DTYPES, *FLOAT8),
         default="auto",
-        help="of the cache; auto: as the model runs",
+        help="dtype of the cache; auto: the model's",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="write the bars as a picture, .png or .svg"
@@ -122,17 +121,25 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_trace(commands: Any) -> None:
-    parser = _command(commands, "trace", "an HTML page of what was kept, step by step", _TRACE)
+    parser = _command(commands, "trace", "write an HTML page of the kept tokens by step", _TRACE)
     parser.add_argument("model", metavar="MODEL", help="a folder or a name, as for vLLM")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="e.g. trace.html")
     parser.add_argument(
-        "--max-tokens", type=_count, default=128, metavar="N", help="to generate; 128 by default"
+        "--max-tokens",
+        type=_count,
+        default=128,
+        metavar="N",
+        help="tokens to generate; 128 by default",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0, greedy, by default"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 (greedy) by default",
     )
     parser.add_argument(
         "--budget",
@@ -143,14 +150,14 @@ def _add_trace(commands: Any) -> None:
         "--every",
         type=_count,
         metavar="K",
-        help="record the prompt's end and each K-th token; by default so that it is 60 times",
+        help="record the prompt's end and each K-th token; 60 times by default",
     )
     _add_common(parser)
     parser.set_defaults(run=_trace)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(POLICIES)
+    names = ", ".join(policies())
     parser.add_argument(
         "--kv-policy", default="h2o", metavar="NAME", help=f"one of {names}; h2o by default"
     )
@@ -173,12 +180,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", *_DTYPES),
         default="auto",
-        help="in which the model runs; auto: vLLM's choice",
+        help="dtype in which the model runs; auto: vLLM's choice",
     )
 
 
 def _default_budgets(config: KVPolicyConfig, longest: int) -> Sequence[str | None]:
-    """Budgets to compare where none is asked for: those that the policy lets requests have."""
+    """Return the budgets to compare by default: those below the policy's max_budget."""
     if not config.policy.evicts:
         return (None,)
     cap = config.max_budget
@@ -199,7 +206,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "a plan without --max-model-len",
             "the model's config names no longest sequence",
-            "pages are counted for sequences of some length",
+            "the plan counts the pages of one",
             "give --max-model-len",
         )
     prompt_len = min(arguments.prompt_len or longest, longest)
@@ -229,7 +236,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _cache_memory(arguments: argparse.Namespace, loaded: Any) -> tuple[int, str]:
-    """Bytes for the cache, and what they are."""
+    """Return the bytes for the cache, and their meaning."""
     from vllm_h2o.planner.show import memory_text
 
     if arguments.kv_memory:
@@ -281,11 +288,11 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 def _add_check_template(commands: Any) -> None:
     parser = _command(
-        commands, "check-template", "whether the next turn begins with the last one", _TEMPLATE
+        commands, "check-template", "check whether the next turn continues", _TEMPLATE
     )
     parser.add_argument("model", metavar="MODEL", help="a folder with a tokenizer, or a name")
     parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="in place of the model's own"
+        "--chat-template", type=Path, metavar="FILE", help="chat template in place of the model's"
     )
     parser.set_defaults(run=_check_template)
 
@@ -304,11 +311,11 @@ def _check_template(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"the chat template of {arguments.model}",
             str(error),
-            "conversations are made of messages by it",
+            "it builds prompts from messages",
             "name a chat model, or give --chat-template",
         ) from error
     for each in found:
-        print(f"{each.what}: {'continues' if each.continues else 'begins again'}")
+        print(f"{each.what}: {'continues' if each.continues else 'starts anew'}")
         if not each.continues:
             print(f"  {each.num_begun} of {each.num_tokens} tokens are the same; then")
             print(f"  generated {each.expected!r}\n  template  {each.found!r}")
@@ -321,8 +328,8 @@ def _check_folder(flag: str, path: Path | None) -> None:
         return
     raise ConfigError(
         f"{flag} {path}",
-        "a folder" if path.is_dir() else f"there is no folder {path.parent}",
-        "one file is written",
+        "it is a folder" if path.is_dir() else f"there is no folder {path.parent}",
+        "the command writes a file",
         "name a file in a folder that exists",
     )
 
@@ -332,19 +339,19 @@ def _read(path: Path, flag: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{flag} {path}", str(error), "a text is read from it", "give a text file"
+            f"{flag} {path}", str(error), "the command reads its text", "give a text file"
         ) from error
 
 
 def _config(arguments: argparse.Namespace, budget: str | None) -> KVPolicyConfig:
-    """The policy of the options, with this budget."""
+    """Return the policy of the options, with this budget."""
     options = KVPolicyConfig.from_options(arguments.kv_policy, arguments.kv_policy_config)
     own: dict[str, Any] = {} if budget is None else {"budget": number(budget)}
     return replace(options, **own)
 
 
 def _memory(text: str) -> int:
-    """Bytes: ``24GiB``, ``24GB``, ``24G``; a plain number as vLLM's, but for a forgotten unit."""
+    """Read bytes: ``24GiB``, ``24GB``, ``24G``, or a plain number that is not a forgotten unit."""
     number = text.rstrip("BbIiKkMmGgTt ")
     unit = text[len(number) :].strip().upper().removesuffix("B")
     try:

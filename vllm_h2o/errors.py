@@ -1,11 +1,11 @@
-"""What can go wrong, and the one form in which it is said.
+"""Errors of this package, and the form of their messages.
 
 ::
 
-    KVPolicyError(ValueError)      four parts: asked / is / why not / what to do
+    KVPolicyError(ValueError)      what is not supported, why, and what to do
     ├── ConfigError                a value of the policy's own configuration
     ├── UnsupportedError           a model, engine option or platform that the policy refuses
-    └── PatchError                 this vLLM is not the one the plugin was written against
+    └── PatchError                 a vLLM other than the one that the plugin was written against
     IntegrityError(RuntimeError)   a broken invariant of pages or lengths: a bug, never bad input
 """
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 
 class KVPolicyError(ValueError):
-    """A refusal in four parts.
+    """A refusal, shown as "ASKED is not supported: FOUND. WHY. REMEDY."
 
     Args:
-        asked: what the caller asked for.
-        found: what is the case.
-        why: why the two do not go together.
-        remedy: what to do instead.
+        asked: what the caller asked for, as a noun in the singular.
+        found: a clause: the fact that the engine found.
+        why: a clause: the reason why both cannot be had.
+        remedy: an imperative clause: what to do instead.
 
     """
 
@@ -28,10 +28,8 @@ class KVPolicyError(ValueError):
         super().__init__(asked, found, why, remedy)
 
     def __str__(self) -> str:
-        return (
-            f"kv-policy: asked: {self.asked}; is: {self.found}; "
-            f"why not: {self.why}; what to do: {self.remedy}."
-        )
+        first = f"kv-policy: {self.asked} is not supported: {self.found}"
+        return " ".join(map(_sentence, (first, self.why, self.remedy)))
 
 
 class ConfigError(KVPolicyError):
@@ -39,7 +37,7 @@ class ConfigError(KVPolicyError):
 
 
 class UnsupportedError(KVPolicyError):
-    """The model, an engine option or the platform does not go with the policy."""
+    """The policy does not support the model, an engine option or the platform."""
 
 
 class PatchError(KVPolicyError):
@@ -48,3 +46,11 @@ class PatchError(KVPolicyError):
 
 class IntegrityError(RuntimeError):
     """An invariant of page or length accounting does not hold: a bug in this package."""
+
+
+def _sentence(clause: str) -> str:
+    """Return a clause with a full stop, and a capital letter unless it begins with a name."""
+    word = clause.split(" ", 1)[0].rstrip(",")
+    if word.isalpha() and word.islower():
+        clause = clause[0].upper() + clause[1:]
+    return clause if clause.endswith((".", "?")) else f"{clause}."

@@ -1,10 +1,10 @@
-"""What vLLM calls, through the patches, where an engine is configured: seams set, misfits refused.
+"""Set vLLM's options for a policy and refuse unsupported ones, where an engine is configured.
 
-Order in a process that starts an engine::
+The patches call these functions, in a process that starts an engine, in this order::
 
     flags or arguments --options/flags.py--> additional_config["kv_policy"]
     create_engine_config: patches verified, prepare (before) ... vLLM ... finish (after)
-        where positions roll, vLLM is not told how long sequences may be: of_trained_length
+        where positions roll, vLLM does not see max_model_len: of_trained_length
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_h2o.errors import ConfigError, UnsupportedError
+from vllm_h2o.options.capabilities import find_conflict
 from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
@@ -22,22 +23,22 @@ from vllm_h2o.options.traits import FULL_ATTENTION
 from vllm_h2o.paths import SCHEDULER, WORKER
 
 CPU_BLOCK_SIZE = 128
-"""vLLM's own default on a CPU. 0.32 has it in its config; 0.33 only puts it there when the model is
-loaded, which is after a budget has been resolved in pages."""
+"""vLLM's default block size on a CPU. 0.33 only sets it when it loads the model, after a budget has
+been resolved in pages. Drop when: 0.32 is no longer supported, and 0.33 sets it earlier."""
 MOST_TOKENS = 2**31
-"""Of all sequences' longest texts together, one too many."""
+"""max_num_seqs * max_model_len must stay below this (int32)."""
 CAPTURE_STEP = 16
-"""Sequences from one captured size to the next, as in vLLM's own."""
+"""Sequences between two captured sizes, as in vLLM."""
 
 
 def prepare(engine_args: Any) -> KVPolicyConfig | None:
-    """Set vLLM's options for a policy, before vLLM makes its config of them.
+    """Set vLLM's options for a policy, before vLLM builds its config from them.
 
     Returns:
-        The policy; None when there is none, and nothing was changed.
+        The policy; None when there is none, and nothing changes.
 
     Raises:
-        UnsupportedError: when the user asks for something else at one of these options.
+        UnsupportedError: when the user gives one of these options another value.
 
     """
     config = KVPolicyConfig.from_additional_config(engine_args.additional_config)
@@ -50,7 +51,7 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     if config.splits_layers and config.max_budget is None and current_platform.is_cuda():
         # All layers' survivors move at once there: memory is set aside for the largest budget.
         config = replace(config, max_budget=config.budget)
-    # Carried in full, so that every process reads the same, whatever form the user gave.
+    # Carried in full: every process reads the same, whatever form the user gave.
     engine_args.additional_config = {
         **engine_args.additional_config,
         ADDITIONAL_CONFIG_KEY: config.to_dict(),
@@ -72,23 +73,23 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
                 f"leave {option} out, or run without --kv-policy",
             )
         setattr(engine_args, option, value)
-    # Layers of full attention alone are the policy's; of others the backend is vLLM's choice.
+    # The policy computes layers with full attention; vLLM chooses the backend of others.
     attention = engine_args.attention_config = copy(engine_args.attention_config)  # the user's own
     engine_args.attention_backend = attention.backend = None
     attention.backend_per_kind = {FULL_ATTENTION: custom, **attention.backend_per_kind}
     if engine_args.block_size is None and current_platform.is_cpu():
         engine_args.block_size = CPU_BLOCK_SIZE
-    # On where it is asked for: a prompt's peak is then its own pages and those of its survivors.
+    # Off unless asked for: with it, a prompt holds its own pages and those of its survivors.
     engine_args.enable_prefix_caching = bool(engine_args.enable_prefix_caching)
     return config
 
 
 def finish(vllm_config: Any, engine_args: Any, config: KVPolicyConfig | None) -> Any:
-    """Widen what vLLM captures, and refuse what does not go with the policy.
+    """Widen the sizes that vLLM captures, and refuse what the policy does not support.
 
     Args:
         vllm_config: vLLM's finished config.
-        engine_args: what it was made of.
+        engine_args: the arguments that it was built from.
         config: the policy; None changes nothing.
 
     Returns:
@@ -102,7 +103,7 @@ def finish(vllm_config: Any, engine_args: Any, config: KVPolicyConfig | None) ->
 
 
 def _chooses_captures(engine_args: Any) -> bool:
-    """Whether the user says which sizes of a step are captured in CUDA graphs."""
+    """Whether the user chooses the sizes that CUDA graphs capture."""
     compilation = engine_args.compilation_config
     return any(
         (
@@ -116,10 +117,10 @@ def _chooses_captures(engine_args: Any) -> bool:
 
 
 def _widen_captures(vllm_config: Any) -> None:
-    """Capture steps of as many sequences as may run at once, where graphs are on.
+    """Capture steps with up to max_num_seqs sequences, where graphs are on.
 
-    vLLM's own end at 512, more than a pool holds of sequences that keep every token. With drafts
-    a step has several tokens of each sequence, and vLLM chooses the sizes by them.
+    vLLM captures at most 512, which is enough for sequences that keep every token. With drafts
+    a step has several tokens per sequence, and vLLM chooses the sizes accordingly.
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     largest = compilation.max_cudagraph_capture_size
@@ -132,16 +133,16 @@ def _widen_captures(vllm_config: Any) -> None:
 
 
 def of_trained_length(engine_args: Any, config: KVPolicyConfig | None) -> Any:
-    """Where positions roll, let vLLM find out how long a sequence the model was trained on.
+    """Hide ``max_model_len`` from vLLM where positions roll, so that it takes the trained length.
 
-    It refuses a longer one, which would have positions that the model does not know.
+    vLLM refuses a longer one, which has positions that the model does not know.
 
     Args:
-        engine_args: vLLM's.
+        engine_args: vLLM's EngineArgs.
         config: the policy.
 
     Returns:
-        What vLLM makes its config of: ``engine_args``, or a copy without a ``max_model_len``.
+        ``engine_args``, or a copy without a ``max_model_len``.
 
     """
     if config is None or not config.rolls or not _is_length(engine_args.max_model_len):
@@ -152,29 +153,33 @@ def of_trained_length(engine_args: Any, config: KVPolicyConfig | None) -> Any:
 
 
 def _is_length(asked: int | None) -> bool:
-    """Whether a ``max_model_len`` is a number of tokens, and not vLLM's own choice."""
+    """Whether a ``max_model_len`` is a number of tokens, not left to vLLM."""
     return asked is not None and asked > 0
 
 
 def check_config(vllm_config: Any, config: KVPolicyConfig | None, asked: int | None = None) -> Any:
-    """Refuse what does not go with the policy.
+    """Refuse what the policy does not support.
 
     Args:
         vllm_config: vLLM's finished config.
-        config: the policy; None lets everything pass.
-        asked: the longest sequence, where positions roll; None, or below 0: vLLM's own choice.
+        config: the policy; None refuses nothing.
+        asked: the longest sequence, where positions roll; None, or below 0: left to vLLM.
 
     Returns:
         ``vllm_config``.
 
     Raises:
-        UnsupportedError: for the first of :data:`REFUSALS` that applies.
-        ConfigError: when the budget comes to too few slots, or leaves too few positions.
+        UnsupportedError: for the first of :data:`REFUSALS` that applies, and for a part of the
+            engine that conflicts with the policy.
+        ConfigError: when the budget has too few slots, or leaves too few positions.
 
     """
     if config is None:
         return vllm_config
-    refuse(REFUSALS, vllm_config, f"--kv-policy {config.name}", "the engine has")
+    setup = config.setup(vllm_config)
+    refuse(REFUSALS, setup, f"--kv-policy {config.name}", "the engine has")
+    if conflict := find_conflict(setup):
+        raise UnsupportedError(*conflict)
     if config.rolls:
         config = _limit_positions(vllm_config, config)
     if _is_length(asked):
@@ -186,41 +191,42 @@ def check_config(vllm_config: Any, config: KVPolicyConfig | None, asked: int | N
     num_seqs = vllm_config.scheduler_config.max_num_seqs
     if config.rolls and num_seqs * max_model_len >= MOST_TOKENS:
         raise ConfigError(
-            f"max_model_len={max_model_len} with positions='rolling'",
-            f"that is {num_seqs * max_model_len} tokens in rows of {num_seqs} sequences",
-            f"vLLM counts the tokens in them in 32 bits, at most {MOST_TOKENS - 1}",
-            f"give --max-num-seqs {max((MOST_TOKENS - 1) // max_model_len, 1)}, or fewer tokens",
+            f"max_model_len={max_model_len} with positions={config.positions}",
+            f"{num_seqs} sequences have {num_seqs * max_model_len} tokens",
+            f"vLLM counts them in 32 bits, up to {MOST_TOKENS - 1}",
+            f"give --max-num-seqs {max((MOST_TOKENS - 1) // max_model_len, 1)}, or a smaller "
+            "--max-model-len",
         )
     return vllm_config
 
 
 def _limit_positions(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:
-    """Carry how many positions there are, for every process: the model's own, or fewer.
+    """Carry the number of positions for every process: the trained length, or fewer.
 
     Raises:
-        ConfigError: when more are asked for than the model was trained on.
+        ConfigError: when it is above the trained length.
 
     """
     trained = vllm_config.model_config.max_model_len
     limit = config.position_limit or trained
     if limit > trained:
         raise ConfigError(
-            f"position_limit={limit}",
+            f"positions={limit}",
             f"the model was trained on sequences of {trained} tokens",
             "it does not know later positions",
-            f"give at most {trained}, or leave it out",
+            f"give at most {trained}, or rolling",
         )
-    config = replace(config, position_limit=limit)
+    config = replace(config, positions=limit)
     carried = {ADDITIONAL_CONFIG_KEY: config.to_dict()}
     vllm_config.additional_config = {**vllm_config.additional_config, **carried}
     return config
 
 
 def add_stat_logger(manager: Any, vllm_config: Any) -> None:
-    """Have the front end show the policy's numbers.
+    """Add the policy's metrics to the front end.
 
     Args:
-        manager: vLLM's StatLoggerManager, finished; gets one logger more when there is a policy.
+        manager: vLLM's StatLoggerManager, which gets one more logger when there is a policy.
         vllm_config: the engine's config.
 
     """
@@ -228,5 +234,5 @@ def add_stat_logger(manager: Any, vllm_config: Any) -> None:
         return
     from vllm_h2o.metrics import PolicyStatLogger
 
-    # In front, because it takes out of the statistics what the others do not know.
+    # First, because it removes statistics that other loggers do not know.
     manager.stat_loggers.insert(0, PolicyStatLogger(vllm_config, manager.engine_indexes))

@@ -2,12 +2,11 @@
 
 ::
 
-    scheduler: ledger, manager -> StatsReporter --make_stats()--> vLLM's SchedulerStats
+    scheduler: ledger, block manager -> StatsReporter --make_stats()--> vLLM's SchedulerStats
     front end: StatLoggerManager.record() -> PolicyStatLogger (first) -> vLLM's own loggers
 
-Numbers travel as vLLM's do: what has happened since the last report, and how things stand. With
-several API servers each report reaches one of them, so counters are summed and of gauges the most
-recent is shown.
+Like vLLM's, a report has counts since the last report, and current levels. With several API servers
+each report reaches one of them, so counters are summed, and the most recent gauge is shown.
 """
 
 from __future__ import annotations
@@ -26,34 +25,33 @@ from vllm_h2o.wire import PolicyStats
 logger = init_logger("vllm.kv_policy")
 
 COUNTERS = {
-    "evicted_tokens": "Tokens evicted from the KV cache. Each layer with full attention "
-    "evicts as many, and so does each KV head, on average; they are counted once.",
-    "packs": "Times that survivors were packed into a sequence's first pages: prompts, or, with "
-    "prefill=chunked, chunks of them; with eviction=pressure or evict_every, also later.",
-    "pages_freed_early": "KV-cache pages that requests gave back while they ran.",
-    "pressure_packs": "Packs past a prompt: requests that fell back to their budget because "
+    "evicted_tokens": "Tokens evicted from the KV cache. Each layer with full attention and, on "
+    "average, each KV head evicts this number; they are counted once.",
+    "packs": "Number of compactions: at the end of a prompt, after its chunks (eviction=chunk), or "
+    "during decode (evict_every, eviction=pressure).",
+    "pages_freed_early": "KV-cache pages that requests freed while they ran.",
+    "pressure_packs": "Number of compactions of requests that fell back to their budget because "
     "memory was short.",
-    "pressure_evicted_tokens": "Tokens evicted by those packs.",
-    "continuation_queries": "With continuation: tokens of the requests that were admitted.",
-    "continuation_hits": "Of those, tokens that conversations had left, and that were not computed "
-    "again.",
+    "pressure_evicted_tokens": "Tokens evicted by compactions because memory was short.",
+    "continuation_queries": "With continuation: tokens of admitted requests.",
+    "continuation_hits": "With continuation: tokens of admitted requests that came from an earlier "
+    "turn's cache and were not computed again.",
 }
-"""Field of PolicyStats -> what ``vllm:kv_policy_<field>_total`` counts."""
+"""Field of PolicyStats -> description of ``vllm:kv_policy_<field>_total``."""
 
 GAUGES = {
-    "requests_at_capacity": "Requests whose slots are all taken: each new token evicts one, or, "
-    "with evict_every=n, each n-th n of them.",
+    "requests_at_capacity": "Requests at their budget: new tokens evict others.",
     "resident_tokens": "Tokens in the KV cache of each layer with full attention.",
     "logical_tokens": "Tokens computed of the requests that hold pages: stock vLLM would hold all.",
     "saved_bytes": "Bytes of the pages that stock vLLM would hold for the logical tokens, without "
     "shared prefixes, less bytes of the pages held, with their scores and positions; on one "
-    "worker. Negative where nothing is evicted.",
+    "worker. Negative if nothing is evicted.",
 }
-"""Field of PolicyStats -> what ``vllm:kv_policy_<field>`` shows."""
+"""Field of PolicyStats -> description of ``vllm:kv_policy_<field>``."""
 
 
 class PolicyStatLogger(AggregateStatLoggerBase):
-    """Shows what the scheduler reports. vLLM's statistics come without, when it is through.
+    """Shows the scheduler's reports, and removes them from vLLM's statistics.
 
     Args:
         vllm_config: the engine's config, with a policy.
@@ -64,7 +62,7 @@ class PolicyStatLogger(AggregateStatLoggerBase):
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
         config = KVPolicyConfig.required(vllm_config)
         self._policy, self._continues = config.name, config.continuation
-        # vLLM's own line is missing then, too: each process sees a part of the reports.
+        # With several API servers each sees a part of the reports: vLLM logs no line either.
         self._logs = vllm_config.parallel_config._api_process_count == 1
         self._unsaid: dict[int, PolicyStats] = {}
         labels = {i: [vllm_config.model_config.served_model_name, str(i)] for i in engine_indexes}
@@ -92,7 +90,7 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take the policy's numbers out of ``scheduler_stats``, and show them."""
+        """Take the policy's numbers out of ``scheduler_stats``, and export them."""
         if scheduler_stats is None:
             return
         stats = PolicyStats.take_from(scheduler_stats.running_lora_adapters)
@@ -108,7 +106,7 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         self._unsaid[engine_idx] = stats
 
     def log(self) -> None:
-        """One line for each engine that has reported since the last line."""
+        """Log one line for each engine that has reported since the last line."""
         said = sorted(self._unsaid.items()) if self._logs else ()
         for engine_idx, stats in said:
             logger.info(
@@ -134,4 +132,4 @@ class PolicyStatLogger(AggregateStatLoggerBase):
         self._unsaid.clear()
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say: the scheduler has said what the budget means."""
+        """Log nothing: the scheduler has logged the budget."""

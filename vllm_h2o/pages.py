@@ -1,4 +1,4 @@
-"""How many pages hold so many tokens: one rounding for scheduler, workers and planner."""
+"""Rounds slots up to pages, in one place for scheduler, workers and planner."""
 
 from __future__ import annotations
 

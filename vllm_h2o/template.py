@@ -1,8 +1,7 @@
-"""Whether a chat template gives back what was generated, to the token.
+"""Check whether a chat template reproduces generated tokens in the next turn's prompt.
 
-A turn's text is the prompt that the template makes, and the answer's tokens as they were generated.
-The next turn's prompt is made anew, by the template, of the messages. Only if it begins with that
-text does it begin from the last turn's cache.
+A turn's text is its prompt and the generated tokens of its answer. The template builds the next
+turn's prompt from messages. The turn continues from the cache if its prompt begins with that text.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ ANSWERS = {
     "an answer that begins and ends with a space": " At dusk. ",
     "an answer that begins with its thoughts": "<think>\nWho was there?\n</think>\n\nThe keeper.",
 }
-"""What is generated, by what it shows."""
+"""Generated answers, by what they test."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a template makes of one answer.
+    """The result of one answer.
 
     Args:
-        what: of which kind.
-        num_tokens: of the first turn: its prompt's, and the answer's.
-        num_begun: of those, the ones that the second turn's prompt begins with.
-        expected: the text after these, as it was generated.
-        found: as the template has it.
+        what: the kind of answer.
+        num_tokens: tokens of the first turn: its prompt and the answer.
+        num_begun: tokens of these with which the second turn's prompt begins.
+        expected: the generated text after them.
+        found: the template's text after them.
 
     """
 
@@ -45,16 +44,16 @@ class Finding:
 
     @property
     def continues(self) -> bool:
-        """Whether the second turn begins from the first one's cache."""
+        """Whether the second turn continues from the first one's cache."""
         return self.num_begun == self.num_tokens
 
 
 def findings(tokenizer: Any, template: str | None = None) -> list[Finding]:
-    """Of each of :data:`ANSWERS`, with a system message before.
+    """Check each of :data:`ANSWERS`, after a system message.
 
     Args:
-        tokenizer: of ``transformers``.
-        template: in place of its own.
+        tokenizer: tokenizer of ``transformers``.
+        template: chat template in place of the tokenizer's.
 
     """
     return [_finding(tokenizer, template, what, answer) for what, answer in ANSWERS.items()]
@@ -64,7 +63,7 @@ def _finding(tokenizer: Any, template: str | None, what: str, answer: str) -> Fi
     first = [SYSTEM, ASKED[0]]
     second = [*first, {"role": "assistant", "content": answer}, ASKED[1]]
     asked, again = (_prompt(tokenizer, template, messages) for messages in (first, second))
-    # The last token of an answer says that it ends; it was never computed.
+    # An answer's last token, its end of sequence, is never computed.
     text = [*asked, *tokenizer.encode(answer, add_special_tokens=False)]
     pairs = enumerate(zip(text, again, strict=False))
     begun = next((i for i, (a, b) in pairs if a != b), min(len(text), len(again)))

@@ -1,8 +1,7 @@
-"""What the scheduler tells the workers: integers only, one :class:`RequestPlan` a request.
+"""Messages of the scheduler: plans for the workers, counts for the front end.
 
-The scheduler decides *how many* tokens of a request stay, the worker decides *which*; nothing
-travels back, so the plan is the same for every tensor- and pipeline-parallel rank. The front end is
-told what has come of it, in numbers: :class:`PolicyStats`.
+The scheduler decides *how many* tokens of a request stay, the worker decides *which*. Nothing
+travels back, so the plan is the same for every tensor- and pipeline-parallel rank.
 """
 
 from __future__ import annotations
@@ -12,48 +11,37 @@ from copy import copy
 from dataclasses import asdict, dataclass, field, fields
 
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.policy import Budget
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestPlan:
     """One request in one step. Logical lengths count tokens, resident lengths count slots in use.
 
-    It changes for those alone who keep it from one step to the next, by :meth:`go_on`.
+    Only :meth:`go_on` changes it, in the copy that a worker keeps from one step to the next.
 
     Args:
         logical_start: tokens computed before this step; the index of the first new token.
         num_new: tokens computed in this step; past the prompt 1, and drafts, which may be wrong.
-        in_prompt: whether the new tokens belong to the prompt (of a resumed request: to what is
-            computed again), within which a token takes a slot of its own.
-        resident_start: slots in use before this step; above ``capacity`` in the prompt alone, or
+        prompt_end: tokens of the prompt; of a resumed request, all that is computed again.
+        resident_start: slots in use before this step; above the capacity in the prompt alone, or
             while the request ``grows``.
-        capacity: slots the request may hold after its prompt, C, or C - 1 + ``evict_every``.
-        evict_every: tokens that are evicted at a time past the prompt. With 1 a token overwrites
-            its victim; with more, survivors are packed when ``capacity`` slots are taken.
-        num_survivors: tokens that survive this step; 0 means that nothing is packed.
-        num_recent: most recent positions that are never victims.
-        num_sinks: first positions that are never victims.
-        seed: of the ``random`` policy.
+        budget: slots that the request may hold after its prompt, and what they are for.
+        num_survivors: tokens that survive this step; 0: nothing is packed.
         fits: whether prompt + max_tokens fit the budget: nothing is ever evicted, nothing scored.
         grows: whether the new token takes a slot of its own, however many there are: with
             ``eviction=pressure``, until the request is packed at the end of such a step.
-        scoring_start: position from which on queries add to scores.
-        window_start: position from which on queries are of the observation window.
-        next_offset: where pages are evicted, the offset in the victim block that the new token
-            takes.
-        num_free_slots: slots of that block that are still free after this step.
         first_block_idx: column of the block table's row in which the request's slots begin.
         pack_block_idx: column in which they begin once survivors are packed: after the prompt's
-            blocks, which others read. 0: in place.
-        num_unscored: tokens of the request's last step, which had drafts, that were accepted: their
-            queries score before this step's.
-        is_split: whether the KV heads of a layer hold unequal numbers of slots, ``capacity`` on
-            average; then the request is at its capacity for good.
-        splits: whether they do once survivors are packed.
+            blocks, which other requests read. 0: in place.
+        num_unscored: accepted tokens of the request's last step, which had drafts: their queries
+            score before this step's.
+        is_split: whether KV heads hold unequal numbers of slots after this step, ``capacity`` on
+            average: from the step that packs the prompt on.
         restored_end: after this step the tokens [0, restored_end), a prompt's, are ranked without
-            what its observation window gave: its lifetime is over. 0: not in this step.
-        offset: what a new token's position is less than its index: grows when a request is
-            renumbered. 0: positions are the original ones.
+            the term whose lifetime is over. 0: not in this step.
+        offset: a new token's index less its position: grows when a request is renumbered.
+            0: positions are the original ones.
         renumbers_from: before this step the resident tokens, of which the last had position
             renumbers_from - 1, get positions [0, resident_start) in their order, and this step's
             first token follows them. 0: they keep theirs.
@@ -62,25 +50,16 @@ class RequestPlan:
 
     logical_start: int
     num_new: int
-    in_prompt: bool
+    prompt_end: int
     resident_start: int
-    capacity: int
-    evict_every: int = 1
+    budget: Budget
     num_survivors: int = 0
-    num_recent: int = 0
-    num_sinks: int = 0
-    seed: int = 0
     fits: bool = False
     grows: bool = False
-    scoring_start: int = 0
-    window_start: int = 0
-    next_offset: int = 0
-    num_free_slots: int = 0
     first_block_idx: int = 0
     pack_block_idx: int = 0
     num_unscored: int = 0
     is_split: bool = False
-    splits: bool = False
     restored_end: int = 0
     offset: int = 0
     renumbers_from: int = 0
@@ -91,32 +70,28 @@ class RequestPlan:
         return self.logical_start + self.num_new
 
     @property
+    def in_prompt(self) -> bool:
+        """Whether the new tokens belong to the prompt, where each takes a slot of its own."""
+        return self.logical_start < self.prompt_end
+
+    @property
     def position_start(self) -> int:
         """The position of the first new token."""
         return self.logical_start - self.offset
 
     @property
     def position_end(self) -> int:
-        """One past the position of the last."""
+        """One past the position of the last new token."""
         return self.logical_end - self.offset
-
-    @property
-    def position_seed(self) -> int:
-        """With it a position draws the random score that its token's index draws with ``seed``.
-
-        Scores are drawn of ``seed * a + position * b`` modulo 2^64: see ``random_score`` in the
-        reference. Else a text whose positions roll would draw the same ones over and over.
-        """
-        return int64(self.seed + self.offset * _SEEDS_PER_POSITION)
 
     @property
     def recent_start(self) -> int:
         """Positions from here on are never victims."""
-        return self.position_end - self.num_recent
+        return self.position_end - self.budget.num_recent
 
     @property
     def has_drafts(self) -> bool:
-        """Whether only the first of the new tokens is certain."""
+        """Whether all new tokens but the first are drafts."""
         return not self.in_prompt and self.num_new > 1
 
     @property
@@ -124,53 +99,56 @@ class RequestPlan:
         return not self.in_prompt and not self.grows
 
     @property
-    def kept(self) -> int:
-        """Tokens that survive an eviction."""
-        return self.capacity - self.evict_every
-
-    @property
     def overwrites(self) -> bool:
         """Whether the new token takes its victim's slot: the request was full already."""
-        return self._is_bounded and self.resident_start == self.capacity
+        return self._is_bounded and self.resident_start == self.budget.capacity
 
     @property
     def attended_len(self) -> int:
-        """Slots in use, free ones included, while this step attends; survivors are packed later."""
+        """Slots in use while this step attends; survivors are packed later."""
         return self.resident_start if self.overwrites else self.resident_start + self.num_new
 
     @property
     def selects(self) -> bool:
-        """Whether a victim is chosen after this step: no slot is left for the next token."""
-        full = self._is_bounded and self.attended_len == self.capacity
-        return full and self.evict_every == 1 and not self.num_free_slots
+        """Whether this step chooses a victim, because no slot is left for the next token."""
+        full = self._is_bounded and self.attended_len == self.budget.capacity
+        return full and self.budget.overwrites
+
+    @property
+    def splits(self) -> bool:
+        """Whether this step packs survivors whose slots KV heads share."""
+        return self.is_split and self.num_survivors > 0
+
+    @property
+    def attends_split(self) -> bool:
+        """Whether KV heads hold unequal numbers of slots while this step attends."""
+        return self.is_split and not self.num_survivors
 
     @property
     def falls_back(self) -> bool:
-        """Whether survivors are packed past the prompt, because memory is short."""
+        """Whether survivors are packed past the prompt because memory is short."""
         return not self.in_prompt and self.grows and self.num_survivors > 0
 
     @property
     def evicts_together(self) -> bool:
-        """Whether survivors are packed past the prompt, because ``evict_every`` tokens came."""
+        """Whether survivors are packed past the prompt because all slots are taken."""
         return self._is_bounded and self.num_survivors > 0
 
     @property
     def num_evicted(self) -> int:
-        """Tokens that each layer and KV head gives up in this step: packed away or overwritten.
-
-        Where heads share a layer's slots, on average.
-        Of a victim that is a page all at once, with the first of its slots that is overwritten.
-        """
+        """Tokens that each KV head evicts in this step; the mean if KV heads share slots."""
         if self.num_survivors:
             return self.attended_len - self.num_survivors
-        return 1 + self.num_free_slots if self.overwrites and not self.next_offset else 0
+        return int(self.overwrites)
 
     @property
     def held_end(self) -> int:
-        """Slots whose pages stay held after this step, be it the prompt's last or a later one."""
-        if self.num_survivors == self.kept:
-            return self.capacity
-        return self.num_survivors or self.attended_len
+        """Slots whose pages are held after this step, the prompt's last one or a later one.
+
+        A request that has evicted holds its whole budget: its row of blocks never grows again.
+        """
+        has_evicted = self.budget.kept <= self.resident_end < self.logical_end
+        return self.budget.capacity if has_evicted else self.resident_end
 
     @property
     def resident_end(self) -> int:
@@ -178,30 +156,28 @@ class RequestPlan:
         return self.num_survivors or self.attended_len
 
     def go_on(self) -> None:
-        """Become the plan of the next step, of a request that goes on as it did: a token later."""
-        if self.resident_start < self.capacity:
+        """Become the plan of the next step, which repeats this one a token later."""
+        if self.resident_start < self.budget.capacity:
             self.resident_start += 1
         self.logical_start += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What one request begins with, before a step: a copy of what an earlier one has left.
+    """The copy of an earlier request's cache with which a request begins, before a step.
 
     Args:
-        source: ids of the pages that hold it.
-        blocks: ids of the request's own first pages.
-        num_slots: slots of it that were in use, free ones included.
-        num_free_slots: where pages are evicted, slots of the victim block that were free.
-        restored_end: the tokens [0, restored_end), a prompt's, are ranked without what its
-            observation window gave from now on. 0: nothing changes.
+        source: ids of the earlier request's blocks.
+        blocks: ids of the request's own first blocks.
+        num_slots: slots in use; every slot holds a token.
+        restored_end: from now on the tokens [0, restored_end), a prompt's, are ranked without the
+            term whose lifetime is over. 0: nothing changes.
 
     """
 
     source: tuple[int, ...]
     blocks: tuple[int, ...]
     num_slots: int
-    num_free_slots: int = 0
     restored_end: int = 0
 
 
@@ -210,10 +186,10 @@ class ResidencyPlan:
     """One step: a plan for each scheduled request.
 
     Args:
-        requests: by request id, but for those that go on.
-        ongoing: requests whose plan is that of their last step, a token later.
-        continued: requests that begin with the cache of another; copied before all else, and read
-            before anything is written.
+        requests: plans by request id, except of ongoing requests.
+        ongoing: requests whose plan repeats their last one, a token later.
+        continued: requests that begin with a copy of another's cache. Copies come first, and all of
+            them are read before any is written.
 
     """
 
@@ -223,43 +199,34 @@ class ResidencyPlan:
 
 
 class Plans:
-    """The last plan of each request, kept by whoever is told of those that change alone."""
+    """The last plan of each request: a worker derives the plans of ongoing requests from it."""
 
     def __init__(self) -> None:
         self._last: dict[str, RequestPlan] = {}
 
     def complete(self, plan: ResidencyPlan, gone: Iterable[str] = ()) -> ResidencyPlan:
-        """The same step with every request's plan; those of ongoing ones change in the next step.
+        """Add the plans of ongoing requests to a step. They change in the next step.
 
         Args:
-            plan: of each step, in order.
+            plan: the plan of a step; every step comes here once, in order.
             gone: requests that have ended.
 
         Raises:
-            IntegrityError: when a request goes on that has no plan.
+            IntegrityError: when an ongoing request has no plan.
 
         """
         for request_id in gone:
             self._last.pop(request_id, None)
-        # Those that are told may be the sender's.
+        # The sender may keep its own plans.
         whole = {request_id: copy(new) for request_id, new in plan.requests.items()}
         self._last |= whole
         for request_id in plan.ongoing:
             last = self._last.get(request_id)
             if last is None:
-                raise IntegrityError(f"request {request_id} goes on, and has no plan")
+                raise IntegrityError(f"request {request_id} is ongoing, but has no plan")
             last.go_on()
             whole[request_id] = last
         return ResidencyPlan(whole, continued=plan.continued)
-
-
-_SEEDS_PER_POSITION = 0xD6E8FEB86659FD93 * pow(0x9E3779B97F4A7C15, -1, 1 << 64) % (1 << 64)
-"""b / a."""
-
-
-def int64(value: int) -> int:
-    """``value`` modulo 2^64, signed: a request may bring any seed, and tensors hold this."""
-    return (value + 2**63) % 2**64 - 2**63
 
 
 _PREFIX = "kv_policy:"
@@ -267,27 +234,25 @@ _PREFIX = "kv_policy:"
 
 @dataclass(frozen=True, slots=True)
 class PolicyStats:
-    """What the scheduler tells the front end after a step.
+    """Counts since the last report, and current levels: from the scheduler to the front end.
 
     Args:
-        evicted_tokens: tokens evicted since the last report; every layer evicts as many, and so
-            does each KV head, on average; they are counted once.
-        packs: times that survivors were packed since then: at a prompt's end, after chunks of it,
-            or later.
-        pages_freed_early: pages that requests gave back while they ran, since then.
-        pressure_packs: packs past a prompt since then: of requests that fell back to their
-            budget because memory was short.
-        pressure_evicted_tokens: tokens evicted by those.
-        requests_at_capacity: requests now whose slots are all taken: a new token evicts one, or
-            each ``evict_every``-th as many.
+        evicted_tokens: tokens evicted since the last report. Each layer and, on average, each KV
+            head evicts this number; they are counted once.
+        packs: compactions since then: at a prompt's end, after its chunks, or during decode.
+        pages_freed_early: pages that requests freed while they ran, since then.
+        pressure_packs: compactions since then of requests that fell back to their budget because
+            memory was short.
+        pressure_evicted_tokens: tokens evicted by those compactions.
+        requests_at_capacity: requests now whose new tokens evict others.
         resident_tokens: tokens now in the cache.
-        logical_tokens: tokens now that have been computed of the requests that hold pages: what
-            stock vLLM would hold.
-        saved_bytes: bytes of the pages that stock vLLM would hold for these now, less those of the
-            pages that are held; negative where nothing is evicted, for scores and positions.
-        continuation_queries: tokens of the requests that were admitted since the last report, where
-            conversations are continued.
-        continuation_hits: of those, tokens that were not computed again.
+        logical_tokens: tokens now computed of the requests that hold pages: stock vLLM would hold
+            all of them.
+        saved_bytes: bytes of the pages that stock vLLM would hold now, less bytes of the pages that
+            are held. Negative if nothing is evicted, because of scores and positions.
+        continuation_queries: with continuation, tokens of the requests that were admitted since the
+            last report.
+        continuation_hits: tokens among them that were not computed again.
 
     """
 
@@ -304,12 +269,12 @@ class PolicyStats:
     continuation_hits: int = 0
 
     def put_into(self, carrier: MutableMapping[str, int]) -> None:
-        """Add the numbers to a mapping that travels anyway."""
+        """Add the numbers to a mapping that vLLM sends."""
         carrier.update({_PREFIX + name: value for name, value in asdict(self).items()})
 
     @classmethod
     def take_from(cls, carrier: MutableMapping[str, int]) -> PolicyStats | None:
-        """Take the numbers out again; None where there are none."""
+        """Take the numbers out again; None if there are none."""
         names = [field.name for field in fields(cls)]
         if _PREFIX + names[0] not in carrier:
             return None

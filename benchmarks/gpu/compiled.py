@@ -25,8 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.compiler import ASTSource
 
-from vllm_h2o.kernels.batch import WINDOW_REACH
-from vllm_h2o.kernels.triton import decode, merge, pack, prefill, score, scoring_pass, share
+from vllm_h2o.kernels.triton import decode, merge, pack, prefill, score, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
     PAGE_LANES,
@@ -39,6 +38,9 @@ from vllm_h2o.kernels.triton.sizes import (
     precision,
     prompt_tiles,
 )
+from vllm_h2o.policy import Term
+from vllm_h2o.policy.h2o2 import H2O2
+from vllm_h2o.policy.snapkv import SNAPKV
 
 HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -48,7 +50,7 @@ NAMES = {HALF: "*fp16", BRAIN: "*bf16", SINGLE: "*fp32", E4M3: "*fp8e4nv", E5M2:
 TOKENS = {"key_ptr", "value_ptr", "query_ptr", "out_ptr"}
 CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
 FLOAT = {
-    "initial_score_ptr", "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
+    "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
     "lse_ptr", "lowest_ptr", "kept_score", "old_scores", "mass_pages", "nearest_ptr", "sink_ptr",
     "without_pages", "kept_without",
 }  # fmt: skip
@@ -56,7 +58,7 @@ INT = {
     "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
     "kept_position", "new_table_ptr", "newest_ptr", "arrived_ptr", "reached_ptr", "counts_ptr",
 }  # fmt: skip
-FACTORS = {"scale", "out_scale", "key_factor", "value_factor", "weight", "merge"}
+FACTORS = {"scale", "out_scale", "key_factor", "value_factor", "merge"}
 ALIGNED = {
     "query_stride", "key_stride", "value_stride", "out_stride", "page_stride", "word_stride",
 }  # fmt: skip
@@ -111,6 +113,8 @@ SHAPES = {
     ],
 }  # fmt: skip
 """By compute capability, each its own, the widest among them: all on all takes minutes."""
+ALL = Term("all")
+"""What every query of a prompt pays."""
 SERVED = [Shape(HALF, 128, 16, 1), Shape(BRAIN, 128, 16, 4)]
 """Of the models that :mod:`benchmarks.gpu.roofline` speaks of."""
 
@@ -125,6 +129,7 @@ class Made:
         stored: of K and V in the pages.
         head_size: D.
         group: query heads of a KV head.
+        reach: of the term that is added; 0: none, or of no term.
         registers: of a thread.
         spilled: bytes of a thread's registers that lie in memory.
         shared: bytes of a program.
@@ -139,6 +144,7 @@ class Made:
     stored: str
     head_size: int
     group: int
+    reach: int
     registers: int
     spilled: int
     shared: int
@@ -154,25 +160,19 @@ Launch = tuple[Any, str, dict[str, Any]]
 def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     """Every kernel, as it is launched for a shape; its options alternate between shapes."""
     sizes, paged, block = shape.sizes, shape.paged, shape.block
-    by_query, by_key = prompt_tiles(sizes["D_PAD"], shape.dtype.itemsize, capability)
-    dots = {**sizes, "G": shape.group, "PRECISION": precision(shape.dtype)}
-    split, reach = {"CAN_SPLIT": not paged}, {"REACH": WINDOW_REACH if paged else 0}
+    split = {"CAN_SPLIT": not paged}
     yield from decode_launches(shape, shape.merges)
     yield prefill.store_chunk, "*i32", {
-        **sizes, "TILE": STORE_TILE, "HAS_INITIAL_SCORE": paged, "MERGES": shape.merges,
+        **sizes, "TILE": STORE_TILE, "MERGES": shape.merges,
     }  # fmt: skip
-    yield prefill.attend, "*i32", {**dots, **by_query, "HAS_SINKS": shape.has_sinks}
-    yield column_scores(shape, capability)
-    yield column_scores(shape, capability, window=True)
-    yield scoring_pass.log_sum_exp, "*i32", {
-        **dots, **by_query, "ROTATED": not paged, "HAS_SINKS": shape.has_sinks,
-    }  # fmt: skip
-    yield scoring_pass.weighted_scores, "*i32", {
-        **dots, **by_key, **reach, "POWER": 2, "ROTATED": not paged, "BY_MAXIMUM": shape.group > 1,
-        "SKIPS": paged,
-    }  # fmt: skip
+    yield attend(shape, capability, None)
+    yield column_scores(shape, capability, ALL)
+    for term in H2O2.ranking.passes:
+        yield attend(shape, capability, term)
+        yield column_scores(shape, capability, term, by_age=True)
+    yield column_scores(shape, capability, *SNAPKV.ranking.passes, apart=True)
     apart = {"APART": shape.group > 1}
-    ranked = {"N": block, "TILE": SELECT_TILE, "BY_AGE": not paged, **reach, "num_warps": 8}
+    ranked = {"N": block, "TILE": SELECT_TILE, "BY_AGE": not paged, "num_warps": 8}
     yield pack.select_survivors, "*i32", {**ranked, **split, **apart, "BY_PAGE": paged}
     moved = {**sizes, **apart, "KEEPS": not paged, "TILE": STORE_TILE}
     yield pack.pack_survivors, "*i32", {**moved, "ALIGNED": 16}
@@ -195,30 +195,45 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
         }  # fmt: skip
     yield decode.attend_split, "*i64", {
         **sizes, **grouped, **split, **few_registers(sizes["D_PAD"], size),
-        "HAS_INITIAL_SCORE": paged, "MERGES": merges, "PRECISION": precision(shape.dtype),
-        "HAS_FREE_SLOTS": paged, "KEEPS_LOGITS": not paged,
+        "MERGES": merges, "PRECISION": precision(shape.dtype), "KEEPS_LOGITS": not paged,
     }  # fmt: skip
     yield score.merge_and_score, "*i64", {
         **sizes, **grouped, **split, "N_PAD": shape.block, "PAGES": PAGE_LANES // shape.block,
-        "MAX_KV_SPLITS": MAX_KV_SPLITS, "POWER": 2 if paged else 1, "BY_PAGE": paged,
-        "BY_AGE": not paged, "BY_MAXIMUM": paged, "HAS_SINKS": shape.has_sinks,
+        "MAX_KV_SPLITS": MAX_KV_SPLITS, "POWER": 2 if paged else 1,
+        "BY_AGE": not paged, "HAS_SINKS": shape.has_sinks,
     }  # fmt: skip
 
 
-def column_scores(shape: Shape, capability: int, window: bool = False) -> Launch:
-    """That of a prompt's scores, in the pages or outside."""
-    sizes, paged = shape.sizes, shape.paged
-    _, by_key = prompt_tiles(sizes["D_PAD"], shape.dtype.itemsize, capability)
+def attend(shape: Shape, capability: int, term: Term | None) -> Launch:
+    """Attention of a prompt, or the log-sum-exp that a term's queries have."""
+    by_query, _ = prompt_tiles(shape.sizes["D_PAD"], shape.dtype.itemsize, capability)
+    return prefill.attend, "*i32", {
+        **_products(shape), **by_query, **prefill.asked(term), "ATTENDS": term is None,
+        "HAS_SINKS": shape.has_sinks,
+    }  # fmt: skip
+
+
+def column_scores(
+    shape: Shape, capability: int, term: Term, by_age: bool = False, apart: bool = False
+) -> Launch:
+    """A term's addition to scores, in the pages or apart."""
+    _, by_key = prompt_tiles(shape.sizes["D_PAD"], shape.dtype.itemsize, capability)
     return prefill.column_scores, "*i32", {
-        **sizes, "G": shape.group, "PRECISION": precision(shape.dtype), **by_key, "POWER": 1,
-        "SKIPS": paged, "BY_MAXIMUM": paged, "WINDOW": window,
+        **_products(shape), **by_key, **prefill.asked(term), "MAX": term.reduce == "max",
+        "POWER": term.power, "REACH": term.reach, "SKIP": term.skip, "WEIGHT": term.weight,
+        "BY_AGE": by_age, "APART": apart,
     }  # fmt: skip
+
+
+def _products(shape: Shape) -> dict[str, Any]:
+    """Constants of a kernel of prompts."""
+    return {**shape.sizes, "G": shape.group, "PRECISION": precision(shape.dtype)}
 
 
 def served_launches(shape: Shape, capability: int) -> Iterator[Launch]:
     """Those of ``h2o`` that a server runs most."""
     yield from decode_launches(shape, merges=False)
-    yield column_scores(shape, capability)
+    yield column_scores(shape, capability, ALL)
 
 
 def build(launch: Launch, shape: Shape, capability: int) -> Made:
@@ -247,6 +262,7 @@ def build(launch: Launch, shape: Shape, capability: int) -> Made:
         NAMES[shape.float8 or shape.dtype],
         shape.head,
         shape.group,
+        constants.get("REACH", 0),
         registers,
         spilled,
         made.metadata.shared,

@@ -161,7 +161,7 @@ KERNELS: Mapping[tuple[str, bool], Kernel] = {
     ("attend_split", False): Kernel(128, 33408),
     ("attend_split", True): Kernel(128, 41472),
     ("merge_and_score", False): Kernel(64, 2048),
-    ("merge_and_score", True): Kernel(76, 2048),
+    ("merge_and_score", True): Kernel(71, 2048),
     ("column_scores", False): Kernel(96, 81920, 8),
     ("column_scores", True): Kernel(114, 81920, 8),
 }

@@ -1,1 +1,1 @@
-"""What a budget costs, on a real model: see README.md in the folder above."""
+"""Measure the cost of a budget on a real model: see README.md in the folder above."""

@@ -1,4 +1,4 @@
-"""What a budget costs, measured in the engine: ``python -m benchmarks.quality``."""
+"""Measure the cost of a budget in the engine: ``python -m benchmarks.quality``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Bench:
         self.tasks = {name: plan.make(tokenizer) for name, plan in self.plans.items()}
 
     def judged(self, llm: LLM, name: str, budgets: Sequence[int | None]) -> list[Tensors]:
-        """What tails cost, and which tokens were chosen, with each budget; None: the engine's."""
+        """Judge the tails of a task with each budget; None: the engine's."""
         task = self.tasks[name]
         texts = list(zip(task.context.tolist(), task.tail.tolist(), strict=True))
         each = [budget for budget in budgets for _ in texts]
@@ -99,7 +99,7 @@ class Bench:
 
 
 def plans(args: argparse.Namespace) -> dict[str, Plan]:
-    """What the command line asks for; a variant that it defines runs in every plan."""
+    """Return the plans of the command line; a variant that it defines runs in every plan."""
     if args.quick:
         return {"quick": QUICK}
     every = {**PLANS, **FACTS}

@@ -18,9 +18,8 @@ OURS = {
     "h2o2": ("h2o2", "#d62728"),
     "h2o2 reconstruction": ("h2o2, score=reconstruction", "#e377c2"),
     "h2o2 merge": ("h2o2, merge=0.9", "#ff7f0e"),
-    "h2o window": ("h2o, prefill=window", "#9467bd"),
+    "snapkv": ("snapkv", "#9467bd"),
     "h2o": ("h2o", "#1f77b4"),
-    "h2o_replay": ("h2o, score=second_pass", "#17becf"),
     "streaming": ("streaming", "#2ca02c"),
     "local": ("local", "#8c564b"),
 }

@@ -1,4 +1,4 @@
-"""What the charts show, measured in one go, and the chart: ``make bench-quality``.
+"""Measure the figures of the charts, and draw them: ``make bench-quality``.
 
 Two parts run at a time, each on a core of its own. A row is in its file as soon as it is there,
 after those of earlier runs, and of equal ones the chart shows the last.
@@ -18,9 +18,9 @@ from queue import Queue
 from benchmarks.record import cores
 from benchmarks.throughput.runs import ROOT
 
-LATER = "h2o2", "h2o2 reconstruction", "h2o", "h2o_replay", "streaming"
-NOW = *LATER, "h2o window"
-PROSE = *LATER, "h2o2 merge", "h2o_mean", "random", "local"
+LATER = "h2o2", "h2o2 reconstruction", "h2o", "streaming"
+NOW = *LATER, "snapkv"
+PROSE = *LATER, "h2o2 merge", "h2o mean_squares", "local"
 Part = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 PARTS: tuple[Part, ...] = (
     ("quality_facts.csv", "facts-now", ("0.1", "0.2", "0.3"), NOW),

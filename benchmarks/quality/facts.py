@@ -157,7 +157,7 @@ def draw(
 
 
 def pieces(tokenizer: Tokenizer, source: Source, form: str, index: int, fact: Fact) -> Parts:
-    """What stands around the hay, and what follows the prompt."""
+    """The text around the hay, and the text after the prompt."""
     question, lead = fact.fill(fact.phrasing.asked), fact.fill(fact.phrasing.lead)
     before = middle = ""
     if form == "turns":

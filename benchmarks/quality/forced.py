@@ -50,7 +50,7 @@ class ForcedTokens(AdapterLogitsProcessor):
 
 @dataclass(frozen=True)
 class Judged:
-    """What a model thought of forced tokens.
+    """A model's view of forced tokens.
 
     Args:
         nll: nats, one for each.

@@ -23,7 +23,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 
 
 def answered(ours: Sequence[float], full: Sequence[float]) -> tuple[float, float]:
-    """Of the contexts that the full cache answers, the share that is found, and its error."""
+    """Return the share found of the contexts that the full cache answers, and its error."""
     found = [hit for hit, reference in zip(ours, full, strict=True) if reference]
     if not found:
         return math.nan, math.nan

@@ -1,4 +1,4 @@
-"""What facts are made of: two sets of words and sentences that have nothing in common.
+"""Two sets of words and sentences for facts, with nothing in common.
 
 Sentences were shaped on the development set alone, until the model answered most of it with its
 full cache; nobody looked at what it answers of the confirmation set while doing so.
@@ -29,7 +29,7 @@ class Phrasing:
 
 @dataclass(frozen=True)
 class Source:
-    """What one set of tasks is made from.
+    """The material of one set of tasks.
 
     Args:
         name: of the set.

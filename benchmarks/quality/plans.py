@@ -1,4 +1,4 @@
-"""What is measured: tasks, budgets and policies."""
+"""Plans of a measurement: tasks, budgets and policies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ Make = Callable[..., Task]
 
 POLICIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "h2o": ("h2o", {}),
-    "h2o squares": ("h2o", {"score": "sum_squares"}),
-    "h2o_mean": ("h2o", {"score": "mean_squares"}),
-    "h2o_replay": ("h2o", {"score": "second_pass"}),
+    "h2o sum_squares": ("h2o", {"score": "sum_squares"}),
+    "h2o mean_squares": ("h2o", {"score": "mean_squares"}),
     "h2o2": ("h2o2", {}),
     "streaming": ("streaming", {}),
-    "random": ("random", {}),
     "local": ("local", {}),
 }
 """By the name in tables: a policy, and its options."""
@@ -30,10 +28,9 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     **POLICIES,
     "h2o2 merge": ("h2o2", {"merge": 0.9}),
     "h2o2 reconstruction": ("h2o2", {"score": "reconstruction"}),
-    "h2o window": ("h2o", {"prefill": "window"}),
-    "h2o window sum": ("h2o", {"prefill": "window", "window_score": "sum"}),
+    "snapkv": ("snapkv", {}),
 }
-"""These and others, which run where they are asked for by name or a plan has them."""
+"""These and others, which run where a plan or the command line names them."""
 
 
 def slots(share: float, length: int) -> int:
@@ -70,7 +67,7 @@ AFTER: tuple[Make, ...] = (
 """Judged after one compression, at the end of the context: what kvpress does, too."""
 SHARES_AFTER = (0.1, 0.2, 0.3, 0.5)
 
-SCORED = ("h2o", "h2o_mean", "h2o_replay", "h2o2", "h2o2 reconstruction")
+SCORED = ("h2o", "h2o mean_squares", "h2o2", "h2o2 reconstruction")
 PLANS: Mapping[str, Plan] = {
     "1k": Plan(
         prose(1024, 768, 2),
@@ -96,7 +93,7 @@ PLANS: Mapping[str, Plan] = {
 
 def _facts(source: Source, end: str) -> dict[str, Plan]:
     """Facts in every form, at small budgets."""
-    policies = (*SCORED, "streaming", "local", "h2o window")
+    policies = (*SCORED, "streaming", "local", "snapkv")
     return {
         f"facts-{name}{end}": Plan(
             partial(facts, source=source, form=form), (0.1, 0.2, 0.3), policies
@@ -126,5 +123,5 @@ FACTS: Mapping[str, Plan] = {
 }  # fmt: skip
 """Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on, ``-anew``
 with other facts, places and hays' windows than those of the confirmation set."""
-QUICK = Plan(prose(256, 160, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o2", "local", "random"))
+QUICK = Plan(prose(256, 160, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o2", "local"))
 """A minute, orders only."""

@@ -1,15 +1,15 @@
-"""What eviction costs under load: texts that share a tight pool, each forced along its own words.
+"""Measure what eviction costs under load: texts in one tight pool, each forced along its own words.
 
 Usage::
 
     python -m benchmarks.quality.pressure [--lengths 256 256] [--csv FILE]
 
-All texts are sent at once, as in P7 (benchmarks/throughput/pressure.py), in the same pools: what is
-evicted, and when, is what other requests need. A token's negative log-likelihood is judged after
-what was evicted before it. The excess is over stock vLLM in a pool for all, paired by text.
+All texts are sent at once, as in P7 (benchmarks/throughput/pressure.py), in the same pools: other
+requests' needs decide what is evicted, and when. A token's negative log-likelihood is judged after
+everything that was evicted before it. The excess is over stock vLLM in a pool for all, by text.
 
-Neither stock vLLM nor ``always`` keeps more where there is more room, so they do not run in every
-pool: ``always`` in the tightest, stock vLLM in the largest.
+Neither stock vLLM nor ``eviction=prompt_end`` keeps more where there is more room, so they do not
+run in every pool: ``prompt_end`` in the tightest, stock vLLM in the largest.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def rows(
     load, full = texts(lengths, count), []
     for num_seqs in pools:
         profile = pressed(num_seqs, lengths, count, BUDGET, SHAPE)
-        pressure, stock, always = profile.sides
+        pressure, stock, at_prompt_end = profile.sides
         sides = (pressure,)
         if num_seqs == pools[0]:
             sides = stock, pressure
         elif num_seqs == min(pools):
-            sides = pressure, always
+            sides = pressure, at_prompt_end
         for side in sides:
             nll, steps = judged(profile, side, load)
             full = full or nll

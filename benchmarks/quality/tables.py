@@ -22,7 +22,7 @@ def row(
     full: Sequence[float],
     model: str = MODEL,
 ) -> dict[str, Any]:
-    """What one policy came to with one budget.
+    """Make the row of one policy with one budget.
 
     Args:
         by: what ran it, with its version.

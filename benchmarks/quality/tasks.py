@@ -1,4 +1,4 @@
-"""What is asked of a model: a context, evicted from at its end, and what is forced afterwards."""
+"""Tasks for a model: a context, evicted from at its end, and forced tokens after it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Task:
 
     @property
     def length(self) -> int:
-        """Of which budgets are shares: a text with its tail, a context without its questions."""
+        """Tokens that budgets are shares of: a text with its tail, a context without questions."""
         return int(self.context.shape[1]) + (int(self.tail.shape[1]) if self.costs else 0)
 
     @property

@@ -2,8 +2,8 @@
 
 Usage::
 
-    python -m benchmarks.soak [--short] [--mode always] [--seconds 900] [--requests N] [--csv F]
-        [--log FOLDER]
+    python -m benchmarks.soak [--short] [--mode prompt_end] [--policy snapkv] [--seconds 900]
+        [--requests N] [--csv F] [--log FOLDER]
 
 The exit status is 0 when nothing was wrong; what was is printed.
 """
@@ -30,10 +30,10 @@ from benchmarks.soak.load import CANARIES, Load, Mode, Outcome, Shape
 from benchmarks.soak.server import PAGE, Server, write_model
 
 BUDGET = 128
-PREFILL = {"window": "--enable-prefix-caching", "full": "--no-enable-prefix-caching"}
-"""How prompts are evicted from, and whether pages can be shared then."""
+POLICIES = {"snapkv": "--enable-prefix-caching", "h2o": "--no-enable-prefix-caching"}
+"""By policy: whether requests share the pages of a common prefix."""
 MODES = {
-    "always": Mode(),
+    "prompt_end": Mode(),
     "pressure": Mode(
         ("--kv-policy-config.eviction=pressure",),
         ("--no-enable-prefix-caching",),
@@ -59,7 +59,7 @@ MODES = {
         greedy=True,
     ),
 }
-"""How the policy evicts; see docs/options.md for each."""
+"""When the policy evicts; see docs/options.md for each."""
 SHORT = Shape(
     seconds=240, requests=200, clients=8, max_model_len=1024, pages=52, long_prompt=900,
     burst=24, least_requests=100, growth_mib=1500,
@@ -69,7 +69,7 @@ LONG = Shape(
     burst=120, least_requests=2000, growth_mib=20,
 )  # fmt: skip
 DYING = CANARIES[1]
-"""What is being answered when a process is killed."""
+"""The request in progress when a process is killed."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Report:
     Args:
         shape: its sizes.
         mode: a key of :data:`MODES`.
-        prefill: a key of :data:`PREFILL`.
+        policy: a key of :data:`POLICIES`.
         outcome: of the load.
         figures: of the audit, after the load.
         usage: share of the pool that vLLM says is in use, after the load.
@@ -91,7 +91,7 @@ class Report:
 
     shape: Shape
     mode: str
-    prefill: str
+    policy: str
     outcome: Outcome
     figures: Figures
     usage: float
@@ -134,7 +134,7 @@ class Report:
             "vllm": version("vllm"),
             "torch": version("torch"),
             "mode": self.mode,
-            "prefill": self.prefill,
+            "policy": self.policy,
             "seconds": round(outcome.seconds),
             "requests": outcome.num_requests,
             **{result.replace(" ", "_"): sent[result] for result in results},
@@ -157,10 +157,10 @@ class Report:
         }
 
 
-def flags(shape: Shape, prefill: str) -> list[str]:
-    """Of ``vllm serve``, with the policy or without."""
+def flags(shape: Shape, policy: str) -> list[str]:
+    """Options of ``vllm serve``, the same for stock vLLM as for the policy."""
     return [
-        PREFILL[prefill],
+        POLICIES[policy],
         "--dtype=float32",
         "--enforce-eager",
         "--scheduling-policy=priority",
@@ -171,13 +171,13 @@ def flags(shape: Shape, prefill: str) -> list[str]:
     ]
 
 
-def run(shape: Shape, mode: str, prefill: str, folder: Path, killed: Sequence[str]) -> Report:
+def run(shape: Shape, mode: str, policy: str, folder: Path, killed: Sequence[str]) -> Report:
     """The whole soak.
 
     Args:
         shape: its sizes.
         mode: a key of :data:`MODES`.
-        prefill: a key of :data:`PREFILL`.
+        policy: a key of :data:`POLICIES`.
         folder: takes the model and the logs.
         killed: roles of processes to kill, each in a server of its own, and stock vLLM's likewise.
 
@@ -185,11 +185,11 @@ def run(shape: Shape, mode: str, prefill: str, folder: Path, killed: Sequence[st
     model, audit = folder / "model", folder / "audit"
     write_model(model, shape.max_model_len)
     plant(audit)
-    stock = [*flags(shape, prefill), *MODES[mode].engine]
-    policy = [*stock, "--kv-policy=h2o", f"--kv-policy-config.budget={BUDGET}"]
-    policy += [f"--kv-policy-config.prefill={prefill}", *MODES[mode].policy]
+    stock = [*flags(shape, policy), *MODES[mode].engine]
+    ours = [*stock, f"--kv-policy={policy}", f"--kv-policy-config.budget={BUDGET}"]
+    ours += MODES[mode].policy
     deaths: dict[str, Witness] = {}
-    with Server(model, folder / "h2o.log", policy, audit) as server:
+    with Server(model, folder / f"{policy}.log", ours, audit) as server:
         load = Load(server, shape, MODES[mode].greedy)
         outcome = asyncio.run(load.run())
         figures, usage = _at_rest(server, audit)
@@ -199,12 +199,12 @@ def run(shape: Shape, mode: str, prefill: str, folder: Path, killed: Sequence[st
     pairs = {}
     for role in killed:
         if role not in deaths:
-            with Server(model, folder / f"h2o-{role}.log", policy) as server:
+            with Server(model, folder / f"{policy}-{role}.log", ours) as server:
                 deaths[role] = asyncio.run(kill(server, role, DYING.body))
         with Server(model, folder / f"stock-{role}.log", stock) as server:
             pairs[role] = deaths[role], asyncio.run(kill(server, role, DYING.body))
     expected = load.expected[DYING.name]
-    return Report(shape, mode, prefill, outcome, figures, usage, happened, pairs, expected)
+    return Report(shape, mode, policy, outcome, figures, usage, happened, pairs, expected)
 
 
 def _at_rest(server: Server, audit: Path) -> tuple[Figures, float]:
@@ -225,10 +225,10 @@ def main() -> int:
     )
     parser.add_argument("--short", action="store_true", help="200 requests, smaller ones")
     parser.add_argument(
-        "--prefill", choices=tuple(PREFILL), default="window",
-        help="window, with prefix caching (default), or full, without it",
+        "--policy", choices=tuple(POLICIES), default="snapkv",
+        help="snapkv, with prefix caching (default), or h2o, without it",
     )  # fmt: skip
-    parser.add_argument("--mode", choices=tuple(MODES), default="always", help="of eviction")
+    parser.add_argument("--mode", choices=tuple(MODES), default="prompt_end", help="of eviction")
     parser.add_argument("--seconds", type=float, default=None, help="of load at most (900)")
     parser.add_argument("--requests", type=int, default=None, help="to send at most (no end)")
     parser.add_argument("--csv", type=Path, default=None, help="append the figures to it")
@@ -241,7 +241,7 @@ def main() -> int:
         folder = args.log or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         killed = ("worker",) if args.short else ("worker", "engine")
-        report = run(shape, args.mode, args.prefill, folder, killed)
+        report = run(shape, args.mode, args.policy, folder, killed)
     row, faults = report.row(), list(report.faults())
     for name, value in row.items():
         print(f"{name:30} {value}")

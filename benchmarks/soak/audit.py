@@ -23,7 +23,7 @@ EVERY = 200
 
 @dataclass
 class Figures:
-    """What has been seen.
+    """Figures of the audit.
 
     Args:
         checks: times that all pages and lengths were counted.
@@ -112,7 +112,8 @@ def _checked(method: Any, figures: Figures, out: Path) -> Any:
 
 
 def _count(scheduler: HeavyHitterScheduler, figures: Figures, out: Path) -> None:
-    pool, tables = scheduler.manager.block_pool, scheduler.manager.req_to_blocks.values()
+    manager = scheduler.block_manager
+    pool, tables = manager.block_pool, manager.req_to_blocks.values()
     figures.checks += 1
     figures.requests = len(scheduler.requests)
     figures.free, figures.total = pool.get_num_free_blocks(), pool.num_gpu_blocks - 1

@@ -18,7 +18,7 @@ STREAMS = 4
 
 @dataclass(frozen=True)
 class Death:
-    """What clients and the operator see.
+    """A process's death, as clients and the operator see it.
 
     Args:
         streams: how each stream ended that was on its way, most tokens first.

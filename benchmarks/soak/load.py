@@ -18,7 +18,7 @@ from benchmarks.soak.server import VOCABULARY, Server
 
 Budget = float | int | str | None
 BUDGETS: tuple[Budget, ...] = (None, None, 0.1, 512, "full")
-"""What requests ask for as ``kv_budget``; None asks for nothing."""
+"""Values of ``kv_budget`` in requests; None: no such field."""
 BAD_BUDGETS: tuple[dict[str, Budget], ...] = (
     {"kv_budget": 0},
     {"kv_budget": 1.5},
@@ -30,7 +30,7 @@ WELL_FORMED = (
     "whole", "whole", "stream", "stream", "disconnect", "abort", "samples", "conversation",
 )  # fmt: skip
 TURNS = 3
-"""Of a conversation."""
+"""Turns of a conversation."""
 PATIENCE = 300
 """Seconds after which an answer is overdue."""
 
@@ -121,7 +121,7 @@ class Mode:
 
 @dataclass
 class Outcome:
-    """What came of a load.
+    """The outcome of a load.
 
     Args:
         counts: (kind, what came of it) -> requests.

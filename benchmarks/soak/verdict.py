@@ -1,4 +1,4 @@
-"""What a soak must show: each function names what is wrong, in words; nothing is wrong if empty."""
+"""Judge a soak: each function yields a sentence for each fault."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def measure(
 
 
 def table(summaries: Sequence[Mapping[str, Any]]) -> str:
-    """Of all profiles, as the README has it."""
+    """Format all profiles as in the README."""
     lines = [
         "| profile | h2o / stock | spread | h2o, tokens/s | stock, tokens/s |",
         "| --- | ---: | ---: | ---: | ---: |",

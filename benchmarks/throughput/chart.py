@@ -15,7 +15,7 @@ COLORS = ("#2a6f97", "#c1121f", "#e09f3e")
 
 
 def ratios(rows: list[dict[str, Any]], profile: Profile) -> list[float]:
-    """Of all pairs of a profile on the machine of the last row."""
+    """Return the ratios of a profile's pairs on the machine of the last row."""
     machine = rows[-1]["machine"]
     mine = [r for r in rows if r["profile"] == profile.id and r["machine"] == machine]
     ours = [r for r in mine if r["side"] == "h2o"]

@@ -35,12 +35,12 @@ SIDES = ("stock", "h2o", "h2o continued")
 PAGE = 32
 """Slots: the least that vLLM's own attention takes on a CPU."""
 EXTRA_BYTES = 8
-"""Of a slot of each KV head: its score and position."""
+"""Bytes of the score and the position of a slot, per KV head."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is said.
+    """The lengths of conversations.
 
     Args:
         conversations: how many.
@@ -98,7 +98,7 @@ class Talk:
 
 @dataclass
 class Heard:
-    """What came of a run.
+    """The outcome of a run.
 
     Args:
         first: by turn, seconds to the first token.
@@ -207,7 +207,7 @@ def rows_of(side: str, load: Load, heard: Heard, pages: int) -> list[dict[str, A
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of the first and the last turn."""
+    """Compare the first and the last turn."""
     lines = [
         "| side | turn | TTFT p50, p99 | found | tokens/s |",
         "| --- | ---: | ---: | ---: | ---: |",

@@ -1,4 +1,4 @@
-"""The models: one real, from the demo; shapes of larger ones, made here, with weights of chance."""
+"""Models: the demo's, and shapes of larger ones with random weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LLAMA_8B = {
 
 @dataclass(frozen=True)
 class Model:
-    """What an engine is given.
+    """A model for an engine.
 
     Args:
         config: of a shape that is made here; None for the demo's model.

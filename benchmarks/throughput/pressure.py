@@ -1,4 +1,4 @@
-"""P7: pressure, stock vLLM and always in turn, in pools of several sizes.
+"""P7: pressure, stock vLLM and prompt_end in turn, in pools of several sizes.
 
 Usage::
 
@@ -37,7 +37,7 @@ def measure(
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of all runs."""
+    """Format all runs as Markdown."""
     lines = [
         "| profile | side | tokens/s | at once | preempted | tokens evicted | packs |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
@@ -57,8 +57,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one tiny pool, for its functioning")
     parser.add_argument("--only", nargs="+", default=None, metavar="ID", help="profiles to run")
     parser.add_argument(
-        "--sides", nargs="+", default=("pressure", "stock", "always"), metavar="WORD",
-        help="of pressure, stock and always; all",
+        "--sides", nargs="+", default=("pressure", "stock", "prompt_end"), metavar="WORD",
+        help="of pressure, stock and prompt_end; all by default",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side (1)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")

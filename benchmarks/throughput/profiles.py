@@ -1,4 +1,4 @@
-"""What is run: a model, lengths, a pool, and two engines that differ by the policy alone."""
+"""Profiles: a model, lengths, a pool, and two engines that differ by the policy alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Side:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def policy_options(self) -> dict[str, Any]:
-        """Of an engine; none for stock vLLM."""
+        """Return the policy's options for an engine; none for stock vLLM."""
         if self.budget is None:
             return {}
         options = {"budget": self.budget, **self.options}
@@ -92,7 +92,7 @@ class Profile:
         return math.floor(blocks) + 1
 
     def options(self, side: Side, bytes_per_slot: int) -> list[str]:
-        """Of ``vllm bench throughput``."""
+        """Return the options of ``vllm bench throughput``."""
         return [*self.requests(), *self.engine(side, bytes_per_slot)]
 
     def requests(self) -> list[str]:
@@ -121,7 +121,7 @@ class Profile:
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
-    """Of a command line; without those that are None."""
+    """Return options as words of a command line, without those that are None."""
     return [str(part) for pair in options.items() if pair[1] is not None for part in pair]
 
 
@@ -205,14 +205,14 @@ def pressed(
     budget: float,
     model: str = "smollm2",
 ) -> Profile:
-    """Pressure, stock vLLM and always in one memory: so many whole sequences with their scores."""
+    """Pressure, stock vLLM and prompt_end in the memory of ``num_seqs`` whole sequences."""
     whole = sum(length) + MARGIN
     slot = MODELS[model].bytes_per_slot
     pool = num_seqs * whole * (slot + 8) // slot
     sides = (
         Side("h2o, pressure", budget, pool, options={"eviction": "pressure"}),
         Side("stock vLLM", None, pool),
-        Side("h2o, always", budget, pool),
+        Side("h2o, prompt_end", budget, pool),
     )
     what = f"pool for {num_seqs} whole sequences"
     return Profile(f"P7-{num_seqs}", what, model, *length, num_prompts, sides)
@@ -264,7 +264,7 @@ GPU = (
         free(1520, 128, 1536), block_size=16,
     ),
 )  # fmt: skip
-"""Shapes of real models with weights of chance: for speed alone, never for quality."""
+"""Shapes of real models with random weights: for speed alone, never for quality."""
 
 QUICK = (Profile("quick", "a few steps of everything", "smollm2", 64, 48, 6, tight(64, 320)),)
 """For its functioning."""

@@ -1,4 +1,4 @@
-"""P8: servers under Poisson arrivals: pressure, stock vLLM and always, at rate after rate.
+"""P8: servers under Poisson arrivals: pressure, stock vLLM and prompt_end, at rate after rate.
 
 Usage::
 
@@ -45,7 +45,7 @@ FIGURES = ("ttft", "tpot", "itl")
 
 @dataclass(frozen=True)
 class Limits:
-    """What is in time.
+    """The SLO of a request.
 
     Args:
         ttft: milliseconds to the first token.
@@ -58,7 +58,7 @@ class Limits:
 
 
 def flags(profile: Profile, side: Side) -> list[str]:
-    """Of ``vllm serve``."""
+    """Return the options of ``vllm serve``."""
     options: dict[str, Any] = {
         "--max-model-len": profile.max_model_len,
         "--block-size": profile.block_size,
@@ -69,7 +69,7 @@ def flags(profile: Profile, side: Side) -> list[str]:
 
 
 def bench(url: str, profile: Profile, rate: float, count: int, limits: Limits | None) -> Any:
-    """What ``vllm bench serve`` says of so many requests; without limits, one after the other."""
+    """Send ``count`` requests with ``vllm bench serve``; without limits, one after the other."""
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -141,7 +141,7 @@ def row_of(
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Of all rates."""
+    """Format all rates as Markdown."""
     lines = [
         "| rate | side | in time | TTFT p50, p99 (ms) | TPOT p50, p99 | ITL p50, p99 | preempted |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",

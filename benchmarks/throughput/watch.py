@@ -26,7 +26,7 @@ from vllm_h2o.wire import PolicyStats
 
 @dataclass
 class Watch:
-    """What the engine's steps were like.
+    """Figures of the engine's steps.
 
     Args:
         times: when each step's output came, seconds.
@@ -100,7 +100,7 @@ class Watch:
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """What vLLM's statistics say, told to a watch, too, until the context ends."""
+    """Also send vLLM's statistics to a watch until the context ends."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     watch, original = Watch(), StatLoggerManager.record

@@ -37,7 +37,7 @@ def test_chat(
 
 
 def test_pools_of_equal_bytes() -> None:
-    """Of a third of all that is said, once the system prompt is counted once."""
+    """A pool holds a third of all tokens, where the system prompt counts once."""
     load = chat.Load()
     stock, ours = (load.num_pages(side, 512) for side in ("stock", "h2o"))
     assert stock == 1 + (32 * 8 * 240 + 300) // 3 // 32

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.quality import charts, kept
+from benchmarks.quality import charts
 from benchmarks.quality.facts import COUNT, FORMS, KINDS, LENGTHS, Facts, encode, facts
 from benchmarks.quality.paired import answered, lines, paired
 from benchmarks.quality.phrasings import CONFIRMATION, DEVELOPMENT, Source
@@ -135,22 +134,6 @@ def test_the_sets_have_nothing_in_common(
             assert 36 <= len(encode(tokenizer, f" {instruction}")) <= 44
         facts_of = [[facts[0] for facts in tasks[source.name, form].facts] for form in FORMS]
         assert all(found == facts_of[0] for found in facts_of)
-
-
-def test_how_much_of_a_fact_is_held(
-    tokenizer: Tokenizer, tasks: dict[tuple[str, str], Facts]
-) -> None:
-    """Its places are those of its value; of layers and heads, the share that holds each of them."""
-    for form in kept.FORMS:
-        task = tasks["confirmation", form]
-        for index in range(COUNT):
-            wanted = kept.places(task, tokenizer, index)
-            said = tokenizer.decode(task.context[index][wanted.start : wanted.stop].tolist())
-            assert said == f" {task.facts[index][0].value}"
-    none = kept.NOTHING
-    positions = np.array([[[4, 5, none], [5, 9, none]], [[0, 1, 4], [4, 5, 7]]])
-    assert kept.shares(positions, range(4, 6)) == (0.75, 0.75)
-    assert kept.shares(positions, range(5, 8)) == (pytest.approx(1 / 3), 0.0)
 
 
 def test_figures_and_pairs(tasks: dict[tuple[str, str], Facts]) -> None:

@@ -1,4 +1,4 @@
-"""What P7 to P9 and their quality say of what they measured. Nothing is timed here."""
+"""Rows and charts of P7 to P9 and their quality. Nothing is timed here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_pin_is_in_the_machine_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_of_p8(tmp_path: Path) -> None:
-    """Of 20 requests 18 were in time; the chart has a line for each side."""
+    """18 of 20 requests were in time; the chart has a line for each side."""
     rows = []
     for rate in (1.0, 2.0, 3.0):
         for side in serve.PROFILE.sides:

@@ -58,7 +58,7 @@ def test_it_counts_after_an_abort(simulation: harness.Simulation, tmp_path: Path
 def test_a_lost_page_stops_the_engine(simulation: harness.Simulation, tmp_path: Path) -> None:
     """And is in the figures."""
     simulation.step()
-    simulation.scheduler.manager.req_to_blocks["r0"].pop()
+    simulation.scheduler.block_manager.req_to_blocks["r0"].pop()
     with pytest.raises(IntegrityError, match="held of 13"):
         simulation.step()
     assert "held of 13" in audit.read(tmp_path).failure
@@ -84,8 +84,8 @@ OUTCOME = Outcome(
 FIGURES = Figures(checks=20, steps=10, preempted=["cmpl-x"], free=9, total=9, peak_held=9)
 GOOD = Report(
     SHORT,
-    "always",
-    "full",
+    "prompt_end",
+    "h2o",
     OUTCOME,
     FIGURES,
     0.0,
@@ -96,7 +96,7 @@ GOOD = Report(
 
 
 def test_a_good_run_is_good() -> None:
-    """What the next test changes had no fault."""
+    """The report that the next tests change has no fault."""
     assert not list(GOOD.faults())
 
 

@@ -58,7 +58,7 @@ class Compared:
         victims: torch.Tensor | None,
     ) -> None:
         """What one layer holds of one request, once all references have packed."""
-        own, is_split = table[plan.pack_block_idx :], plan.splits or plan.is_split
+        own, is_split = table[plan.pack_block_idx :], plan.is_split
         strips = cache.rows_of_split(own) if is_split else list(cache.rows(own))
         for head, strip in enumerate(strips):
             num_slots = plan.resident_end
@@ -77,9 +77,6 @@ class Compared:
         victim: Any,
     ) -> None:
         head, slots = self.heads[where], torch.arange(num_slots)
-        if plan.num_free_slots:
-            newest = int(victim) + plan.next_offset
-            slots = slots[(slots <= newest) | (slots > newest + plan.num_free_slots)]
         at = (rows[slots // cache.block_size], slots % cache.block_size)
         positions = cache.position[at].tolist()
         self.retained[where] = frozenset(positions)
@@ -120,7 +117,7 @@ class Compared:
     ) -> None:
         """Where the engine's victim went, and what became of it there."""
         assert cache.mass is not None
-        num_slots = len(rows) * cache.block_size if plan.is_split else plan.resident_end
+        num_slots = len(rows) * cache.block_size if plan.attends_split else plan.resident_end
         tokens = (cache.key, cache.value, cache.score, cache.position, cache.mass)
         parts = (view[rows].flatten(0, 1)[:num_slots] for view in tokens)
         key, value, score, position, mass = parts
@@ -135,10 +132,8 @@ class Compared:
         if int(head.strip.position[head.victim]) == position:
             return
         chosen = head.strip.position.tolist().index(position)
-        ranks = head.strip.ranks(head.logical_len, head.by_age)
-        if head.page_size > 1:
-            ranks = head.strip.page_sums(head.page_size)
+        ranks = head.strip.ranks(head.end, head.ranking.by_age)
         lowest, other = float(ranks[head.victim]), float(ranks[chosen])
         assert abs(other - lowest) <= TIE * abs(lowest), (where, lowest, other)
         self.num_ties += 1
-        head.take_victim(chosen)
+        head.victim = chosen

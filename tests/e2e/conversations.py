@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import LLM, RequestOutput
@@ -44,9 +44,9 @@ class ConversationOracle(Oracle):
             for other, (request, end) in self.computed.items()
             if other != request_id and list(request.all_token_ids[:end]) == list(text)
         ]
-        alike = [h for h in earlier if h.capacity == plan.capacity]
+        alike = [h for h in earlier if h.budget == plan.budget]
         self.num_turns += 1
-        turn = deepcopy(replace(alike[-1], rotate_back=None))
+        turn = deepcopy(alike[-1])
         turn.begin_turn()
         return turn
 

@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from benchmarks.quality.forced import in_process
 from benchmarks.smollm2 import model_dir
 from benchmarks.throughput.models import write_random
+from vllm_h2o.policy import Ranking, policies, shelf
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
 CHARACTERS = [ord(c) % 256 for c in TEXT]
@@ -164,6 +165,22 @@ def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def shrink_terms(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
+    """Give `h2o2` terms of other sizes: where a term has a block or a lifetime, another one."""
+
+    def shrunk(ranking: Ranking) -> Ranking:
+        each = [
+            replace(term, **{name: n for name, n in changes.items() if getattr(term, name)})
+            for term in ranking.terms
+        ]
+        return Ranking(*each)
+
+    own = policies()["h2o2"]
+    scores = {name: shrunk(ranking) for name, ranking in own.scores.items()}
+    changed = replace(own, ranking=shrunk(own.ranking), scores=scores)
+    monkeypatch.setitem(shelf._SHELF, "h2o2", changed)
+
+
 @dataclass
 class Probe:
     """Reads pages after every step of an engine, and has its invariants checked."""
@@ -183,7 +200,7 @@ class Probe:
             self.num_preemptions += len(running - {r.request_id for r in self.scheduler.running})
             self.scheduler.check_integrity()
             self.num_scheduled.append(output.total_num_scheduled_tokens)
-            manager = self.scheduler.manager
+            manager = self.scheduler.block_manager
             self.held.append({i: len(b) for i, b in manager.req_to_blocks.items()})
             states = manager.ledger.states.items()
             self.resident.append({i: r.resident_len for i, r in states})

@@ -94,7 +94,7 @@ def check(oracle: Oracle, probe: Probe) -> None:
     assert probe.num_free == probe.num_total
 
 
-@pytest.mark.parametrize("policy", ["h2o2", "streaming", "random"])
+@pytest.mark.parametrize("policy", ["h2o2", "streaming"])
 def test_other_policies(policy: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second pass turns the queries of M-RoPE; the others ask for no scores."""
     options: dict[str, Any] = {"budget": 32}
@@ -110,21 +110,21 @@ def test_other_policies(policy: str, model: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("options", "prefix_caching"),
+    ("policy", "options", "prefix_caching"),
     [
-        ({"prefill": "window", "observation_window": 8}, True),
-        ({"continuation": True}, False),
+        ("snapkv", {"observation_window": 8}, True),
+        ("h2o", {"continuation": True}, False),
     ],
     ids=["prefix caching", "continuation"],
 )
 def test_images_are_part_of_what_is_found(
-    options: dict[str, Any], prefix_caching: bool, model: Path
+    policy: str, options: dict[str, Any], prefix_caching: bool, model: Path
 ) -> None:
     """The same image is found; another one, in the same place of the same text, never is."""
     own = {**SETTINGS, "enable_prefix_caching": prefix_caching, "block_size": 16}
     asked = prompts(model)[1]
     text = asked["prompt_token_ids"]
-    with engine(str(model), "h2o", {"budget": 64, **options}, **own) as llm:
+    with engine(str(model), policy, {"budget": 64, **options}, **own) as llm:
         probe = Probe(llm)
         first = answers(llm, [asked])[0]
         said = [*text, *first.outputs[0].token_ids, 5, 6, 7]
@@ -142,12 +142,12 @@ def test_images_that_would_wait_for_ever_are_refused(model: Path) -> None:
 
     The same images are served in another prompt: the engine is sent them, as if for the first time.
     """
-    options = {"budget": 64, "prefill": "window", "observation_window": 23}
+    options = {"budget": 64, "observation_window": 23}
     own = {**SETTINGS, "max_num_batched_tokens": 24, "enable_prefix_caching": True}
     own |= {"max_model_len": 256, "max_num_seqs": 1}
     image = picture_token(model.name)
     apart = seen([*range(40), *image, *range(60), *image], picture(1), picture(2))
-    with engine(str(model), "h2o", options, **own) as llm:
+    with engine(str(model), "snapkv", options, **own) as llm:
         probe = Probe(llm)
         with pytest.raises(RefusedRequestError, match="the encoder's cache has"):
             answers(llm, [seen([*range(40), *image, 7, *image], picture(1), picture(2))])

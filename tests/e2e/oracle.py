@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from tests.e2e.compared import Compared, Where
 from tests.e2e.harness import Probe, engine, generate
 from tests.e2e.ties import WatchedHead
-from vllm_h2o.kernels.batch import Scoring, ScoringPass
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import as_read
-from vllm_h2o.kernels.reference import random_score
+from vllm_h2o.kernels.reference import Rolling
 from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.kernels.strip import Strip
+from vllm_h2o.policy import Ranking, Term
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.reconstruction import Reconstruction
@@ -65,8 +64,8 @@ class Oracle(Compared):
         def forward(impl: HeavyHitterImpl, layer: Any, *tensors: Any, **kwargs: Any) -> Any:
             query, key, value, kv_cache, metadata, output = (*tensors, *kwargs.values())[:6]
             result = original(impl, layer, query, key, value, kv_cache, metadata, output)
-            if isinstance(metadata, Reconstruction):
-                self.take_reading(layer.layer_name, metadata, query)
+            if metadata is not None and metadata.reading is not None:
+                self.take_reading(layer.layer_name, metadata.reading, query)
                 return result
             step = current_step() if metadata is not None else None
             if step is not None:
@@ -91,7 +90,7 @@ class Oracle(Compared):
                 follow()
             for heads, page_size, tenths in self.sharing.values():
                 pack_layer(heads, page_size, tenths)
-                self.num_unequal += len({head.capacity for head in heads}) > 1
+                self.num_unequal += len({head.budget.capacity for head in heads}) > 1
             comparing, self.comparing = self.comparing, []
             for compare in comparing:
                 compare()
@@ -127,7 +126,7 @@ class Oracle(Compared):
             rows = cache.rows(table)
             victims = None if impl.victims is None else impl.victims[table[0]]
             if plan.overwrites and metadata.scoring.merge:
-                strips = cache.rows_of_split(table) if plan.is_split else list(rows)
+                strips = cache.rows_of_split(table) if plan.attends_split else list(rows)
                 for head, strip in enumerate(strips):
                     self.compare_merge((layer_name, head, request_id), plan, cache, strip)
             for head in range(impl.num_kv_heads):
@@ -142,12 +141,12 @@ class Oracle(Compared):
                     if impl.sink_logits is not None:
                         own = impl.sink_logits.chunk(impl.num_kv_heads)[head]
                         self.heads[where].sink_logits = own.double()
-                self._settle(impl, where, plan, metadata.scoring)
+                self._settle(impl, where, plan)
                 out = output[tokens].view(*query[tokens].shape)
                 if plan.has_drafts:
                     self.drafted[where] = (plan, (*new, out))
                 else:
-                    self._follow_tokens(impl, where, plan, (*new, out), metadata.scoring)
+                    self._follow_tokens(impl, where, plan, (*new, out))
             if plan.has_drafts:
                 continue
             if plan.splits:
@@ -169,9 +168,7 @@ class Oracle(Compared):
         """Where conversations are continued: what came of an earlier request."""
         raise NotImplementedError
 
-    def _settle(
-        self, impl: HeavyHitterImpl, where: Where, plan: RequestPlan, scoring: Scoring
-    ) -> None:
+    def _settle(self, impl: HeavyHitterImpl, where: Where, plan: RequestPlan) -> None:
         """Follow the tokens of the last step that were accepted, one by one, as without drafts."""
         if plan.in_prompt and not self.heads[where].in_prompt:
             # The next part of a session: more of the prompt, and no victim.
@@ -185,7 +182,7 @@ class Oracle(Compared):
         self.num_rejected += last.num_new - plan.num_unscored
         for i in range(plan.num_unscored):
             one = replace(last, logical_start=last.logical_start + i, num_new=1)
-            self._follow_tokens(impl, where, one, tuple(t[i : i + 1] for t in tensors), scoring)
+            self._follow_tokens(impl, where, one, tuple(t[i : i + 1] for t in tensors))
 
     def _follow_tokens(
         self,
@@ -193,11 +190,10 @@ class Oracle(Compared):
         where: Where,
         plan: RequestPlan,
         tensors: tuple[torch.Tensor, ...],
-        scoring: Scoring,
     ) -> None:
         """A step of one head, and how far the layer's output is from the reference's."""
         query, key, value, output = tensors
-        out = self._step(impl, where, plan, query, key, value, scoring)
+        out = self._step(impl, where, plan, query, key, value)
         group = slice(where[1] * out.shape[1], (where[1] + 1) * out.shape[1])
         error = (out - output[:, group].double()).abs()
         self.max_error = max(self.max_error, float(error.max()))
@@ -214,7 +210,10 @@ class Oracle(Compared):
         slots = torch.arange(plan.logical_start)
         at = (rows[slots // cache.block_size], slots % cache.block_size)
         assert cache.position[at].tolist() == slots.tolist()
-        scoring = metadata.scoring
+        limit = self.scheduler.policy_config.position_limit
+        rolling = None
+        if limit is not None:
+            rolling = Rolling(limit, lambda key, distance: self._rotated(key, -distance))
         return WatchedHead(
             Strip(
                 cache.key[at].double() * cache.scales[0],
@@ -222,25 +221,21 @@ class Oracle(Compared):
                 torch.zeros(len(slots), dtype=torch.float64),
                 slots,
             ),
-            plan.capacity,
-            plan.num_recent,
-            plan.num_sinks,
+            plan.budget,
+            self._ranking(metadata),
+            self.scheduler.policy_config.schedule,
             impl.scale,
-            power=scoring.power,
-            skip_recent=scoring.skip_recent,
-            packs_chunks=self.scheduler.ledger.packs_chunks,
-            by_age=scoring.by_age,
-            page_size=self.scheduler.ledger.victim_size,
-            by_maximum=scoring.by_maximum,
-            reach=scoring.reach,
-            splits=self.scheduler.ledger.splits,
-            merge=scoring.merge,
-            window_lifetime=self.scheduler.ledger.window_lifetime,
-            evict_every=plan.evict_every,
-            position_limit=self.scheduler.ledger.position_limit,
-            rotate_back=lambda key, distance: self._rotated(key, -distance),
+            merge=metadata.scoring.merge,
+            splits=self.scheduler.policy_config.splits,
+            rolling=rolling,
             logical_len=plan.logical_start,
         )
+
+    def _ranking(self, metadata: Any) -> Ranking:
+        """The policy's, without a term that the model has no queries for."""
+        ranking = self.scheduler.policy_config.ranking
+        rotates = any(term.queries == "rotated" for term in metadata.terms)
+        return ranking if rotates else ranking.without("rotated")
 
     def _step(
         self,
@@ -250,56 +245,41 @@ class Oracle(Compared):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scoring: Scoring,
     ) -> torch.Tensor:
-        layer_name, head, request_id = where
-        initial_scores = None
-        if impl.random_scores is not None:
-            layer = extract_layer_index(layer_name)
-            positions = range(plan.logical_start, plan.logical_end)
-            initial_scores = [
-                random_score(plan.seed, layer, head, position) for position in positions
-            ]
-            found = self.heads[where].strip
-            if not plan.first_block_idx and found.position.tolist() == list(
-                range(plan.logical_start)
-            ):
-                initial = [
-                    random_score(plan.seed, layer, head, p) for p in range(plan.logical_start)
-                ]
-                found.score = torch.tensor(initial, dtype=torch.float64)
         grouped = query.double().view(plan.num_new, impl.num_kv_heads, -1, impl.head_size)
-        prompt_end = self.scheduler.ledger.states[request_id].prompt_end
-        ends_prompt = plan.in_prompt and plan.logical_end == prompt_end
-        self.heads[where].grows = plan.grows and not plan.num_survivors
-        return self.heads[where].step(
-            grouped[:, head],
-            key[:, head],
-            value[:, head],
-            ends_prompt,
-            initial_scores,
-            plan.scoring_start,
-            self._passes(scoring, plan, grouped[:, head], where),
-        )
+        head = self.heads[where]
+        ends_prompt = plan.in_prompt and plan.logical_end == plan.prompt_end
+        head.grows, falls_back = plan.grows, plan.grows and plan.num_survivors > 0
+        merge, head.merge = head.merge, 0.0  # merged already: see compare_merge
+        own = grouped[:, where[1]]
+        terms = self._terms(head.ranking, plan, own, where)
+        new = (own, key[:, where[1]], value[:, where[1]])
+        size = self.scheduler.block_manager.block_size
+        out = head.step(*new, ends_prompt, terms, size, falls_back)
+        head.merge = merge
+        return out
 
-    def _passes(
-        self, scoring: Scoring, plan: RequestPlan, query: torch.Tensor, where: Where
-    ) -> list[tuple[ScoringPass, torch.Tensor]]:
-        """The passes of a prompt's chunk, and the queries [T', G, D] that score in them."""
+    def _terms(
+        self, ranking: Ranking, plan: RequestPlan, query: torch.Tensor, where: Where
+    ) -> list[tuple[Term, torch.Tensor]]:
+        """The terms of a prompt's chunk, and the queries [T', G, D] that count."""
         if not plan.in_prompt or plan.num_new == 1 or plan.fits:
             return []
+        num_window = self.scheduler.policy_config.num_window_queries
         asking = []
-        for which in scoring.passes:
-            start = plan.scoring_start if which.rotated else plan.window_start
-            own = query[max(start - plan.logical_start, 0) :]
-            if which.reads_again:
+        for term in ranking.passes:
+            own = query
+            if term.queries == "window":
+                own = query[max(plan.prompt_end - num_window - plan.logical_start, 0) :]
+            elif term.queries == "rotated":
+                own = self._rotated(query, plan.num_new)
+            else:
                 read = torch.cat(self.readings[where[0], where[2]]).double()
                 num_kv_heads = read.shape[1] // query.shape[1]
                 assert len(read) == len(own)
-                asking.append((which, read.unflatten(1, (num_kv_heads, -1))[:, where[1]]))
-                continue
-            asking.append((which, self._rotated(own, plan.num_new) if which.rotated else own))
-        return [(which, own) for which, own in asking if len(own)]
+                own = read.unflatten(1, (num_kv_heads, -1))[:, where[1]]
+            asking.append((term, own))
+        return [(term, own) for term, own in asking if len(own)]
 
     def _rotated(self, query: torch.Tensor, distance: int | torch.Tensor) -> torch.Tensor:
         """[..., D], at ``distance`` ([...]) positions later, by the model's own theta."""

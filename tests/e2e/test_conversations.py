@@ -11,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.e2e.conversations import ConversationOracle, converse, own_text
-from tests.e2e.harness import Probe, engine, generate, smollm2, tiny_llama, token_ids
+from tests.e2e.harness import Probe, engine, generate, shrink_terms, smollm2, tiny_llama, token_ids
 from tests.e2e.server import MODEL, Completing, blocks, run
 from tests.house_rules import ROOT
 from vllm_h2o.cli import main
@@ -19,15 +19,14 @@ from vllm_h2o.cli import main
 SMALL = {"block_size": 16, "num_gpu_blocks_override": 120, "max_num_batched_tokens": 128}
 WHAT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("h2o", {"kernels": "torch"}),
-    ("h2o", {"granularity": "block", "recent_ratio": 0.2}),
-    ("h2o", {"score": "mean", "prefill": "chunked"}),
-    ("h2o", {"prefill": "window", "observation_window": 6}),
+    ("h2o", {"evict_every": "page", "recent_ratio": 0.2}),
+    ("h2o", {"score": "mean", "eviction": "chunk"}),
+    ("snapkv", {"observation_window": 6}),
     ("h2o", {"evict_every": 5}),
-    ("h2o2", {"observation_window": 4, "window_lifetime": 9}),
-    ("h2o2", {"observation_window": 4, "window_lifetime": 40}),
+    ("h2o2", {"observation_window": 4, "lifetime": 9}),
+    ("h2o2", {"observation_window": 4, "lifetime": 40}),
     ("streaming", {}),
     ("local", {}),
-    ("random", {}),
 )
 
 
@@ -43,6 +42,7 @@ def test_conversations_are_one_request(
 ) -> None:
     """Set for set, and attention output by attention output; turns of one token, too."""
     own = {"budget": 64, "continuation": True, **options}
+    shrink_terms(monkeypatch, lifetime=own.pop("lifetime", 9))
     with monkeypatch.context() as patch, engine(model, policy, own, **SMALL) as llm:
         probe = Probe(llm)
         oracle = ConversationOracle(probe.scheduler).install(patch)

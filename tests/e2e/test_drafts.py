@@ -14,6 +14,7 @@ from tests.e2e.harness import (
     assert_same_tokens,
     engine,
     generate,
+    shrink_terms,
     tiny_llama,
     token_ids,
 )
@@ -54,26 +55,32 @@ def asserted(llm: LLM, oracle: Oracle | None = None) -> list[list[int]]:
     return outputs
 
 
+@pytest.fixture(autouse=True)
+def _short_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lifetime of `h2o2`'s window ends while these requests run."""
+    shrink_terms(monkeypatch, lifetime=9)
+
+
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
         ("h2o", {}),
         ("h2o", {"evict_every": 6, "kernels": "torch", "score": "mean", "num_sink_tokens": 3}),
-        ("h2o", {"evict_every": 20, "score": "sum_squares", "score_skip_recent": 2}),
-        ("h2o", {"prefill": "window", "observation_window": 20}),
-        ("h2o", {"prefill": "window", "observation_window": 20, "enable_prefix_caching": True}),
+        ("h2o", {"evict_every": 20, "score": "sum_squares"}),
+        ("snapkv", {"observation_window": 20}),
+        ("snapkv", {"observation_window": 20, "enable_prefix_caching": True}),
         # Alone, else the chunks of a prompt depend on how many drafts of others a step computes.
-        ("h2o", {"prefill": "chunked", "protect_prompt_tokens": 7, "max_num_seqs": 1}),
+        ("h2o", {"eviction": "chunk", "num_sink_tokens": 7, "max_num_seqs": 1}),
         ("h2o", {"budget": 0.5, "budget_basis": "prompt"}),
         ("h2o", {"kv_cache_dtype": "fp8"}),
         # Prompts in one step, for that has room for fewer of their tokens next to drafts of others.
         (
             "h2o2",
-            {"observation_window": 12, "window_lifetime": 0, "max_num_batched_tokens": 512},
+            {"observation_window": 12, "max_num_batched_tokens": 512},
         ),
         ("streaming", {}),
         ("streaming", {"enable_prefix_caching": True}),
-        ("random", {}),
+        ("h2o", {"evict_every": "page", "budget": 64}),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
 )

@@ -20,7 +20,7 @@ from tests.e2e.harness import (
     token_ids,
 )
 from vllm_h2o.kernels.native import loader
-from vllm_h2o.policy import POLICIES
+from vllm_h2o.policy import policies
 
 
 @pytest.mark.parametrize("chunk", [64, 4096])
@@ -100,7 +100,7 @@ def test_a_prompt_of_three_times_the_pool(tmp_path: Path) -> None:
         model,
         prompts,
         "h2o",
-        options={"budget": 64, "prefill": "chunked"},
+        options={"budget": 64, "eviction": "chunk"},
         block_size=16,
         num_gpu_blocks_override=9,
         max_num_batched_tokens=32,
@@ -118,7 +118,7 @@ def test_every_policy_equals_stock(tmp_path: Path) -> None:
     # Those that generate what a budget of 256 does not hold.
     both = [(p, output) for p, output in zip(prompts, stock, strict=True) if len(p) > 128]
     longer, longer_stock = map(list, zip(*both, strict=True))
-    for policy in POLICIES:
+    for policy in policies():
         window = {"observation_window": 24} if policy == "h2o2" else {}
         merge = {"merge": 0.5} if policy == "streaming" else {}
         options = None if policy == "full" else {"budget": 1.0, **window, **merge}

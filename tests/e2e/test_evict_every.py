@@ -13,6 +13,7 @@ from tests.e2e.harness import (
     assert_same_tokens,
     engine,
     generate,
+    shrink_terms,
     tiny_llama,
     token_ids,
 )
@@ -23,21 +24,31 @@ PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 32, 33, 40, 90, 150)]
 SETTINGS: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 64}
 
 
+@pytest.fixture(autouse=True)
+def _short_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lifetime of `h2o2`'s window ends while these requests run."""
+    shrink_terms(monkeypatch, lifetime=9)
+
+
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
         ("h2o", {"evict_every": 2}),
         ("h2o", {"evict_every": 16, "recent_ratio": 0.25, "num_sink_tokens": 3}),
         ("h2o", {"evict_every": 7, "kernels": "torch", "score": "mean", "recent_ratio": 0.0}),
-        ("h2o", {"evict_every": 5, "prefill": "window", "observation_window": 20}),
-        ("h2o", {"evict_every": 5, "prefill": "window", "enable_prefix_caching": True}),
-        ("h2o", {"evict_every": 9, "prefill": "chunked", "protect_prompt_tokens": 7}),
+        ("snapkv", {"evict_every": 5, "observation_window": 20}),
+        ("snapkv", {"evict_every": 5, "enable_prefix_caching": True}),
+        ("h2o", {"evict_every": 9, "eviction": "chunk", "num_sink_tokens": 7}),
         ("h2o", {"evict_every": 8, "budget": 0.5, "budget_basis": "prompt"}),
-        ("h2o2", {"evict_every": 8, "observation_window": 12, "window_lifetime": 9}),
+        ("h2o2", {"evict_every": 8, "observation_window": 12}),
+        ("h2o", {"evict_every": "page", "budget": 64, "num_sink_tokens": 3}),
+        ("h2o2", {"evict_every": "page", "budget": 64, "observation_window": 12}),
+        ("h2o", {"evict_every": "page", "budget": 64, "eviction": "chunk", "score": "mean"}),
+        ("snapkv", {"evict_every": "page", "budget": 64, "enable_prefix_caching": True}),
+        ("streaming", {"evict_every": "page", "budget": 64, "kernels": "torch"}),
         ("streaming", {"evict_every": 16}),
         ("streaming", {"evict_every": 16, "enable_prefix_caching": True}),
         ("local", {"evict_every": 3}),
-        ("random", {"evict_every": 6}),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
@@ -47,7 +58,7 @@ def test_retained_sets(
     """After every step, in every layer and KV head."""
     options = {"budget": 32, **options}
     settings = SETTINGS | {k: options.pop(k) for k in ("enable_prefix_caching",) if k in options}
-    if policy == "h2o2" or "enable_prefix_caching" in settings:
+    if policy in ("h2o2", "snapkv") or "enable_prefix_caching" in settings:
         settings["max_num_batched_tokens"] = 128
     model = tiny_llama(tmp_path, 6, 2)
     with monkeypatch.context() as patch, engine(model, policy, options, **settings) as llm:

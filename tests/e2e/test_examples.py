@@ -39,25 +39,20 @@ def test_offline(tmp_path: Path) -> None:
 
 
 def test_stream(tmp_path: Path) -> None:
-    """A text of three times as many tokens as there are positions, a line for each step."""
+    """A text of three times as many tokens as there are positions, a line for each part."""
     write_model(tmp_path, 512)
     text = tmp_path / "text"
     text.write_text(" ".join(f"w{number % 200 + 10}" for number in range(800)), encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "examples.stream", str(text), "--model", str(tmp_path),
-         "--cache", "64", "--chunk", "64", "--limit", "256"],
+         "--cache", "64", "--chunk", "64", "--limit", "256", "--part", "200"],
         env={**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, cwd=ROOT,
         capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    said = re.findall(
-        r"^token (\d+): position (\d+), (\d+) resident, renumbered (\d+) times, ([\d.]+) nats",
-        done.stdout,
-        re.MULTILINE,
-    )
-    tokens, positions, resident, renumbered, nats = zip(*said, strict=True)
-    assert int(tokens[-1]) >= 799 and 200 < max(map(int, positions)) < 256
-    assert set(map(int, resident)) == {63} and int(renumbered[-1]) >= 3
+    said = re.findall(r"^token (\d+): ([\d.]+) nats per token$", done.stdout, re.MULTILINE)
+    tokens, nats = zip(*said, strict=True)
+    assert [*map(int, tokens)] == [200, 400, 600, 799]
     assert all(0 < float(cost) < 20 for cost in nats)
 
 
@@ -83,8 +78,8 @@ def test_serve(server: Completing, block: Block) -> None:
     elif "/metrics" in block.code:
         assert "vllm:kv_policy_evicted_tokens_total" in said
     elif "BadRequestError" in block.code:
-        parts = r"kv-policy: asked: kv_budget=1\.5; is: .*; why not: .*; what to do: .*\."
-        assert re.fullmatch(parts, said.strip())
+        sentences = r"kv-policy: .*kv_budget=1\.5.* is not supported: .*\. .*\."
+        assert re.fullmatch(sentences, said.strip())
     else:
         assert said.strip()
 

@@ -100,9 +100,9 @@ def test_adapters_share_no_prefix(tmp_path: Path) -> None:
     """A hit gives what its own adapter gave cold; the other one's pages are not found."""
     model = tiny_llama(tmp_path / "model", 4, 2)
     loras = [adapter(model, tmp_path / f"adapter{seed}", seed) for seed in (1, 2)]
-    options = {"budget": 64, "prefill": "window", "observation_window": 12}
+    options = {"budget": 64, "observation_window": 12}
     settings = {**SETTINGS, "enable_prefix_caching": True}
-    with engine(model, "h2o", options, **settings) as llm:
+    with engine(model, "snapkv", options, **settings) as llm:
         probe = Probe(llm)
         cold = [generate(llm, PROMPTS[-1:], [lora])[0] for lora in loras]
         assert [output.num_cached_tokens for output in cold] == [0, 0]

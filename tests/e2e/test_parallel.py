@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = {"budget": SLOTS}
 PRESSED = {**OPTIONS, "eviction": "pressure"}
 TIGHT = {**SETTINGS, "num_gpu_blocks_override": 17}
 """16 pages: the prompts whole, or one longest sequence."""
-WINDOW = {**OPTIONS, "prefill": "window", "observation_window": 16}
+WINDOW = {**OPTIONS, "observation_window": 16}
 MAX_TOKENS = 16
 # On a CPU vLLM makes the buffers between two stages while it warms up, which it skips when eager.
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
@@ -81,7 +81,7 @@ def run(model: str, policy: str, merge: float = 0.0, **kwargs: Any) -> Run:
 @pytest.fixture(scope="module")
 def alone(model: str) -> dict[str, Run]:
     """By policy, what one process gives."""
-    return {policy: run(model, policy) for policy in ("h2o", "random")}
+    return {policy: run(model, policy) for policy in ("h2o", "streaming")}
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def assert_found(llm: LLM, expected: list[list[int]], num_found: int) -> None:
 
 def test_the_policies_differ(alone: dict[str, Run]) -> None:
     """Otherwise the budget would not bind, and equality would say nothing."""
-    assert token_ids(alone["h2o"].outputs) != token_ids(alone["random"].outputs)
+    assert token_ids(alone["h2o"].outputs) != token_ids(alone["streaming"].outputs)
 
 
 def test_tensor_parallel(model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_ranks_next_to_sliding_windows(
 
 def roll(model: str, **kwargs: Any) -> list[RequestOutput]:
     """What an engine says whose positions are renumbered within prompts, and past them."""
-    options = {**OPTIONS, "prefill": "chunked", "positions": "rolling", "position_limit": 64}
+    options = {**OPTIONS, "eviction": "chunk", "positions": 64}
     with engine(
         model, "h2o", options, **{**SETTINGS, "max_num_batched_tokens": 32, **kwargs}
     ) as llm:
@@ -227,14 +227,18 @@ def test_stages_that_go_on(
 
 
 @pytest.mark.parametrize(
-    "more", [{"evict_every": 5}, {"score": "reconstruction", "observation_window": 8}]
+    ("policy", "more"),
+    [
+        ("h2o", {"evict_every": 5}),
+        ("h2o2", {"score": "reconstruction", "observation_window": 8}),
+    ],
 )
-def test_ranks_after_a_step(more: dict[str, Any], model: str, two_ranks: Any) -> None:
+def test_ranks_after_a_step(policy: str, more: dict[str, Any], model: str, two_ranks: Any) -> None:
     """All pack in the same steps, and take part in the same second reading."""
     runs = []
     for size in (1, 2):
         with engine(
-            model, "h2o", {**OPTIONS, **more}, **SETTINGS, tensor_parallel_size=size
+            model, policy, {**OPTIONS, **more}, **SETTINGS, tensor_parallel_size=size
         ) as llm:
             runs.append(measure(llm))
     assert_same(*runs)
@@ -265,14 +269,11 @@ def test_ranks_with_drafts(model: str, two_ranks: pytest.MonkeyPatch) -> None:
 def test_tensor_parallel_and_shared_prefixes(
     model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch
 ) -> None:
-    """``random`` draws by the head's index in the whole model, for what is found in the cache, too.
-
-    Of a prompt all whole pages are found, but never its last token.
-    """
+    """Without scores all whole pages of a prompt are found, but never its last token."""
     settings = {**SETTINGS, "enable_prefix_caching": True, "tensor_parallel_size": 2}
-    with engine(model, "random", OPTIONS, **settings) as llm:
-        assert_found(llm, token_ids(alone["random"].outputs), 16 + 32 + 48 + 80)
-        assert_same(alone["random"], measure(llm))
+    with engine(model, "streaming", OPTIONS, **settings) as llm:
+        assert_found(llm, token_ids(alone["streaming"].outputs), 16 + 32 + 48 + 80)
+        assert_same(alone["streaming"], measure(llm))
 
 
 def double_kv_head(model: str, folder: Path) -> str:
@@ -314,10 +315,10 @@ def test_pipeline_parallel(
 
 def test_pipeline_parallel_and_shared_prefixes(model: str, two_workers: pytest.MonkeyPatch) -> None:
     """Of a batch that is still in flight, too: each stage computes batches in their order."""
-    with engine(model, "h2o", WINDOW, **SETTINGS) as llm:
+    with engine(model, "snapkv", WINDOW, **SETTINGS) as llm:
         expected = token_ids(generate(llm, PROMPTS, MAX_TOKENS))
     settings = {**SETTINGS, **TRACED, "pipeline_parallel_size": 2, "enable_prefix_caching": True}
-    with engine(model, "h2o", WINDOW, **settings) as llm:
+    with engine(model, "snapkv", WINDOW, **settings) as llm:
         probe = Probe(llm)
         assert_found(llm, expected, 16 + 32 + 64)
         assert probe.num_free == probe.num_total

@@ -7,7 +7,7 @@ import math
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.coherence import (
+from research.coherence import (
     BLOCK_SIZE,
     BUDGET,
     OPENINGS,

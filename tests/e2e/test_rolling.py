@@ -16,8 +16,8 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.quality.llama import Llama
-from benchmarks.quality.rolling import Reader, rotated_back
 from benchmarks.throughput.models import write_random
+from research.rolling import Reader, rotated_back
 from tests.e2e.harness import (
     CHARACTERS,
     Probe,
@@ -30,13 +30,14 @@ from tests.e2e.harness import (
 )
 from tests.e2e.oracle import Oracle
 from tests.e2e.zoo import GPT, small
-from vllm_h2o.kernels.reference import Head
+from vllm_h2o.kernels.reference import Head, Rolling
 from vllm_h2o.kernels.strip import Strip
+from vllm_h2o.policy import Eviction, policies
 
 LENGTHS = (5, 33, 90, 300)
 """Prompts shorter and longer than the model was trained on."""
 LIMIT = 96
-ROLLING = {"positions": "rolling", "position_limit": LIMIT, "prefill": "chunked", "budget": 32}
+ROLLING = {"positions": LIMIT, "eviction": "chunk", "budget": 32}
 SETTINGS = {"block_size": 16, "max_num_batched_tokens": 40, "max_model_len": 2048}
 
 
@@ -82,11 +83,12 @@ def follow(
     [
         ("h2o", {}),
         ("h2o", {"score": "mean_squares", "num_sink_tokens": 2}),
-        ("h2o", {"score": "mean", "recent_ratio": 0.2, "score_skip_recent": 3}),
-        ("h2o", {"evict_every": 9, "protect_prompt_tokens": 6}),
+        ("h2o", {"score": "mean", "recent_ratio": 0.2}),
+        ("h2o", {"evict_every": 9, "num_sink_tokens": 6}),
+        ("h2o", {"evict_every": "page", "budget": 48}),
+        ("snapkv", {"observation_window": 7}),
         ("streaming", {}),
         ("local", {}),
-        ("random", {}),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
@@ -208,7 +210,7 @@ def test_a_window_is_the_same_at_any_position(kind: str, tmp_path: Path) -> None
     """``local`` keeps the last tokens: renumbered or not, their distances are the same."""
     model = write_random(ROTARY[kind](), tmp_path)
     prompts = [CHARACTERS[n : n + n] for n in LENGTHS]
-    own = {"prefill": "chunked", "budget": 32}
+    own = {"eviction": "chunk", "budget": 32}
     with engine(model, "local", own, **{**SETTINGS, "max_model_len": 512}) as llm:
         original = generate(llm, prompts, max_tokens=200, logprobs=2)
     with engine(model, "local", ROLLING, **SETTINGS) as llm:
@@ -243,21 +245,18 @@ def test_the_whole_model_in_plain_torch(policy: str, tmp_path: Path) -> None:
     model = Llama(Path(folder))
     head = Head(
         Strip.empty(model.head_size, torch.float32),
-        budget.capacity,
-        budget.num_recent,
-        budget.num_sinks,
+        budget,
+        policies()[policy].ranking,
+        Eviction("chunk"),
         model.scale,
-        power=int(policy == "h2o"),
-        packs_chunks=True,
-        position_limit=LIMIT,
-        rotate_back=partial(rotated_back, model),
+        rolling=Rolling(LIMIT, partial(rotated_back, model)),
     )
     assert simulated(model, prompt, 150, 40, head) == tokens
 
 
 def test_sequences_of_four_million_tokens(tmp_path: Path) -> None:
     """As long as is asked for, of a model that knows 512 positions, and has a table of no more."""
-    options = {"prefill": "chunked", "positions": "rolling", "budget": 64}
+    options = {"eviction": "chunk", "positions": "rolling", "budget": 64}
     settings = {**SETTINGS, "max_model_len": 4_194_304, "max_num_seqs": 1}
     with engine(tiny_llama(tmp_path, 4, 2), "streaming", options, **settings) as llm:
         seen = watch_positions(llm)

@@ -67,11 +67,11 @@ def test_what_is_read(
     folder, kept = tiny_llama(tmp_path, 4, 2), list[Read]()
     read = Reader.__call__
 
-    def watched(reader: Reader, reconstruction: Reconstruction) -> None:
+    def watched(reader: Reader, reconstruction: Reconstruction, metadata: Any) -> None:
         runner = reader.worker.model_runner
         with monkeypatch.context() as patch:
             patch.setattr(runner, "model", Watched(runner.model, reconstruction, kept))
-            read(reader, reconstruction)
+            read(reader, reconstruction, metadata)
 
     monkeypatch.setattr(Reader, "__call__", watched)
     options = {"budget": 32, "score": "reconstruction"}

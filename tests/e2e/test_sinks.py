@@ -72,8 +72,8 @@ def test_sinks_that_are_left_out_are_noticed(said: dict[str, list[RequestOutput]
     [
         ("h2o", {}),
         ("h2o", {"kernels": "torch", "recent_ratio": 0.25, "num_sink_tokens": 3}),
-        ("h2o", {"prefill": "window", "observation_window": 20}),
-        ("h2o", {"prefill": "chunked", "merge": 0.3}),
+        ("snapkv", {"observation_window": 20}),
+        ("h2o", {"eviction": "chunk", "merge": 0.3}),
         ("h2o2", {"observation_window": 20}),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,

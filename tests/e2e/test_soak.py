@@ -23,7 +23,7 @@ def test_soak(tmp_path: Path) -> None:
     """
     shape = replace(SHORT, requests=SHORT.requests // 2)
     reports = [
-        run(shape, mode, "window", tmp_path / mode, killed)
+        run(shape, mode, "snapkv", tmp_path / mode, killed)
         for mode, killed in (("continuation", ("worker",)), ("pressure", ()))
     ]
     for report in reports:

@@ -37,10 +37,12 @@ class WatchedHead(Head):
 
         """
         ours, theirs = set(positions), set(self.strip.position.tolist())
-        if self.before is None or len(ours) != len(theirs) or self.page_size > 1:
+        if self.before is None or len(ours) != len(theirs) or self.budget.unit > 1:
             return False
         held = self.before.position.tolist()
-        ranks = dict(zip(held, self.before.ranks(self.end, self.by_age).tolist(), strict=True))
+        ranks = dict(
+            zip(held, self.before.ranks(self.end, self.ranking.by_age).tolist(), strict=True)
+        )
         if not ours <= ranks.keys():
             return False
         gained, lost = ([ranks[p] for p in some] for some in (ours - theirs, theirs - ours))

@@ -11,7 +11,6 @@ from tests.kernels.harness import Shape, empty_cache, views
 from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.triton.kernels import TritonKernels
 
 VIEWS = ("key", "value", "score", "position")
 
@@ -24,6 +23,8 @@ def views_of(cache: LayerCache) -> tuple[str, ...]:
 
 def on_triton(shape: Shape) -> Kernels:
     """In the interpreter here."""
+    from vllm_h2o.kernels.triton.kernels import TritonKernels
+
     num_heads = shape.num_kv_heads * shape.group
     return TritonKernels(torch.device("cpu"), 8, num_heads, shape.num_kv_heads, shape.head_size)
 
@@ -88,8 +89,13 @@ def number(cache: LayerCache, chunks: list[PromptChunk]) -> None:
         cache.position.unflatten(0, (-1, cache.rows_per_block))[blocks, every] = position
 
 
-def prompt_chunks(shape: Shape, packs: bool) -> tuple[list[PromptChunk], int]:
-    """Chunks at the start, after others, of two tokens, and one that does not score."""
+def prompt_chunks(
+    shape: Shape, packs: bool, by_page: bool = False
+) -> tuple[list[PromptChunk], int]:
+    """Chunks at the start, after others, of two tokens, and one that does not score.
+
+    With ``packs`` each has survivors; with ``by_page`` whole pages and the one that is not full.
+    """
     chunks, owned, token = [], 0, 3
     starts = ((0, 70, 0), (41, 30, 7), (33, 2, 0), (0, 17, 16), (4, 9, 9))
     for start, num_tokens, first_scoring_query in starts:
@@ -99,6 +105,9 @@ def prompt_chunks(shape: Shape, packs: bool) -> tuple[list[PromptChunk], int]:
         table[:num_pages] = torch.arange(owned, owned + num_pages)
         tokens = slice(token, token + num_tokens)
         num_survivors, recent_start = (end // 2 + 3, end - 5) if packs else (0, 0)
+        if by_page:
+            whole, rest = divmod(end, shape.block_size)
+            num_survivors = min(whole, max(whole // 2, 2)) * shape.block_size + rest
         chunks.append(
             PromptChunk(
                 tokens=tokens,

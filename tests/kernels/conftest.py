@@ -1,4 +1,7 @@
-"""Kernels are compared on one thread: small tensors gain nothing from more, and sums keep order."""
+"""Kernels are compared on one thread: small tensors gain nothing from more, and sums keep order.
+
+A few policies are on the shelf that only these tests have.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.kernels.lives import OTHERS
+from vllm_h2o.policy import shelf
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -15,3 +21,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def other_policies() -> Iterator[None]:
+    """Policies of these tests, while a module's tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        for policy in OTHERS:
+            patch.setitem(shelf._SHELF, policy.name, policy)
+        yield

@@ -1,8 +1,7 @@
-"""Decode steps that every set of kernels is given, and their comparison with the torch ones."""
+"""Decode steps for every set of kernels, and their comparison with the torch ones."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import torch
@@ -27,30 +26,23 @@ KERNELS: dict[str, Callable[[Shape], Kernels]] = {
 }
 
 
-def decode_batch(
-    shape: Shape, scoring: Scoring, seed: int, split: bool = False
-) -> tuple[DecodeBatch, int]:
-    """Requests that append, overwrite, select or are padding, and the blocks that they own."""
-    rng, owned, tables, fields = random.Random(seed), 0, [], []
+def decode_batch(shape: Shape, split: bool = False) -> tuple[DecodeBatch, int]:
+    """Requests that append, overwrite, select or are padding, and how many blocks they own."""
+    owned, tables, fields = 0, [], []
     size = shape.block_size
     for token, attended in enumerate((1, size - 1, 2 * size, 3 * size + 5, 0, 9 * size, 6 * size)):
         num_pages = -(-attended // size)
         tables.append([owned + page for page in range(num_pages)] + [0] * (9 - num_pages))
         owned += num_pages
-        overwrites = token in (2, 5)
-        next_offset = rng.randrange(size) if overwrites and scoring.by_page else 0
         values = {
             "token": token,
             "attended_len": attended,
-            "overwrites": overwrites,
+            "overwrites": token in (2, 5),
             "selects": attended > 0 and attended % size == 0,
             "logical_start": 1000,
             "recent_start": 998 - 10 * token,
             "num_sinks": token,
-            "next_offset": next_offset,
-            "num_free_slots": size - 1 - next_offset if overwrites and scoring.by_page else 0,
             "scores": token != 3,
-            "in_prompt": token in (1, 3, 6),
             "split": split and token in (2, 5, 6),
         }
         fields.append([int(values.get(name, 0)) for name in DECODE_FIELDS])
@@ -66,7 +58,7 @@ def compare_a_batch(
     sink_logits: torch.Tensor | None = None,
 ) -> None:
     """One batch of all kinds of requests, and victims for those that overwrite."""
-    batch, owned = decode_batch(shape, scoring, seed=1)
+    batch, owned = decode_batch(shape)
     theirs = filled(shape, owned + 1, seed=2, merges=scoring.merge > 0)
     victims = torch.zeros(owned + 1, 2, dtype=torch.int32)
     victims[batch.first_block_ids[2]] = torch.tensor([0, shape.block_size])
@@ -95,7 +87,7 @@ def compare_decodes(
         out, chosen = torch.full(query.shape, 7.0), victims.clone()
         rows = [0, 1, 2, 3, 5, 6] if kernels.copies_kv else list(range(7))
         real = DecodeBatch(batch.block_table[rows], batch.fields[:, rows])
-        tensors = StepTensors(query, key, value, out, None, 0.2, sink_logits)
+        tensors = StepTensors(query, key, value, out, 0.2, sink_logits)
         kernels.decode(cache, real, chosen, tensors, scoring)
         results.append((out, chosen))
     agree(results, victims, 1e-5 if shape.dtype == torch.float32 else 2e-3)

@@ -1,7 +1,7 @@
 """One attention layer with the real builder and the real ledger, over one small pool of pages.
 
 Pages start as poison (NaN keys, values and scores, the lowest score, position 0) and are poisoned
-again when they are freed; after a request's own pages its row of the block table names others'.
+again when they are freed; after a request's own pages its row of the block table has other pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.paths import WORKER
 from vllm_h2o.policy import Budget
+from vllm_h2o.policy.eviction import At
 from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.rules import Rules
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import RequestInfo
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
@@ -53,7 +55,7 @@ class Shape:
     float8: torch.dtype | None = None  # of the cache, with the scales of K and V
     scales: tuple[float, float] = (1.0, 1.0)
     has_sinks: bool = False  # of attention, one for each query head
-    num_layers: int = 1  # that share slots, each with so many KV heads
+    num_layers: int = 1  # that share slots, each with num_kv_heads
 
     @property
     def num_heads_of_all(self) -> int:
@@ -82,13 +84,12 @@ class Life:
     Args:
         request_id: its name; inputs follow from it and the shape alone.
         budget: slots.
-        chunks: tokens of each chunk of the prompt.
+        chunks: tokens of each chunk of the prompt; the last one has the observation window.
         num_decodes: tokens after the prompt.
-        seed: of the ``random`` policy.
+        seed: of its inputs.
         sharpness: factor of the queries: how unequal probabilities are.
-        packs_chunks: whether survivors are packed after each chunk.
-        observation_window: queries of the prompt that score; 0: all of them.
-        evicts_blocks: whether victims are pages.
+        at: when the prompt is evicted from; with ``pressure``, memory is short at each prompt's
+            end that has an odd number of tokens, and at every seventh token after it.
         splits: whether KV heads share slots.
 
     """
@@ -99,9 +100,7 @@ class Life:
     num_decodes: int
     seed: int = 0
     sharpness: float = 2.0
-    packs_chunks: bool = False
-    observation_window: int = 0
-    evicts_blocks: bool = False
+    at: At = "prompt_end"
     splits: bool = False
     num_computed: int = 0
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = field(init=False, repr=False)
@@ -119,10 +118,17 @@ class Life:
     @property
     def max_slots(self) -> int:
         """The most that it ever holds."""
-        return max(self.prompt_len, self.budget.capacity)
+        grown = self.num_decodes if self.at == "pressure" else 0
+        return max(self.prompt_len + grown, self.budget.capacity)
 
-    def prepare(self, shape: Shape) -> None:
-        """Draw q [n, Hq, D], k and v [n, H, D] for its n tokens, of the heads of all layers."""
+    def prepare(self, shape: Shape, lifetime: int = 0) -> None:
+        """Draw q [n, Hq, D], k and v [n, H, D] for its n tokens, of the heads of all layers.
+
+        Args:
+            shape: of the layer.
+            lifetime: of the ranking's last term.
+
+        """
         draw = torch.Generator().manual_seed(sum(self.request_id.encode()) * 1009 + self.seed)
         num_kv_heads = shape.num_heads_of_all
         heads = (num_kv_heads * shape.group, num_kv_heads, num_kv_heads)
@@ -132,14 +138,8 @@ class Life:
         each = torch.linspace(0.2, 2.0, num_kv_heads) if self.splits else torch.ones(1)
         each = each.repeat_interleave(shape.group) if self.splits else each
         self.inputs = ((query * self.sharpness * each[:, None]).to(shape.dtype), key, value)
-        self.ledger = Ledger(
-            self.budget,
-            shape.block_size,
-            packs_chunks=self.packs_chunks,
-            observation_window=self.observation_window,
-            evicts_blocks=self.evicts_blocks,
-            splits=self.splits,
-        )
+        rules = Rules(at=self.at, lifetime=lifetime, splits=self.splits)
+        self.ledger = Ledger(self.budget, shape.block_size, rules)
 
     def tokens(self, plan: RequestPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v of the plan's tokens."""
@@ -151,11 +151,19 @@ class Life:
         bounds = [sum(self.chunks[:i]) for i in range(len(self.chunks) + 1)]
         later = [bound for bound in bounds if bound > self.num_computed]
         end = later[0] if later else self.num_computed + 1
-        info = RequestInfo(self.prompt_len, seed=self.seed)
+        info = RequestInfo(self.prompt_len)
+        if self.at == "pressure":
+            self.ledger.is_short = end % 2 > 0
+            self.ledger.falling_back = {self.request_id} if end % 7 == 0 and not later else set()
         plan = self.ledger.preview(self.request_id, self.num_computed, end, info)
         self.ledger.commit(self.request_id, plan, info)
         self.num_computed = end
         return self.ledger.take_step({self.request_id: plan.num_new}).requests[self.request_id]
+
+
+def rotate(query: torch.Tensor, num_tokens: int, end: int) -> torch.Tensor:
+    """Stand in for a layer's rotary embedding: other queries, exact in any dtype."""
+    return query.roll(1 + num_tokens % 7, dims=-1)
 
 
 def named(float8: torch.dtype | None) -> Any:
@@ -190,6 +198,9 @@ def builder(
     config = vllm_config(policy, options, shape.float8)
     spec = HeavyHitterSpec.of(stock, KVPolicyConfig.required(config).extra_words)
     names = LAYER_NAMES[: shape.num_layers]
+    context = config.compilation_config.static_forward_context
+    for name in names:
+        context.setdefault(name, SimpleNamespace(impl=SimpleNamespace(rotate=rotate)))
     return HeavyHitterMetadataBuilder(spec, names, config, torch.device("cpu"))
 
 
@@ -277,8 +288,7 @@ class Layer:
             outputs.append(torch.full(own[0].shape, torch.nan))
             part.impl.forward(part, *own, part.kv_cache, self._widened(metadata), outputs[-1])
         output = torch.cat(outputs, dim=1)
-        for packing in step.packings:
-            packing.run()
+        step.after.run()
         padding = output[sum(lengths) :]
         assert (padding.isnan() | (padding == 0)).all(), "a row of padding was written"
         return dict(zip(order, output[: sum(lengths)].split(lengths), strict=True))
@@ -310,10 +320,10 @@ class Layer:
 
     def held(self, request_id: str, plan: RequestPlan) -> list[Strip]:
         """What each KV head holds after a step, in float64."""
-        is_split, strips = plan.is_split or plan.splits, []
-        for rows in self.strips(request_id, plan.held_end, is_split):
+        strips = []
+        for rows in self.strips(request_id, plan.held_end, plan.is_split):
             num_slots = plan.resident_end
-            if is_split:
+            if plan.is_split:
                 num_slots = len(rows) * self.shape.block_size - (plan.splits > 0)
             cache = self.cache
             views = [cache.key, cache.value, cache.score, cache.position]
@@ -354,7 +364,7 @@ class Layer:
         sinks = torch.linspace(-1.0, 4.0, sizes[0]) if shape.has_sinks else None
         with set_current_vllm_config(self.config):
             impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8), sinks=sinks)
-        impl.splits_layers = shape.num_layers > 1
+        impl.splits_layers, impl.rotate = shape.num_layers > 1, rotate
         impl.take_scales(self)
         scales = dict(zip(("_k_scale_float", "_v_scale_float"), shape.scales, strict=True))
         own = self.kv_cache[:, shape.heads(layer)]

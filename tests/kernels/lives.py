@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
 from tests.kernels.harness import Life, Shape
 from vllm_h2o.kernels.torch.prefill import QUERY_TILE
-from vllm_h2o.policy import POLICIES, Budget
+from vllm_h2o.policy import Budget, Policy, Ranking, Term, policies
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = (0.25, 2.0)
 """Of K and V; powers of two, with which nothing but float8 rounds."""
+Options = tuple[tuple[str, object], ...]
+
+CUSTOM = Policy(
+    name="custom",
+    summary="terms that no policy of this package has",
+    ranking=Ranking(Term("window", "sum", reach=3), Term("rotated", "sum", weight=0.5, block=40)),
+)
+BRIEF = Policy(
+    name="brief",
+    summary="a window that counts for a few tokens",
+    ranking=Ranking(
+        Term("all", "mean", power=2),
+        Term("window", "max", power=2, weight=0.3, reach=5, skip=4, lifetime=6),
+    ),
+)
+OTHERS = (CUSTOM, BRIEF)
+"""Policies of these tests alone: conftest.py registers them."""
+WINDOW = 6
+RANKINGS: dict[str, tuple[str, Options]] = {
+    "sum": ("h2o", ()),
+    "sum of squares": ("h2o", (("score", "sum_squares"),)),
+    "mean": ("h2o", (("score", "mean"),)),
+    "mean of squares": ("h2o", (("score", "mean_squares"),)),
+    "combined": ("h2o2", (("split", "none"), ("observation_window", WINDOW))),
+    "snapkv": ("snapkv", (("observation_window", WINDOW),)),
+    "custom": ("custom", (("observation_window", WINDOW),)),
+    "lifetime": ("brief", (("observation_window", WINDOW),)),
+    "position": ("streaming", ()),
+}
+"""Policy and options of a layer, by how it ranks."""
 TABLE = {
     # name: (policy, shape, [(capacity, recent, sinks, chunks, decodes), ...])
     "the paper's halves": (
@@ -53,12 +86,6 @@ TABLE = {
         Shape(1, 1, 64, 16, FP32),
         [(32, 16, 0, [n], 6) for n in (1, 30, 31, 32, 33)],
     ),
-    "random": (
-        "random",
-        Shape(3, 1, 64, 16, FP32),
-        [(16, 8, 0, [40], 40), (32, 0, 4, [20, 1, 19], 40)],
-    ),
-    "random, bfloat16": ("random", Shape(2, 3, 80, 32, BF16), [(32, 15, 0, [70], 40)]),
     "local": ("local", Shape(2, 3, 64, 16, FP32), [(16, 15, 0, [9], 40), (32, 31, 0, [50], 20)]),
     "streaming": (
         "streaming",
@@ -88,13 +115,13 @@ LIVES = [
     (name, merge)
     for name, (policy, shape, _) in TABLE.items()
     for merge in (0.0, 0.15)
-    if not merge or (POLICIES[policy].evicts and not shape.float8)
+    if not merge or (policies()[policy].evicts and not shape.float8)
 ]
 """Each with victims dropped, and merged where they can be: random keys are not much alike."""
 MERGES = st.sampled_from([0.0, 0.0, 0.15, 0.3])
 
 
-def merging(threshold: float, shape: Shape | None = None) -> tuple[tuple[str, object], ...]:
+def merging(threshold: float, shape: Shape | None = None) -> Options:
     """Options of a layer whose victims are merged; none where they are dropped, as of float8."""
     return () if not threshold or (shape and shape.float8) else (("merge", threshold),)
 
@@ -104,7 +131,7 @@ def make_lives(
 ) -> list[Life]:
     """A request for each row of capacity, recent, sinks, chunks and decodes.
 
-    With ``evict_every`` it grows by so many tokens, less one, past its capacity.
+    With ``evict_every`` it takes ``evict_every - 1`` slots more.
     """
     budgets = [
         Budget(c + evict_every - 1, c - 1 - recent - sinks, recent, sinks, evict_every)
@@ -114,6 +141,38 @@ def make_lives(
         Life(f"r{i}", budget, *rest, seed=i)
         for i, (budget, (_, _, _, *rest)) in enumerate(zip(budgets, rows, strict=True))
     ]
+
+
+def page_budget(block_size: int, pages: int, recent: int, sinks: int, every: int = 1) -> Budget:
+    """Slots of a request whose whole pages are evicted, ``every`` at a time.
+
+    Args:
+        block_size: slots of a page.
+        pages: for heavy hitters; others have a sink or a recent token, or take the next tokens.
+        recent: most recent positions.
+        sinks: first positions.
+        every: pages.
+
+    """
+    safe = -(-recent // block_size) - (-sinks // block_size)
+    kept = (pages + safe) * block_size
+    num_evicted = every * block_size
+    heavy = kept - recent - sinks
+    return Budget(kept + num_evicted, heavy, recent, sinks, num_evicted, block_size)
+
+
+def whole_window(chunks: Sequence[int], window: int = WINDOW) -> list[int]:
+    """Chunks of which the last one has the observation window, as the scheduler cuts them."""
+    cut = list(chunks)
+    while len(cut) > 1 and cut[-1] < window:
+        last = cut.pop()
+        cut[-1] += last
+    return cut
+
+
+def with_windows(lives: Sequence[Life]) -> list[Life]:
+    """The same requests, none of which cuts its observation window."""
+    return [replace(life, chunks=whole_window(life.chunks)) for life in lives]
 
 
 def pool_size(lives: list[Life], block_size: int, share: float) -> int:
@@ -128,7 +187,7 @@ def rows(draw: st.DrawFn, block_size: int, policy: str) -> tuple[int, int, int, 
     capacity = block_size * draw(st.integers(1, 3))
     sinks = draw(st.sampled_from([0, 0, 1, 4]))
     rest = capacity - 1 - sinks
-    recent = draw(st.integers(0, rest)) if POLICIES[policy].keeps_heavy else rest
+    recent = draw(st.integers(0, rest)) if policies()[policy].keeps_heavy else rest
     num_tokens = draw(
         st.integers(1, 2 * capacity) | st.sampled_from([capacity + i for i in (-2, -1, 0, 1)])
     )
@@ -141,7 +200,7 @@ def rows(draw: st.DrawFn, block_size: int, policy: str) -> tuple[int, int, int, 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, Shape, list[Life], float, int]:
     """Policy, shape, requests, share of the pages that all of them need, and a seed."""
-    policy = draw(st.sampled_from(["h2o", "h2o", "h2o", "random", "local", "streaming"]))
+    policy = draw(st.sampled_from(["h2o", "h2o", "h2o", "local", "streaming"]))
     shape = Shape(
         num_kv_heads=draw(st.integers(1, 4)),
         group=draw(st.sampled_from([1, 3, 8])),

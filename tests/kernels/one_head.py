@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_h2o.kernels.reference import Head, Strip
+from vllm_h2o.kernels.reference import Head
+from vllm_h2o.kernels.strip import Strip
+from vllm_h2o.policy import Budget, Ranking, Term
 
 HEAD_SIZE = 8
 SCALE = 0.7
@@ -47,7 +49,7 @@ class Inputs:
 
 
 def run(head: Head, inputs: Inputs, chunks: Sequence[int]) -> tuple[torch.Tensor, list[set[int]]]:
-    """Prompt in chunks, then a token a step; outputs [n, G, D], and what each step leaves."""
+    """Prompt in chunks, then a token a step; outputs [n, G, D], and positions after each step."""
     start, outputs, held = 0, [], []
     num_tokens = inputs.key.shape[0]
     steps = [*chunks, *[1] * (num_tokens - sum(chunks))]
@@ -61,9 +63,10 @@ def run(head: Head, inputs: Inputs, chunks: Sequence[int]) -> tuple[torch.Tensor
 
 
 def head(capacity: int, num_recent: int, num_sinks: int = 0, power: int = 1) -> Head:
-    """An empty float64 head."""
-    strip = Strip.empty(HEAD_SIZE, torch.float64)
-    return Head(strip, capacity, num_recent, num_sinks, SCALE, power)
+    """An empty float64 head that ranks by the sum of probabilities; by position with power 0."""
+    budget = Budget(capacity, capacity - 1 - num_recent - num_sinks, num_recent, num_sinks)
+    ranking = Ranking(Term("all", "sum", power)) if power else Ranking()
+    return Head(Strip.empty(HEAD_SIZE, torch.float64), budget, ranking, scale=SCALE)
 
 
 def causal(num_tokens: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Every set of kernels does what the torch ones do, for all that a step may ask."""
+"""Every set of kernels does the same as the torch ones, in each stage."""
 
 from __future__ import annotations
 
@@ -24,24 +24,18 @@ from tests.kernels.caches import (
 from tests.kernels.decodes import KERNELS, compare_a_batch, compare_decodes, decode_batch
 from tests.kernels.harness import Shape
 from tests.kernels.native.cases import threads
-from vllm_h2o.kernels.batch import (
-    LARGEST_SECOND_PASS,
-    MEAN_SECOND_PASS,
-    WINDOW_PASS,
-    WINDOW_REACH,
-    PromptChunk,
-    Scoring,
-    ScoringPass,
-    StepTensors,
-)
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.policy import Term
+from vllm_h2o.policy.h2o2 import COMBINED, WINDOW
+from vllm_h2o.policy.snapkv import SNAPKV
 
 
 @pytest.fixture(autouse=True)
 def several_threads() -> Iterator[None]:
-    """Strips are cut, sums merged and survivors moved by threads that share them."""
+    """Threads share strips, partial sums and survivors."""
     with threads(3):
         yield
 
@@ -50,12 +44,8 @@ SCORINGS = [
     Scoring(),
     Scoring(power=0),
     Scoring(power=2),
-    Scoring(skip_recent=5),
-    Scoring(power=2, skip_recent=1),
-    Scoring(by_page=True),
     Scoring(by_age=True),
-    Scoring(by_maximum=True),
-    Scoring(power=2, skip_recent=5, by_maximum=True),
+    Scoring(in_prompt=False),
     Scoring(merge=0.15),
     Scoring(power=2, by_age=True, merge=0.3),
 ]
@@ -76,13 +66,13 @@ def test_decode_of_a_layer_of_several(make: Callable[[Shape], Kernels], merge: f
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("scoring", [s for s in SCORINGS if not s.by_page], ids=str)
+@pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 @BOTH
 def test_decode_of_unequal_heads(
     make: Callable[[Shape], Kernels], scoring: Scoring, shape: Shape
 ) -> None:
     """The same where the KV heads of some requests share slots, and of others do not."""
-    batch, owned = decode_batch(shape, scoring, seed=1, split=True)
+    batch, owned = decode_batch(shape, split=True)
     theirs = filled(shape, owned + 1, seed=2, splits=True, merges=scoring.merge > 0)
     assert theirs.first_rows is not None
     # Among the rows of a request those of a layer begin anywhere.
@@ -95,12 +85,12 @@ def test_decode_of_unequal_heads(
     compare_decodes(make, shape, scoring, batch, theirs, victims)
 
 
-def test_what_does_not_score_keeps_no_logits() -> None:
+def test_a_query_that_does_not_score_keeps_no_logits() -> None:
     """A request that fits its budget costs a GPU neither a write of logits nor a read of scores."""
-    batch, owned = decode_batch(SHAPE, Scoring(), seed=1)
+    batch, owned = decode_batch(SHAPE)
     kernels, cache = on_triton(SHAPE), filled(SHAPE, owned + 1, seed=2)
     query, (key, value) = torch.randn(7, 6, 64), torch.randn(2, 7, 2, 64)
-    tensors = StepTensors(query, key, value, torch.empty_like(query), None, 0.2)
+    tensors = StepTensors(query, key, value, torch.empty_like(query), 0.2)
     kernels._logits = torch.full((cache.num_blocks * 6 * SHAPE.block_size,), 7.0)
     for row in ("scores", "selects"):
         batch.field(row).zero_()
@@ -126,86 +116,106 @@ def test_prefill(make: Callable[[Shape], Kernels], shape: Shape, scoring: Scorin
     number(theirs, chunks)
     ours = copied(theirs, shape)
     torch.manual_seed(5)
-    query, initial = torch.randn(140, 6, 64), torch.rand(140, 2)
+    query = torch.randn(140, 6, 64)
     key, value = torch.randn(2, 140, 2, 64)
     outs = [torch.full_like(query, 7.0) for _ in range(2)]
     for kernels, cache, out in zip(
         (TorchKernels(), make(shape)), (theirs, ours), outs, strict=True
     ):
-        kernels.prefill(cache, chunks, StepTensors(query, key, value, out, initial, 0.2), scoring)
+        kernels.prefill(cache, chunks, StepTensors(query, key, value, out, 0.2), scoring)
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
     same(ours, theirs, owned)
 
 
-@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize(
-    "which",
-    [
-        MEAN_SECOND_PASS,
-        replace(MEAN_SECOND_PASS, power=1),
-        LARGEST_SECOND_PASS,
-        WINDOW_PASS,
-        replace(WINDOW_PASS, power=1, reach=2, skip_recent=0),
-    ],
-    ids=["mean", "mean of probabilities", "largest", "window", "window of probabilities"],
-)
-@pytest.mark.parametrize(
-    "shape",
-    [SHAPE, LAYERS, replace(SHAPE, dtype=torch.bfloat16), replace(SHAPE, dtype=torch.float16)],
-    ids=["float32", "float32, of several", "bfloat16", "float16"],
-)
-def test_score_pass(make: Callable[[Shape], Kernels], which: ScoringPass, shape: Shape) -> None:
-    """Scores; K, V and positions, and what follows the chunks, are left alone."""
-    if make is on_triton and shape.dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
+TERMS = {
+    "window": WINDOW,
+    "window of probabilities": SNAPKV.ranking.terms[0],
+    "sum of a window": Term("window", "sum", weight=0.7, reach=2, skip=3),
+    "rotated, blocks": COMBINED.passes[0],
+    "rotated": Term("rotated", "sum", power=2),
+    "reread": Term("reread", "max", weight=0.1, block=32),
+}
+SHAPES = {
+    "float32": SHAPE,
+    "float32, of several": LAYERS,
+    "bfloat16": replace(SHAPE, dtype=torch.bfloat16),
+    "float16": replace(SHAPE, dtype=torch.float16),
+    # The smallest tiles, most of which is the reach.
+    "wide heads": replace(SHAPE, group=1, head_size=256),
+}
+
+
+def asked_chunks(shape: Shape, term: Term) -> tuple[list[PromptChunk], int]:
+    """Chunks of which some have queries of the term, cut into its blocks; and their pages."""
     chunks, owned = prompt_chunks(shape, packs=False)
-    # After tokens that are gone, a chunk's positions are ahead of its slots.
     chunks = [
         replace(
             chunk,
+            # After tokens that are gone, a chunk's positions are ahead of its slots.
             logical_start=chunk.logical_start + 5 * i,
             first_window_query=max(chunk.num_tokens - 32, 0) if i else chunk.num_tokens,
         )
         for i, chunk in enumerate(chunks)
     ]
+    return [b for chunk in chunks for b in chunk.in_blocks(term, shape.block_size)], owned
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("by_age", [False, True])
+@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_score_term(
+    make: Callable[[Shape], Kernels], name: str, by_age: bool, shape: Shape
+) -> None:
+    """Scores; K, V and positions, and what follows the chunks, are left alone."""
+    if make is on_triton and shape.dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
+    term = TERMS[name]
+    chunks, owned = asked_chunks(shape, term)
     theirs = filled(shape, owned + 1, seed=8)
     number(theirs, chunks)
     ours = copied(theirs, shape)
     torch.manual_seed(9)
-    query = torch.randn(140, 6, 64).to(shape.dtype)
-    before = theirs.score.clone()
-    for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
-        kernels.score_pass(cache, chunks, query, 0.2, which)
+    query = torch.randn(140, 2 * shape.group, shape.head_size).to(shape.dtype)
+    tensors, before = StepTensors(query, query, query, query, 0.2), theirs.score.clone()
+    for kernels, cache in ((TorchKernels(), theirs), (make(shape), ours)):
+        kernels.score_term(cache, chunks, tensors, term, by_age)
     # Products of halves are exact in float32, and nothing is rounded to halves again.
     assert not torch.equal(theirs.score, before)
     same(ours, theirs, owned)
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("which", [LARGEST_SECOND_PASS, WINDOW_PASS], ids=["largest", "window"])
-def test_score_pass_of_wide_heads(make: Callable[[Shape], Kernels], which: ScoringPass) -> None:
-    """The smallest tiles, most of which is the reach; and blocks."""
-    shape = replace(SHAPE, group=1, head_size=256)
-    chunks, owned = prompt_chunks(shape, packs=False)
-    chunks = [replace(c, first_window_query=max(c.num_tokens - 20, 0)) for c in chunks]
-    theirs = filled(shape, owned + 1, seed=8)
+@pytest.mark.parametrize("by_age", [False, True])
+@pytest.mark.parametrize("name", ["window", "sum of a window"])
+def test_score_term_outside_of_pages(
+    make: Callable[[Shape], Kernels], name: str, by_age: bool
+) -> None:
+    """A chunk whose pages others read gets its values in the layer's row; others in their pages."""
+    term = TERMS[name]
+    chunks, owned = asked_chunks(SHAPE, term)
+    theirs = filled(SHAPE, owned + 1, seed=8)
     number(theirs, chunks)
-    ours = copied(theirs, shape)
+    ours = copied(theirs, SHAPE)
     torch.manual_seed(9)
-    query, before = torch.randn(140, 2, 256), theirs.score.clone()
-    asked = [b for c in chunks for b in c.in_blocks(which.in_pages(shape.block_size))]
-    for kernels, cache in ((TorchKernels(), theirs), (make(shape), ours)):
-        kernels.score_pass(cache, asked, query, 0.1, which)
-    assert not torch.equal(theirs.score, before)
+    query = torch.randn(140, 6, 64)
+    tensors, found = StepTensors(query, query, query, query, 0.2, layer_index=1), []
+    for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
+        shared = torch.full((3, 2, chunks[0].attended_len), 7.0)
+        own = [replace(chunks[0], window_scores=shared), *chunks[1:]]
+        kernels.score_term(cache, own, tensors, term, by_age)
+        found.append(shared)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=2e-6)
+    assert (found[1][[0, 2]] == 7.0).all() and (found[1][1] != 7.0).all()
     same(ours, theirs, owned)
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("num_kv_heads", [1, 5])
 @pytest.mark.parametrize("by_age", [False, True])
-@pytest.mark.parametrize("reach", [0, WINDOW_REACH])
+@pytest.mark.parametrize("merges", [False, True])
 def test_pack_unequal_heads(
-    make: Callable[[Shape], Kernels], num_kv_heads: int, by_age: bool, reach: int
+    make: Callable[[Shape], Kernels], num_kv_heads: int, by_age: bool, merges: bool
 ) -> None:
     """Where heads share slots: their rows, and survivors; beside prompts where they do not."""
     shape, draw = Shape(num_kv_heads, 3, 64, 16), random.Random(num_kv_heads)
@@ -220,7 +230,7 @@ def test_pack_unequal_heads(
         for index, (chunk, length) in enumerate(zip(chunks, lengths, strict=True))
         if chunk.attended_len > 16
     ]
-    kinds = {"splits": True, "merges": reach > 0, "keeps_scores": by_age}
+    kinds = {"splits": True, "merges": merges, "keeps_scores": by_age}
     their_layers = [filled(shape, owned + 1, seed, **kinds) for seed in (6, 7, 8)]
     for cache in their_layers:
         if cache.mass is not None:
@@ -231,7 +241,7 @@ def test_pack_unequal_heads(
             rows = cache_rows(chunk.block_table[: -(-chunk.attended_len // 16)], num_kv_heads)
             cache.position[rows] = torch.arange(rows[0].numel() * 16).view(-1, 16).int()
     our_layers = [copied(cache, shape) for cache in their_layers]
-    scoring = Scoring(by_age=by_age, reach=reach)
+    scoring = Scoring(by_age=by_age)
     TorchKernels().pack_survivors(their_layers, chunks, scoring)
     make(shape).pack_survivors(our_layers, chunks, scoring)
     num_unequal = 0
@@ -257,7 +267,7 @@ def test_pack_unequal_heads(
 
 
 def forget_others(cache: LayerCache, chunks: list[PromptChunk]) -> None:
-    """Scores in slots after the survivors, which nobody owns any more, may be anything."""
+    """Scores in slots after the survivors may be anything."""
     for chunk in chunks:
         slot = torch.arange(chunk.num_survivors, chunk.attended_len)
         blocks = chunk.block_table[slot // cache.block_size].long()
@@ -267,29 +277,26 @@ def forget_others(cache: LayerCache, chunks: list[PromptChunk]) -> None:
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize(
-    ("ranked", "negative", "reach", "shape"),
-    [
-        ("tokens", False, 0, SHAPE), ("tokens", True, 1, SHAPE),
-        ("tokens", True, WINDOW_REACH, SHAPE), ("by_page", True, 0, SHAPE),
-        ("by_page", False, WINDOW_REACH, SHAPE), ("by_age", False, 0, SHAPE),
-        ("by_age", True, 1, SHAPE), ("by_age", False, WINDOW_REACH, SHAPE),
-        ("by_age", False, WINDOW_REACH, LAYERS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("by_age", [False, True])
+@pytest.mark.parametrize("by_page", [False, True])
+@pytest.mark.parametrize("negative", [False, True])
+@BOTH
 def test_pack(
-    make: Callable[[Shape], Kernels], ranked: str, negative: bool, reach: int, shape: Shape
+    make: Callable[[Shape], Kernels], by_age: bool, by_page: bool, negative: bool, shape: Shape
 ) -> None:
     """Survivors of two layers, with many equal scores, of both signs too."""
-    chunks, owned = prompt_chunks(shape, packs=True)
-    keeps = ranked == "by_age"
-    their_layers = [filled(shape, owned + 1, seed, keeps_scores=keeps) for seed in (6, 7)]
+    chunks, owned = prompt_chunks(shape, packs=True, by_page=by_page)
+    their_layers = [filled(shape, owned + 1, seed, keeps_scores=by_age) for seed in (6, 7)]
     for cache in their_layers:
         if negative:
             cache.score.sub_(0.5)
         number(cache, chunks)
+        if by_age and by_page:  # sums of ranks are exact, whatever their order
+            for chunk in chunks:
+                rows = cache.rows(chunk.block_table[: -(-chunk.attended_len // 16)])
+                cache.score[rows] *= chunk.logical_end - cache.position[rows]
     our_layers = [copied(cache, shape) for cache in their_layers]
-    scoring = Scoring(by_page=ranked == "by_page", by_age=ranked == "by_age", reach=reach)
+    scoring = Scoring(by_page=by_page, by_age=by_age)
     TorchKernels().pack_survivors(their_layers, chunks, scoring)
     make(shape).pack_survivors(our_layers, chunks, scoring)
     for ours, theirs in zip(our_layers, their_layers, strict=True):
@@ -299,9 +306,9 @@ def test_pack(
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("reach", [0, WINDOW_REACH])
 @pytest.mark.parametrize("holes", [False, True])
-def test_pack_long(make: Callable[[Shape], Kernels], reach: int, holes: bool) -> None:
+@pytest.mark.parametrize("by_page", [False, True])
+def test_pack_long(make: Callable[[Shape], Kernels], by_page: bool, holes: bool) -> None:
     """More slots than a program holds at once; in a later turn they do not hold every position."""
     shape = Shape(num_kv_heads=1, group=1, head_size=32, block_size=128)
     num_blocks, length = 40, 5000
@@ -317,12 +324,13 @@ def test_pack_long(make: Callable[[Shape], Kernels], reach: int, holes: bool) ->
         block_table=table,
         resident_start=length - 9,
         logical_start=int(position[length - 9]),
-        num_survivors=2047,
+        num_survivors=2048 + length % 128 if by_page else 2047,
         recent_start=int(position[length - 500]),
         num_sinks=4,
     )
-    TorchKernels().pack_survivors([theirs], [chunk], Scoring(reach=reach))
-    make(shape).pack_survivors([ours], [chunk], Scoring(reach=reach))
+    scoring = Scoring(by_page=by_page)
+    TorchKernels().pack_survivors([theirs], [chunk], scoring)
+    make(shape).pack_survivors([ours], [chunk], scoring)
     for cache in (ours, theirs):
         forget_others(cache, [chunk])
     same(ours, theirs, num_blocks)

@@ -8,27 +8,27 @@ import pytest
 import torch
 
 from tests.kernels.harness import Layer, Shape
-from tests.kernels.lives import make_lives, pool_size
+from tests.kernels.lives import RANKINGS, make_lives, pool_size, with_windows
 from tests.kernels.one_head import Inputs, causal, close, head, run
-from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
+from tests.kernels.truth import Count, live
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton.kernels import TritonKernels
+from vllm_h2o.policy import Budget
 
 KERNELS = ("torch", "triton", *loader.available())
-ROWS: dict[str, list[tuple[int, int, int, list[int], int]]] = {
-    # policy: [(capacity, recent, sinks, chunks, decodes), ...]
-    "h2o": [(16, 8, 0, [40], 40), (32, 12, 2, [7, 30, 1], 40), (16, 0, 0, [3], 50)],
-    "random": [(16, 8, 0, [20], 40), (32, 0, 4, [16, 1, 16], 30)],
-    "streaming": [(32, 27, 4, [34], 30), (16, 11, 4, [3], 40)],
-}
+ROWS: list[list[tuple[int, int, int, list[int], int]]] = [
+    # (capacity, recent, sinks, chunks, decodes): with heavy hitters, and without
+    [(16, 8, 0, [40], 40), (32, 12, 2, [7, 30, 1], 40), (16, 0, 0, [3], 50)],
+    [(32, 27, 4, [34], 30), (16, 11, 4, [3], 40)],
+]
 
 
 def by_definition(
     inputs: Inputs, prompt: int, num_heavy: int, num_recent: int, num_sinks: int, evict_every: int
 ) -> tuple[torch.Tensor, list[set[int]], torch.Tensor]:
-    """As a mask over positions: once ``evict_every`` came on top of what is kept, they go again.
+    """As a mask over positions: ``evict_every`` tokens later the lowest ones go again.
 
     Returns:
         Outputs; positions held after the prompt and each later token; scores of all positions.
@@ -68,7 +68,7 @@ def test_the_reference(
     inputs = Inputs.draw(60, 2, seed=prompt)
     capacity = num_sinks + num_heavy + num_recent + evict_every
     one = head(capacity, num_recent, num_sinks)
-    one.evict_every = evict_every
+    one.budget = Budget(capacity, num_heavy, num_recent, num_sinks, evict_every)
     outputs, held = run(one, inputs, [prompt])
     limits = (prompt, num_heavy, num_recent, num_sinks, evict_every)
     expected, seen, score = by_definition(inputs, *limits)
@@ -101,29 +101,19 @@ def kernels_of(name: str, shape: Shape) -> Kernels:
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
-    ("policy", "evict_every", "options"),
-    [
-        ("h2o", 2, ()),
-        ("h2o", 17, (("score", "mean_squares"),)),
-        ("h2o", 5, (("prefill", "window"), ("observation_window", 6))),
-        ("random", 6, ()),
-        ("streaming", 9, ()),
-    ],
+    ("ranking", "evict_every"),
+    [("sum", 2), ("mean of squares", 17), ("snapkv", 5), ("combined", 6), ("position", 9)],
 )
-def test_lives(
-    policy: str, evict_every: int, options: tuple[tuple[str, object], ...], name: str
-) -> None:
+def test_lives(ranking: str, evict_every: int, name: str) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
-    shape, ranking = Shape(2, 2, 32, 16), Ranking()
+    shape, count, (policy, options) = Shape(2, 2, 32, 16), Count(), RANKINGS[ranking]
     own = (*options, ("evict_every", evict_every))
-    lives = make_lives(ROWS[policy], evict_every)
+    lives = with_windows(make_lives(ROWS[policy == "streaming"], evict_every))
     if name == "triton":  # interpreted
         lives = [replace(life, num_decodes=18) for life in lives]
-    if ("prefill", "window") in options:
-        lives = [replace(life, chunks=[life.prompt_len], observation_window=6) for life in lives]
     num_blocks = pool_size(lives, shape.block_size, share=0.8)
     kernels = kernels_of(name, shape)
     layer = Layer(shape, policy, num_blocks, kernels=kernels, options=own)
-    live(layer, policy, lives, ranking, output_atol=OUTPUT_ATOL)
-    ranking.check()
-    assert ranking.num_selections > 2 * len(lives)
+    live(layer, lives, count)
+    count.check()
+    assert count.num_selections > 2 * len(lives)

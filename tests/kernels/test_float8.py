@@ -11,17 +11,12 @@ import torch
 from tests.kernels.caches import SHAPE, VIEWS, copied, filled, number, prompt_chunks, same
 from tests.kernels.decodes import KERNELS, compare_decodes, decode_batch
 from tests.kernels.harness import Shape, empty_cache, views
-from vllm_h2o.kernels.batch import (
-    LARGEST_SECOND_PASS,
-    WINDOW_PASS,
-    PromptChunk,
-    Scoring,
-    StepTensors,
-)
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import cache_rows
 from vllm_h2o.kernels.float8 import as_read, quantised
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.policy.h2o2 import COMBINED
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 ALL: dict[str, Callable[[Shape], Kernels]] = {"torch": lambda _: TorchKernels(), **KERNELS}
@@ -29,7 +24,7 @@ every_float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Every float8 there is, but for infinities and NaNs, in order."""
+    """Every float8 but infinities and NaNs, in order."""
     every = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     return every[every.isfinite()].unique()
 
@@ -86,7 +81,7 @@ def test_every_number(
         for i in range(num_tokens)
     ]
     out = torch.empty(num_tokens, 1, 64)
-    tensors = StepTensors(values * 0, values, values, out, None, 1.0)
+    tensors = StepTensors(values * 0, values, values, out, 1.0)
     make(shape).prefill(cache, chunks, tensors, Scoring())
     for view, scale in ((cache.key, 0.5), (cache.value, 4.0)):
         stored = quantised(values[:, 0], dtype, scale).float()
@@ -118,8 +113,8 @@ def test_decode(make: Callable[[Shape], Kernels], shape: Shape, split: bool) -> 
     skips(make, shape)
     if split and shape.num_kv_heads != 2:
         pytest.skip("the rows are of two heads")
-    scoring = Scoring(power=2, skip_recent=1)
-    batch, owned = decode_batch(shape, scoring, seed=1, split=split)
+    scoring = Scoring(power=2)
+    batch, owned = decode_batch(shape, split)
     theirs = filled(shape, owned + 1, seed=2, splits=split)
     if theirs.first_rows is not None:
         for request, bounds in ((2, (0, 1, 4)), (5, (0, 13, 18)), (6, (0, 2, 12))):
@@ -131,7 +126,7 @@ def test_decode(make: Callable[[Shape], Kernels], shape: Shape, split: bool) -> 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.num_kv_heads == 2], ids=str)
 def test_prompts(make: Callable[[Shape], Kernels], shape: Shape) -> None:
-    """Attention, scoring passes and packing, one after the other."""
+    """Attention, terms and packing, one after the other."""
     if make is KERNELS["triton"] and shape.dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
     chunks, owned = prompt_chunks(shape, packs=True)
@@ -139,15 +134,16 @@ def test_prompts(make: Callable[[Shape], Kernels], shape: Shape) -> None:
     number(theirs, chunks)
     ours = copied(theirs, shape)
     torch.manual_seed(5)
-    query, initial = torch.randn(140, 6, 64).to(shape.dtype), torch.rand(140, 2)
+    query = torch.randn(140, 6, 64).to(shape.dtype)
     key, value = torch.randn(2, 140, 2, 64).to(shape.dtype)
     outs = [torch.full(query.shape, 7.0) for _ in range(2)]
     for kernels, cache, out in zip(
         (TorchKernels(), make(shape)), (theirs, ours), outs, strict=True
     ):
-        kernels.prefill(cache, chunks, StepTensors(query, key, value, out, initial, 0.2), Scoring())
-        for which in (LARGEST_SECOND_PASS, WINDOW_PASS):
-            kernels.score_pass(cache, chunks, query, 0.2, which)
+        tensors = StepTensors(query, key, value, out, 0.2)
+        kernels.prefill(cache, chunks, tensors, Scoring())
+        for term in COMBINED.passes:
+            kernels.score_term(cache, chunks, tensors, term, by_age=True)
     torch.testing.assert_close(
         *outs, rtol=1e-5, atol=1e-5 if shape.dtype == torch.float32 else 5e-3
     )

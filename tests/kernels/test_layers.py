@@ -18,7 +18,8 @@ from vllm_h2o.kernels.reference import Head, pack_survivors
 from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.kernels.torch.kernels import TorchKernels
-from vllm_h2o.worker.packing import Packing
+from vllm_h2o.policy import Budget
+from vllm_h2o.worker.after_step import Layers, Packing
 
 SHAPE = Shape(num_kv_heads=3, group=2, head_size=16, block_size=8, num_layers=22)
 LENGTH, CAPACITY, NUM_RECENT, NUM_SINKS = 44, 16, 4, 1
@@ -62,7 +63,7 @@ def chunk(table: torch.Tensor, splits: bool) -> PromptChunk:
 
 
 def strip_of(cache: LayerCache, rows: torch.Tensor, length: int) -> Strip:
-    """What a KV head holds."""
+    """The strip of a KV head."""
     key, value, score, position, without = (
         getattr(cache, view)[rows].flatten(0, 1)[:length] for view in VIEWS
     )
@@ -81,15 +82,13 @@ def test_survivors(make: Callable[[Shape], Kernels]) -> None:
     torch.manual_seed(3)
     caches = layers()
     sharing, apart = (held(caches, table, LENGTH) for table in TABLES)
-    budget = (CAPACITY, NUM_RECENT, NUM_SINKS, 1.0)
-    heads = [Head(strip, *budget, splits=True, logical_len=LENGTH) for strip in sharing]
+    budget = Budget(CAPACITY, CAPACITY - 1 - NUM_RECENT - NUM_SINKS, NUM_RECENT, NUM_SINKS)
+    heads = [Head(strip, budget, splits=True, logical_len=LENGTH) for strip in sharing]
     pack_layer(heads, SHAPE.block_size, SHARED_TENTHS_OF_ALL)
-    limits = (LENGTH, CAPACITY - 1, NUM_RECENT, NUM_SINKS)
-    expected = [head.strip for head in heads] + [pack_survivors(s, *limits) for s in apart]
+    expected = [head.strip for head in heads] + [pack_survivors(s, LENGTH, budget) for s in apart]
     chunks = [chunk(TABLES[0], splits=True), chunk(TABLES[1], splits=False)]
     names = [f"{LAYER_NAME}.{index}" for index in range(len(caches))]
-    packing = Packing(chunks, names, bound(names, caches), make(SHAPE), Scoring())
-    packing.run()
+    Packing(chunks, Layers(names, bound(names, caches)), make(SHAPE), Scoring()).run()
     rows = [own for cache in caches for own in cache.rows_of_split(TABLES[0, :2])]
     found = [strip_of(caches[0], own, len(own) * 8 - 1) for own in rows]
     found += held(caches, TABLES[1, :2], CAPACITY - 1)

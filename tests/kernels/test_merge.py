@@ -16,6 +16,7 @@ from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.merge import nearest
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.strip import Strip
+from vllm_h2o.policy import Budget, Ranking, Term
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -72,17 +73,17 @@ def test_a_merged_token_is_as_many_equal_ones() -> None:
     query = torch.randn(1, 3, 8).double()
     key, value = torch.randn(2, 6, 8).double()
     key[4] = key[1]
-    whole = Head(Strip(key, value, torch.zeros(6).double(), torch.arange(6)), 99, 0, 0, 1.0)
-    whole.logical_len, whole.in_prompt = 6, False
-    held = Strip(key.clone(), value.clone(), torch.zeros(6).double(), torch.arange(6))
-    merging = Head(held, 6, 0, 0, 1.0, merge=0.999, logical_len=6, in_prompt=False)
-    merging.take_victim(4)
-    assert merging.survivor == 1
+    held = Strip(key, value, torch.zeros(6).double(), torch.arange(6))
+    ranking = Ranking(Term("all", "sum"))
+    whole = Head(held, Budget(99, 98, 0, 0), ranking, logical_len=6, in_prompt=False)
+    held = held.taken(range(6))
+    merging = Head(held, Budget(6, 5, 0, 0), ranking, merge=0.999, logical_len=6, in_prompt=False)
+    merging.victim = 4
     new = torch.randn(2, 1, 8).double()
     torch.testing.assert_close(whole.step(query, *new), merging.step(query, *new))
     assert merging.strip.position.tolist() == [0, 1, 2, 3, 6, 5]
     assert merging.strip.mass.tolist() == [1, 2, 1, 1, 1, 1]
-    # What both received, the one now has.
+    # The one has the scores of both.
     both = whole.strip.score[1] + whole.strip.score[4]
     torch.testing.assert_close(merging.strip.score[1], both)
 
@@ -105,7 +106,7 @@ def test_odd_shapes(make: Callable[[Shape], Kernels], name: str) -> None:
     shape, scoring = SHAPES[name], Scoring(merge=0.05)
     if make is on_triton and shape.dtype == BF16:
         pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
-    batch, owned = decode_batch(shape, scoring, seed=1)
+    batch, owned = decode_batch(shape)
     theirs = filled(shape, owned + 1, seed=2, merges=True)
     victims = torch.zeros(owned + 1, shape.num_kv_heads, dtype=torch.int32)
     for request, num_slots in ((2, 2), (5, 9)):
@@ -123,14 +124,14 @@ def test_nothing_near_enough_is_dropped(make: Callable[[Shape], Kernels]) -> Non
     """
     shape, outs = Shape(2, 3, 64, 16), []
     for scoring in (Scoring(), Scoring(merge=0.99)):
-        batch, owned = decode_batch(shape, scoring, seed=1)
+        batch, owned = decode_batch(shape)
         cache = filled(shape, owned + 1, seed=2, merges=scoring.merge > 0)
         if cache.mass is not None:
             cache.mass.fill_(1.0)
         torch.manual_seed(3)
         query, (key, value) = torch.randn(7, 6, 64), torch.randn(2, 7, 2, 64)
         out, victims = torch.zeros_like(query), torch.zeros(owned + 1, 2, dtype=torch.int32)
-        tensors = StepTensors(query, key, value, out, None, 0.2)
+        tensors = StepTensors(query, key, value, out, 0.2)
         make(shape).decode(cache, batch, victims, tensors, scoring)
         outs.append(out)
         assert cache.mass is None or (cache.mass == 1.0).all()

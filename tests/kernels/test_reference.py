@@ -1,8 +1,7 @@
-"""The reference, held to statements of the definition that share no code with it."""
+"""The reference, compared with statements of the definition that share no code with it."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -11,13 +10,15 @@ import torch
 from tests.kernels.one_head import HEAD_SIZE, SCALE, Inputs, causal, close, head, run
 from vllm_h2o.kernels.reference import (
     Head,
+    Rolling,
     attend_and_score,
     pack_survivors,
-    random_score,
     reached,
     select_victim,
 )
 from vllm_h2o.kernels.strip import Strip
+from vllm_h2o.policy import Budget, Eviction, Ranking, Term
+from vllm_h2o.policy.ranking import Reduce
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -132,6 +133,17 @@ def strip(scores: Sequence[float], positions: Sequence[int] | None = None) -> St
     return Strip(key, -key, torch.tensor(scores, dtype=torch.float64), position)
 
 
+def budget(capacity: int, num_recent: int, num_sinks: int) -> Budget:
+    """Slots of a head that evicts a token with each new one."""
+    return Budget(capacity, capacity - 1 - num_recent - num_sinks, num_recent, num_sinks)
+
+
+def same(ours: Strip, theirs: Strip) -> None:
+    """Equal in all that a slot holds."""
+    for name in ("key", "value", "score", "position"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
 @pytest.mark.parametrize(
     ("scores", "positions", "num_recent", "num_sinks", "victim"),
     [
@@ -148,8 +160,8 @@ def test_victims(
     scores: list[float], positions: list[int], num_recent: int, num_sinks: int, victim: int
 ) -> None:
     """The lowest score that is neither sink nor recent; a tie goes against the newer position."""
-    held = strip(scores, positions)
-    assert select_victim(held, max(positions) + 1, num_recent, num_sinks) == victim
+    held, end = strip(scores, positions), max(positions) + 1
+    assert select_victim(held, end, budget(len(scores), num_recent, num_sinks)) == victim
 
 
 @pytest.mark.parametrize(
@@ -168,10 +180,84 @@ def test_packing(
     scores: list[float], keep: int, num_recent: int, num_sinks: int, survivors: list[int]
 ) -> None:
     """Sinks, the window and the best of the rest survive whole, in order; of equals the older."""
-    packed = pack_survivors(strip(scores), 6, keep, num_recent, num_sinks)
-    expected = strip([scores[i] for i in survivors], survivors)
-    for name in ("key", "value", "score", "position"):
-        assert torch.equal(getattr(packed, name), getattr(expected, name)), name
+    packed = pack_survivors(strip(scores), 6, budget(keep + 1, num_recent, num_sinks))
+    same(packed, strip([scores[i] for i in survivors], survivors))
+
+
+@pytest.mark.parametrize(
+    ("scores", "pages", "num_recent", "num_sinks", "survivors"),
+    [
+        # Sums of pages of two: 6, 6, 3, 1. Single tokens would keep 0, 1, 3, 4.
+        ([1, 5, 0, 6, 3, 0, 1, 0], 2, 0, 0, [0, 1, 2, 3]),
+        ([0, 0, 5, 6, 1, 2, 9, 9], 3, 1, 1, [0, 1, 2, 3, 6, 7]),  # a sink and a recent token
+        ([1, 1, 1, 1, 1, 1, 1, 1], 2, 0, 0, [0, 1, 2, 3]),  # of equal sums the newest go
+        ([0, 0, 0, 2, 9, 9, 9, 9, 0], 1, 0, 0, [4, 5, 8]),  # the last page is not full
+        ([9, 9, 0, 0, 5, 5, 0, 0, 0], 2, 3, 0, [0, 1, 6, 7, 8]),  # recent tokens 6, 7 and 8
+        ([9, 9, 0, 0, 5], 2, 0, 0, [0, 1, 2, 3, 4]),  # no more than two pages are full
+    ],
+)
+def test_packing_of_pages(
+    scores: list[float], pages: int, num_recent: int, num_sinks: int, survivors: list[int]
+) -> None:
+    """Pages of two tokens: those with the largest sums survive, and each that is protected."""
+    heavy = 2 * pages - num_recent - num_sinks
+    slots = Budget(2 * pages + 2, heavy, num_recent, num_sinks, evict_every=2, unit=2)
+    packed = pack_survivors(strip(scores), len(scores), slots)
+    same(packed, strip([scores[i] for i in survivors], survivors))
+
+
+def test_packing_of_pages_by_mean() -> None:
+    """Each token's mean counts, not the mean of the page's sum."""
+    slots = Budget(4, 2, 0, 0, evict_every=2, unit=2)
+    scores = [4.0, 3.0, 2.0, 1.5]  # sums 7 and 3.5; means 1 + 1 and 1 + 1.5
+    packed = pack_survivors(strip(scores), 4, slots, by_age=True)
+    assert packed.position.tolist() == [2, 3]
+
+
+def by_pages(
+    inputs: Inputs, prompt: int, num_pages: int, num_recent: int, num_sinks: int, size: int
+) -> list[set[int]]:
+    """Positions that are held after the prompt and each later token, from a mask alone.
+
+    Pages are cut anew from what is held whenever one goes, by the sums of what was paid to them.
+    """
+    num_tokens = inputs.key.shape[0]
+    visible = causal(num_tokens)
+    score = inputs.probabilities(visible)[:prompt].sum(dim=(0, 1))
+    held, seen = list(range(prompt)), []
+
+    def best(end: int) -> list[int]:
+        pages = [held[start : start + size] for start in range(0, len(held), size)]
+
+        def protected(page: list[int]) -> bool:
+            return len(page) < size or page[0] < num_sinks or page[-1] >= end - num_recent
+
+        order = sorted(pages, key=lambda p: (not protected(p), -float(score[p].sum()), p[0]))
+        kept = order[: num_pages + (len(held) % size > 0)]
+        return sorted(token for page in kept for token in page)
+
+    for position in range(prompt - 1, num_tokens):
+        if position >= prompt:
+            held.append(position)
+            visible[position] = False
+            visible[position, held] = True
+            score = score + inputs.probabilities(visible)[position].sum(0)
+        if position == prompt - 1 or len(held) == (num_pages + 1) * size:
+            held = best(position + 1)
+        seen.append(set(held))
+    return seen
+
+
+@pytest.mark.parametrize("prompt", [1, 11, 12, 13, 25])
+@pytest.mark.parametrize(("num_recent", "num_sinks"), [(0, 0), (3, 0), (5, 2)])
+def test_pages_as_a_mask(prompt: int, num_recent: int, num_sinks: int) -> None:
+    """The lowest page goes whenever the next token would need another one."""
+    inputs, num_pages, size = Inputs.draw(60, 2, seed=prompt), 4, 3
+    heavy = num_pages * size - num_recent - num_sinks
+    one = head(16, num_recent, num_sinks)
+    one.budget = Budget((num_pages + 1) * size, heavy, num_recent, num_sinks, size, size)
+    _, held = run(one, inputs, [prompt])
+    assert held == by_pages(inputs, prompt, num_pages, num_recent, num_sinks, size)
 
 
 @pytest.mark.parametrize(("prompt", "after"), [(1, 1), (8, 8), (9, 9), (10, 9), (40, 9)])
@@ -197,15 +283,17 @@ def test_chunks_do_not_matter(chunks: list[int]) -> None:
     close(one.strip.score, other.strip.score)
 
 
+SNAPKV = Term("window", "max", reach=2)
+
+
 def test_an_observation_window_by_hand() -> None:
     """C = 4, R = 0, five tokens: the largest probability of two queries, which reaches two on."""
     weights = torch.tensor([1.0, 1.0, 8.0, 1.0, 2.0], dtype=torch.float64)
     key, query = weights.log()[:, None], torch.ones(5, 1, 1, dtype=torch.float64)
-    strip = Strip.empty(1, torch.float64)
-    one = Head(strip, 4, 0, 0, scale=1.0, by_maximum=True, reach=2)
-    one.step(query, key, key, ends_prompt=True, scoring_start=3)
-    # U: the query of token 3 gives 1, 1, 8 and 1 of 11; that of token 4 less, and itself 2 of 13.
-    # W: tokens 3 and 4 have the 8 of 11 of token 2.
+    one = Head(Strip.empty(1, torch.float64), budget(4, 0, 0), Ranking(SNAPKV))
+    one.step(query, key, key, ends_prompt=True, terms=[(SNAPKV, query[3:])])
+    # The query of token 3 gives 1, 1, 8 and 1 of 11; that of token 4 less, and itself 2 of 13.
+    # Tokens 3 and 4 have the 8 of 11 of token 2.
     assert one.strip.position.tolist() == [2, 3, 4]
     assert one.strip.score.tolist() == pytest.approx([8 / 11] * 3)
     one.step(query[:1], key[:1], key[:1])
@@ -215,26 +303,59 @@ def test_an_observation_window_by_hand() -> None:
     assert one.victim == 3
 
 
-@pytest.mark.parametrize("chunks", [[30], [10, 20], [27, 2, 1]])
+@pytest.mark.parametrize("chunks", [[30], [10, 20], [22, 1, 7]])
 @pytest.mark.parametrize("prompt", [30, 9])
-def test_an_observation_window(chunks: list[int], prompt: int) -> None:
-    """Survivors and scores by maximum, in chunks of any size; what is not packed is as it was."""
-    inputs, one = Inputs.draw(32, group=2), head(10, 4, power=2)
-    one.by_maximum, one.reach = True, 8
-    chunks, start = chunks if prompt == 30 else [7, 1, 1], 0
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_an_observation_window(chunks: list[int], prompt: int, reduce: Reduce) -> None:
+    """No other query scores, in chunks of any size; all tokens have scores, kept or not."""
+    term = Term("window", reduce, power=2, reach=8)
+    inputs, one = Inputs.draw(32, group=2), head(10, 4)
+    one.ranking = Ranking(term)
+    chunks, start = chunks if prompt == 30 else [2, 7], 0
     for i, length in enumerate(chunks):
         part = slice(start, start := start + length)
-        tokens = (inputs.query[part], inputs.key[part], inputs.value[part])
-        one.step(*tokens, i == len(chunks) - 1, scoring_start=prompt - 5)
-    probs = inputs.probabilities(causal(32))[prompt - 5 : prompt, :, :prompt].square()
-    score = [max(column) for column in probs.flatten(0, 1).T.tolist()]
+        last = i == len(chunks) - 1
+        asked = [(term, inputs.query[prompt - 5 : prompt])] if last else []
+        one.step(inputs.query[part], inputs.key[part], inputs.value[part], last, asked)
+    each = inputs.probabilities(causal(32))[prompt - 5 : prompt, :, :prompt].square().flatten(0, 1)
+    value = [max(column) if reduce == "max" else sum(column) for column in each.T.tolist()]
+    score = [max(value[max(j - 8, 0) : j + 1]) for j in range(prompt)]
     expected = list(range(prompt))
     if prompt == 30:
-        score = [max(score[max(j - 8, 0) : j + 1]) for j in range(prompt)]
         best = sorted(range(prompt - 4), key=lambda j: (-score[j], j))[:5]
         expected = sorted([*best, *range(prompt - 4, prompt)])
     assert one.strip.position.tolist() == expected
     assert one.strip.score.tolist() == pytest.approx([score[j] for j in expected])
+
+
+def test_a_last_token_computed_alone_scores_as_later_ones_do() -> None:
+    """A prompt of one token, or a turn of one, has no window: its query adds its probabilities."""
+    inputs, one = Inputs.draw(3, group=2), head(10, 4)
+    one.ranking = Ranking(SNAPKV)
+    for i in range(3):
+        one.step(inputs.query[[i]], inputs.key[[i]], inputs.value[[i]], ends_prompt=i == 1)
+    close(one.strip.score, inputs.probabilities(causal(3))[1:].sum(dim=(0, 1)))
+
+
+def test_a_lifetime_ends() -> None:
+    """Three tokens after the prompt its tokens have the scores that they have without the window.
+
+    Later tokens keep theirs, and what was paid to the prompt since then is not given back.
+    """
+    brief, other = Term("window", "max", weight=0.3, lifetime=3), head(20, 4)
+    inputs, one = Inputs.draw(14, group=2), head(20, 4)
+    one.ranking = Ranking(Term("all", "sum"), brief)
+    part = slice(0, 10)
+    tokens = (inputs.query[part], inputs.key[part], inputs.value[part], True)
+    other.step(*tokens)
+    before = other.strip.score
+    one.step(*tokens, terms=[(brief, inputs.query[5:10])])
+    assert (one.strip.score[:9] > before[:9]).all()
+    for i in range(10, 13):
+        for each in (one, other):
+            each.step(inputs.query[[i]], inputs.key[[i]], inputs.value[[i]])
+    close(one.strip.score[:10], before)
+    close(one.strip.score[10:], other.strip.score[10:])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +370,7 @@ def test_an_observation_window(chunks: list[int], prompt: int) -> None:
 def test_reach(
     scores: list[float], positions: list[int], reach: int, expected: list[float]
 ) -> None:
-    """The largest score of so many positions before, wherever they lie."""
+    """The largest score of tokens up to ``reach`` positions before, wherever they lie."""
     held = strip(scores, positions)
     assert reached(held.score, held.position, reach).tolist() == expected
 
@@ -268,13 +389,12 @@ def test_group_is_summed() -> None:
 
 
 def test_scores_can_be_left_alone() -> None:
-    """Without accumulation attention is the same, and first scores stay."""
+    """Without a ranking attention is the same, and scores stay."""
     inputs = Inputs.draw(6)
     one, other = head(20, 4, power=0), head(20, 4)
-    first = [0.5, 0.25, 0.125, 0.0, 1.0, 2.0]
-    outputs = one.step(inputs.query, inputs.key, inputs.value, True, first)
-    close(outputs, other.step(inputs.query, inputs.key, inputs.value, True))
-    assert one.strip.score.tolist() == first
+    tokens = (inputs.query, inputs.key, inputs.value, True)
+    close(one.step(*tokens), other.step(*tokens))
+    assert not one.strip.score.any() and other.strip.score.all()
 
 
 def rotated(tensor: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -285,8 +405,7 @@ def rotated(tensor: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
 
 
-@pytest.mark.parametrize("at_every_step", [False, True])
-def test_positions_that_roll(at_every_step: bool) -> None:
+def test_positions_that_roll() -> None:
     """Each token attends to what is kept, at the distance that ranks say, or true ones so far.
 
     By a second definition, which keeps keys as they are before rotation, and rotates them anew in
@@ -294,24 +413,20 @@ def test_positions_that_roll(at_every_step: bool) -> None:
     """
     inputs, limit = Inputs.draw(60, group=2), 14
     one = head(capacity=9, num_recent=4, num_sinks=1)
-    one.position_limit, one.at_every_step, one.packs_chunks = limit, at_every_step, True
-    one.rotate_back = lambda key, distance: rotated(key, -distance)
+    one.rolling = Rolling(limit, lambda key, distance: rotated(key, -distance))
+    one.eviction = Eviction(at="chunk")
     held: list[tuple[int, int]] = []  # (index, position)
     renumbered, gone = 0, -1
     for index in range(60):
-        live = [i for i, _ in held]
-        if one.victim is not None and at_every_step:
-            live.remove(gone)
-        if at_every_step or (held and max(p for _, p in held) + 2 > limit):
-            held = [(i, rank) for rank, i in enumerate(sorted(live))]
+        if held and max(p for _, p in held) + 2 > limit:
+            held = [(i, rank) for rank, (i, _) in enumerate(sorted(held))]
             renumbered += 1
         position = max((p for _, p in held), default=-1) + 1
         assert one.make_room(1) == position < limit
         now = torch.tensor([position])
         query = rotated(inputs.query[index : index + 1], now)
         key = rotated(inputs.key[index : index + 1], now)
-        if one.victim is not None and not at_every_step:
-            held = [(i, p) for i, p in held if i != gone]
+        held = [(i, p) for i, p in held if one.victim is None or i != gone]
         held.append((index, position))
         out = one.step(query, key, inputs.value[index : index + 1], ends_prompt=index == 0)
         at = torch.tensor([p for _, p in held])
@@ -329,7 +444,7 @@ def test_positions_that_roll(at_every_step: bool) -> None:
 def test_a_sum_of_long_ago_fades_where_positions_roll(limit: int | None) -> None:
     """A heavy hitter that nothing attends to any more is evicted in the end; else it stays."""
     one = head(capacity=9, num_recent=4)
-    one.position_limit, one.rotate_back = limit, lambda key, _: key
+    one.rolling = limit and Rolling(limit, lambda key, _: key)
     hitter, other = torch.eye(8, dtype=torch.float64)[:2]
     for index in range(600):
         query = 40 * (hitter if index < 100 else other)
@@ -337,31 +452,3 @@ def test_a_sum_of_long_ago_fades_where_positions_roll(limit: int | None) -> None
         one.step(query.expand(1, 1, 8), key[None], key[None], ends_prompt=index == 0)
     stays = bool((one.strip.value == hitter).all(1).any())
     assert stays == (limit is None)
-
-
-def test_random_scores() -> None:
-    """In [0, 1), a function of its arguments, different in each, near enough to uniform."""
-    drawn = [
-        random_score(seed, layer, h, position)
-        for seed in (0, 7)
-        for layer in (0, 1, 31)
-        for h in (0, 1, 7)
-        for position in range(500)
-    ]
-    assert drawn[501] == random_score(0, 0, 1, 1)
-    assert all(0 <= number < 1 for number in drawn)
-    assert len(set(drawn)) > 0.999 * len(drawn)
-    assert statistics.mean(drawn) == pytest.approx(0.5, abs=0.01)
-    tenths = [sum(int(10 * number) == i for number in drawn) for i in range(10)]
-    assert all(abs(count - 900) < 4 * 900**0.5 for count in tenths), tenths
-
-
-@pytest.mark.parametrize("of", ["seed", "layer", "head", "position"])
-def test_random_scores_are_independent(of: str) -> None:
-    """Neighbours in any one argument are not correlated."""
-    base = {"seed": 3, "layer": 2, "head": 1, "position": 0}
-    pairs = []
-    for position in range(2000):
-        one = {**base, "position": 3 * position}
-        pairs.append((random_score(**one), random_score(**{**one, of: one[of] + 1})))
-    assert abs(statistics.correlation(*zip(*pairs, strict=True))) < 0.08

@@ -15,20 +15,15 @@ from tests.kernels.harness import Layer, Shape
 from tests.kernels.lives import SCALES, make_lives, merging, pool_size
 from tests.kernels.native.cases import threads
 from tests.kernels.one_head import HEAD_SIZE, SCALE, Inputs, causal, close, head, run
-from tests.kernels.truth import Ranking, live
-from vllm_h2o.kernels.batch import (
-    LARGEST_SECOND_PASS,
-    MEAN_SECOND_PASS,
-    WINDOW_PASS,
-    Scoring,
-    ScoringPass,
-    StepTensors,
-)
+from tests.kernels.truth import Count, live
+from vllm_h2o.kernels.batch import Scoring, StepTensors
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.reference import score_pass
+from vllm_h2o.kernels.reference import score_term
 from vllm_h2o.kernels.sinks import softmax
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.torch.softmax import softmax as torch_softmax
+from vllm_h2o.policy import Term
+from vllm_h2o.policy.h2o2 import COMBINED
 
 SINKS = torch.tensor([-200.0, -1.0, 0.0, 1.5, 3.0, 200.0])
 """Of six query heads: none, some that matter, and one that takes all."""
@@ -53,7 +48,7 @@ def with_a_token(inputs: Inputs, sinks: torch.Tensor) -> Inputs:
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("chunks", [[12], [1, 4, 7]])
 def test_the_reference(group: int, chunks: list[int]) -> None:
-    """Outputs and scores are those of attention with one more token, which nobody keeps."""
+    """Outputs and scores are those of attention with one more token, which is not stored."""
     inputs, one = Inputs.draw(20, group), head(capacity=21, num_recent=10)
     sinks = one.sink_logits = torch.linspace(-1.0, 4.0, group, dtype=torch.float64)
     outputs, _ = run(one, inputs, chunks)
@@ -66,14 +61,14 @@ def test_the_reference(group: int, chunks: list[int]) -> None:
     assert (outputs - bare).abs().max() > 0.1
 
 
-def test_a_scoring_pass_of_the_reference() -> None:
-    """The same of queries that score once more."""
+def test_a_term_of_the_reference() -> None:
+    """The same of a term that is added when a prompt is stored."""
     inputs, one = Inputs.draw(20, 3), head(capacity=21, num_recent=10)
     sinks = torch.linspace(-1.0, 4.0, 3, dtype=torch.float64)
     run(one, inputs, [20])
     before = one.strip.score
-    which = ScoringPass(weight=0.3, rotated=False, by_maximum=True, reach=0, power=1)
-    score_pass(inputs.query[-5:], one.strip, SCALE, which, sinks)
+    term = Term("window", "max", weight=0.3)
+    score_term(inputs.query[-5:], one.strip, SCALE, term, by_age=True, sink_logits=sinks)
     given = with_a_token(inputs, sinks).probabilities(causal(21))[-5:, :, 1:].amax(dim=(0, 1))
     close(one.strip.score - before, 0.3 * (20 - torch.arange(20)) * given)
 
@@ -90,12 +85,7 @@ def test_softmax() -> None:
     assert torch.equal(torch_softmax(draw, None), softmax(draw, None))
 
 
-SCORINGS = [
-    Scoring(),
-    Scoring(power=2, by_page=True),
-    Scoring(by_maximum=True),
-    Scoring(merge=0.15),
-]
+SCORINGS = [Scoring(), Scoring(power=2, by_age=True), Scoring(merge=0.15)]
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
@@ -121,9 +111,7 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring, dtype: torc
     outs = []
     for kernels, cache in ((TorchKernels(), theirs), (make(shape), ours)):
         out = torch.full(query.shape, 7.0)
-        kernels.prefill(
-            cache, chunks, StepTensors(query, key, value, out, None, 0.2, SINKS), scoring
-        )
+        kernels.prefill(cache, chunks, StepTensors(query, key, value, out, 0.2, SINKS), scoring)
         outs.append(out)
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 2e-3)
     assert (outs[1][chunks[0].tokens, 5] == 0).all()
@@ -131,22 +119,24 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring, dtype: torc
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("which", [MEAN_SECOND_PASS, LARGEST_SECOND_PASS, WINDOW_PASS], ids=str)
-def test_score_pass(make: Callable[[Shape], Kernels], which: ScoringPass) -> None:
-    """Scores of queries that score once more; they differ from those without sinks."""
+@pytest.mark.parametrize("term", [Term("rotated", "sum"), *COMBINED.passes], ids=str)
+def test_score_term(make: Callable[[Shape], Kernels], term: Term) -> None:
+    """Scores of a term; they differ from those without sinks."""
     chunks, owned = prompt_chunks(SHAPE, packs=False)
     chunks = [replace(c, first_window_query=max(c.num_tokens - 20, 0)) for c in chunks]
-    chunks = [b for c in chunks for b in c.in_blocks(which.in_pages(SHAPE.block_size))]
+    chunks = [b for c in chunks for b in c.in_blocks(term, SHAPE.block_size)]
     theirs = filled(SHAPE, owned + 1, seed=8)
     number(theirs, chunks)
     ours, bare = copied(theirs, SHAPE), copied(theirs, SHAPE)
     torch.manual_seed(9)
     query = torch.randn(140, 6, 64)
     sinks = torch.where(SINKS < -100.0, 2.0, SINKS)  # by maximum the head without one wins
-    TorchKernels().score_pass(theirs, chunks, query, 0.2, which, sinks)
-    make(SHAPE).score_pass(ours, chunks, query, 0.2, which, sinks)
+    tensors = StepTensors(query, query, query, query, 0.2, sinks)
+    TorchKernels().score_term(theirs, chunks, tensors, term, by_age=True)
+    make(SHAPE).score_term(ours, chunks, tensors, term, by_age=True)
     same(ours, theirs, owned)
-    TorchKernels().score_pass(bare, chunks, query, 0.2, which)
+    tensors = replace(tensors, sink_logits=None)
+    TorchKernels().score_term(bare, chunks, tensors, term, by_age=True)
     assert (bare.score - theirs.score).max() > 0.01
 
 
@@ -156,7 +146,7 @@ LIVES = {
     "one query head": ("h2o", Shape(2, 1, 64, 16), (), False),
     "merge": ("h2o", Shape(2, 3, 64, 16), merging(0.15), False),
     "float8": ("h2o", Shape(2, 3, 64, 16, float8=torch.float8_e4m3fn, scales=SCALES), (), False),
-    "unequal heads": ("h2o", Shape(3, 3, 32, 8), (("score", "mean"), ("split", True)), True),
+    "unequal heads": ("h2o", Shape(3, 3, 32, 8), (("score", "mean"), ("split", "heads")), True),
     "streaming": ("streaming", Shape(1, 2, 64, 16), (), False),
 }
 
@@ -166,18 +156,18 @@ LIVES = {
 def test_lives(name: str, make: Callable[[Shape], Kernels]) -> None:
     """Retained tokens, scores and outputs are the reference's after every step."""
     policy, shape, options, splits = LIVES[name]
-    shape, count = replace(shape, has_sinks=True), Ranking()
+    shape, count = replace(shape, has_sinks=True), Count()
     rows = [(48, 8, 0, [20, 60], 12), (32, 12, 3, [70], 6), (16, 4, 0, [9], 9)]
     lives = [replace(life, splits=splits) for life in make_lives(rows)]
     num_blocks = pool_size(lives, shape.block_size, share=1.0)
     layer = Layer(shape, policy, num_blocks, kernels=make(shape), options=options)
-    live(layer, policy, lives, count)
+    live(layer, lives, count)
     count.check()
     assert count.num_selections > 0
 
 
 def test_lives_without_sinks_are_others() -> None:
-    """What the comparison would say if a layer left them out."""
+    """The comparison fails if a layer leaves them out."""
     shape = Shape(2, 3, 64, 16, has_sinks=True)
     lives = make_lives([(48, 8, 0, [20, 60], 12)])
     layer = Layer(shape, "h2o", 20, kernels=TorchKernels())
@@ -188,7 +178,7 @@ def test_lives_without_sinks_are_others() -> None:
 
     layer.builder.kernels.prefill = without  # type: ignore[method-assign,assignment]
     with pytest.raises(AssertionError, match="outputs"):
-        live(layer, "h2o", lives, Ranking())
+        live(layer, lives, Count())
 
 
 @pytest.mark.parametrize("make", [KERNELS["triton"], *list(KERNELS.values())[1:2]])
@@ -197,6 +187,6 @@ def test_sinks_of_other_shapes(make: Callable[[Shape], Kernels], sinks: torch.Te
     """They are refused, not read past their end."""
     chunks, owned = prompt_chunks(SHAPE, packs=False)
     query, key = torch.randn(140, 6, 64), torch.randn(140, 2, 64)
-    tensors = StepTensors(query, key, key, torch.empty_like(query), None, 0.2, sinks)
+    tensors = StepTensors(query, key, key, torch.empty_like(query), 0.2, sinks)
     with pytest.raises(ValueError, match="sinks are"):
         make(SHAPE).prefill(filled(SHAPE, owned + 1, seed=4), chunks, tensors, Scoring())

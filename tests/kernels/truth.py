@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from tests.kernels.harness import LAYER_INDEX, Layer, Life, views
+from tests.kernels.harness import Layer, Life, rotate, views
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import as_read
-from vllm_h2o.kernels.merge import cosines
-from vllm_h2o.kernels.reference import Head, random_score
+from vllm_h2o.kernels.merge import cosines, nearest
+from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.kernels.strip import Strip
-from vllm_h2o.policy import POLICIES, ScoreKind
+from vllm_h2o.policy import Eviction, Term
 from vllm_h2o.wire import RequestPlan
 
 RTOL, SCORE_ATOL, OUTPUT_ATOL = 1e-5, 1e-7, 5e-6
@@ -26,9 +26,9 @@ NEAR = 1e-5
 
 
 @dataclass
-class Ranking:
-    """How often tokens were ranked, how often a near tie came out the other way, how often KV heads
-    got unequal numbers of slots, and how often victims were merged where they can be, or dropped.
+class Count:
+    """Selections, near ties among them that came out the other way, splits into unequal numbers of
+    slots, and victims that were merged, or dropped where they could be merged.
     """
 
     num_selections: int = 0
@@ -55,42 +55,32 @@ class Truth:
     """Follows a layer.
 
     Args:
-        layer: what is compared with the reference.
-        policy: name of its policy.
-        ranking: counts selections and near ties.
+        layer: is compared with the reference.
+        count: of selections and near ties.
         output_atol: largest error of an output.
 
     """
 
     layer: Layer
-    policy: str
-    ranking: Ranking
+    count: Count
     output_atol: float = OUTPUT_ATOL
     heads: dict[str, list[Head]] = field(default_factory=dict)
 
     def begin(self, life: Life) -> None:
         """A reference head for each KV head of a new request."""
-        shape, budget = self.layer.shape, life.budget
+        shape, builder = self.layer.shape, self.layer.builder
         sinks = self.layer.impl.sink_logits
         num_heads = shape.num_heads_of_all
         of_head = [None] * num_heads if sinks is None else sinks.chunk(num_heads)
         self.heads[life.request_id] = [
             Head(
                 strip=Strip.empty(shape.head_size, torch.float64),
-                capacity=budget.capacity,
-                num_recent=budget.num_recent,
-                num_sinks=budget.num_sinks,
+                budget=life.budget,
+                ranking=builder.ranking,
+                eviction=Eviction(at=life.at),
                 scale=shape.scale,
-                power=self.layer.builder.scoring.power,
-                skip_recent=self.layer.builder.scoring.skip_recent,
-                packs_chunks=life.ledger.packs_chunks,
-                by_age=self.layer.builder.scoring.by_age,
-                page_size=life.ledger.victim_size,
-                by_maximum=self.layer.builder.scoring.by_maximum,
-                reach=self.layer.builder.scoring.reach,
+                merge=builder.scoring.merge,
                 splits=life.splits,
-                merge=self.layer.builder.scoring.merge,
-                evict_every=budget.evict_every,
                 sink_logits=sink_logits,
             )
             for sink_logits in of_head
@@ -104,66 +94,78 @@ class Truth:
         key, value = (as_read(t, shape.stored, s) for t, s in zip(new, shape.scales, strict=True))
         ends_prompt = plan.in_prompt and plan.logical_end == life.prompt_len
         heads, victims = self.heads[name], self.layer.victims(name)
-        if plan.overwrites and heads[0].merge:
+        merge = heads[0].merge
+        if plan.overwrites and merge:
             for head, strip in zip(heads, self.layer.held(name, plan), strict=True):
                 merged, tied = follow_merge(head, strip, self.layer.shape.dtype)
-                self.ranking.num_selections += 1
-                self.ranking.num_merged += merged
-                self.ranking.num_dropped += not merged
-                self.ranking.num_near_ties += tied
+                self.count.num_selections += 1
+                self.count.num_merged += merged
+                self.count.num_dropped += not merged
+                self.count.num_near_ties += tied
+        terms = list(self._terms(plan, query))
         for h, head in enumerate(heads):
             of_group = slice(h * group, (h + 1) * group)
-            tokens = (query[:, of_group], key[:, h], value[:, h])
-            scores = self._initial_scores(plan, h)
-            expected = head.step(*tokens, ends_prompt, scores, plan.scoring_start)
+            head.grows, head.merge = plan.grows, 0.0
+            expected = head.step(
+                query[:, of_group],
+                key[:, h],
+                value[:, h],
+                ends_prompt,
+                [(term, asking[:, of_group]) for term, asking in terms],
+                shape.block_size,
+                falls_back=plan.grows and plan.num_survivors > 0,
+            )
+            head.merge = merge
             same(output[:, of_group], expected, self.output_atol, f"{name}, head {h}: outputs")
         if plan.splits:
             pack_layer(heads, shape.block_size, 7 if shape.num_layers == 1 else 9)
-            self.ranking.num_unequal += len({head.capacity for head in heads}) > 1
+            self.count.num_unequal += len({head.budget.capacity for head in heads}) > 1
         for h, (head, strip) in enumerate(zip(heads, self.layer.held(name, plan), strict=True)):
             if plan.num_survivors:
                 self._follow_packing(head, strip)
-            taken = torch.ones(len(strip), dtype=torch.bool)
-            if plan.num_free_slots:
-                assert victims is not None
-                last = int(victims[h]) + plan.next_offset
-                taken[last + 1 : last + 1 + plan.num_free_slots] = False
-            ours, theirs = part(strip, taken), part(head.strip, head.strip.position >= 0)
-            compare(ours, theirs, f"{name}, head {h}, {plan}")
+            compare(strip, head.strip, f"{name}, head {h}, {plan}")
             if plan.selects:
                 assert victims is not None
                 self._follow_selection(head, strip, int(victims[h]))
 
-    def _initial_scores(self, plan: RequestPlan, head: int) -> list[float] | None:
-        if POLICIES[self.policy].score is not ScoreKind.RANDOM:
-            return None
-        positions = range(plan.logical_start, plan.logical_end)
-        return [random_score(plan.seed, LAYER_INDEX, head, position) for position in positions]
+    def _terms(self, plan: RequestPlan, query: torch.Tensor) -> Iterator[tuple[Term, torch.Tensor]]:
+        """The terms of a chunk of a prompt, each with the queries that count."""
+        if not plan.in_prompt or plan.num_new == 1:
+            return
+        builder = self.layer.builder
+        window_start = plan.prompt_end - builder.chunks.num_window_queries
+        for term in builder.ranking.passes:
+            if term.queries != "window":
+                yield term, rotate(query, plan.num_new, plan.logical_end)
+            elif window_start < plan.logical_end:
+                yield term, query[max(window_start - plan.logical_start, 0) :]
 
     def _follow_packing(self, head: Head, strip: Strip) -> None:
         """Take over the layer's survivors where only near ties tell them from the reference's."""
-        self.ranking.num_selections += 1
+        self.count.num_selections += 1
         ours = ~torch.isin(strip.position, head.strip.position)
         theirs = ~torch.isin(head.strip.position, strip.position)
         if ours.any():
-            near(ranks(head, strip)[ours], ranks(head, head.strip)[theirs])
-            self.ranking.num_near_ties += 1
+            unit = head.budget.unit
+            chosen = (ranks(head, strip)[ours], ranks(head, head.strip)[theirs])
+            near(*(each.view(-1, unit).sum(1) for each in chosen))
+            self.count.num_near_ties += 1
             head.strip = strip
 
     def _follow_selection(self, head: Head, strip: Strip, slot: int) -> None:
         """Take over the layer's victim where only a near tie tells it from the reference's."""
-        self.ranking.num_selections += 1
+        self.count.num_selections += 1
         assert head.victim is not None
         position = strip.position[slot]
         ours = int((head.strip.position == position).nonzero())
         if ours != head.victim:
             low, high = (head.strip.position[s] for s in (ours, head.victim))
-            recent_start = head.logical_len - head.num_recent
-            assert head.num_sinks <= min(low, high) and max(low, high) < recent_start
+            recent_start = head.logical_len - head.budget.num_recent
+            assert head.budget.num_sinks <= min(low, high) and max(low, high) < recent_start
             ranked = ranks(head, head.strip)
             near(ranked[ours, None], ranked[head.victim, None])
-            self.ranking.num_near_ties += 1
-            head.take_victim(ours)
+            self.count.num_near_ties += 1
+            head.victim = ours
 
 
 def follow_merge(head: Head, strip: Strip, dtype: torch.dtype) -> tuple[bool, bool]:
@@ -184,7 +186,8 @@ def follow_merge(head: Head, strip: Strip, dtype: torch.dtype) -> tuple[bool, bo
     before = head.strip.mass.tolist()
     grown = [order[p] for p, mass in masses if p in order and mass != before[order[p]]]
     assert len(grown) <= 1, grown
-    ours, theirs = grown[0] if grown else None, head.survivor
+    ours = grown[0] if grown else None
+    theirs = nearest(head.strip.key, head.victim, head.merge)
     if ours != theirs:
         cosine = cosines(head.strip.key, head.victim)
         chosen = [head.merge if slot is None else float(cosine[slot]) for slot in (ours, theirs)]
@@ -197,21 +200,12 @@ def follow_merge(head: Head, strip: Strip, dtype: torch.dtype) -> tuple[bool, bo
             apart = (rounded - exact).abs().max() / exact.abs().max()
             assert apart <= ROUNDING[dtype], f"{view} of a merged token"
             exact.copy_(rounded)
-    head.survivor = None
     return ours is not None, ours != theirs
 
 
 def ranks(head: Head, strip: Strip) -> torch.Tensor:
-    """[L]: what the head compares, of a strip of its tokens."""
-    if head.page_size > 1:
-        return strip.page_sums(head.page_size)
-    return strip.ranks(head.logical_len, head.by_age)
-
-
-def part(strip: Strip, taken: torch.Tensor) -> Strip:
-    """Some of the slots."""
-    views = (strip.key, strip.value, strip.score, strip.position, strip.mass)
-    return Strip(*(view[taken] for view in views))
+    """[L]: ranks of a strip of the head's tokens."""
+    return strip.ranks(head.logical_len, head.ranking.by_age)
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor, atol: float, what: str) -> None:
@@ -239,10 +233,11 @@ def bits(view: torch.Tensor) -> torch.Tensor:
 
 
 class Fence:
-    """What a step may write, said before it runs and checked after it."""
+    """The slots that a step may write, noted before it runs and checked after it."""
 
-    def __init__(self, layer: Layer, plans: Mapping[str, RequestPlan], accumulates: bool) -> None:
-        self.layer, self.plans, self.accumulates = layer, plans, accumulates
+    def __init__(self, layer: Layer, plans: Mapping[str, RequestPlan]) -> None:
+        self.layer, self.plans = layer, plans
+        self.accumulates = layer.builder.scoring.power > 0
         self.before = layer.kv_cache.clone()
         self.victims = {name: layer.victims(name) for name in plans if name in layer.tables}
 
@@ -252,11 +247,14 @@ class Fence:
         scores = tokens.clone()
         block_size = self.layer.shape.block_size
         for name, plan in self.plans.items():
-            for h, rows in enumerate(self.layer.strips(name, plan.attended_len, plan.is_split)):
-                length = len(rows) * block_size if plan.is_split else plan.attended_len
+            is_split = plan.attends_split
+            for h, rows in enumerate(self.layer.strips(name, plan.attended_len, is_split)):
+                length = len(rows) * block_size if is_split else plan.attended_len
                 for slot in self._written(name, plan, h, length):
                     tokens[rows[slot // block_size], slot % block_size] = True
-                for slot in range(length) if self.accumulates else ():
+                # Scores are restored in whole pages.
+                num_scores = len(rows) * block_size if plan.restored_end else length
+                for slot in range(num_scores) if self.accumulates else ():
                     scores[rows[slot // block_size], slot % block_size] = True
         now = self.layer.cache
         kinds = self.layer.impl.kinds
@@ -275,7 +273,7 @@ class Fence:
         if then.mass is None or now.mass is None:
             return merged
         for name, plan in self.plans.items():
-            strips = self.layer.strips(name, plan.attended_len, plan.is_split)
+            strips = self.layer.strips(name, plan.attended_len, plan.attends_split)
             for rows in strips if plan.overwrites else ():
                 grown = now.mass[rows] > then.mass[rows]
                 assert grown.sum() <= 1
@@ -290,15 +288,14 @@ class Fence:
         if plan.overwrites:
             victims = self.victims[name]
             assert victims is not None
-            return [int(victims[head]) + plan.next_offset]
+            return [int(victims[head])]
         return range(0 if plan.num_survivors else length - plan.num_new, length)
 
 
 def live(
     layer: Layer,
-    policy: str,
     lives: Sequence[Life],
-    ranking: Ranking,
+    count: Count,
     pause: float = 0.2,
     output_atol: float = OUTPUT_ATOL,
 ) -> list[dict[str, tuple[torch.Tensor, torch.Tensor | None]]]:
@@ -306,9 +303,8 @@ def live(
 
     Args:
         layer: runs them; requests start when there are pages enough, in the order given.
-        policy: the layer's.
         lives: the requests.
-        ranking: counts.
+        count: of selections and near ties.
         pause: probability that a request is left out of a step.
         output_atol: largest error of an output.
 
@@ -316,7 +312,7 @@ def live(
         For each step, by request: outputs [T, Hq, D], and victims [H] if it selected any.
 
     """
-    truth = Truth(layer, policy, ranking, output_atol)
+    truth = Truth(layer, count, output_atol)
     waiting, running = list(lives), dict[str, Life]()
     packed: dict[str, int] = {}
     trace = []
@@ -327,7 +323,7 @@ def live(
         _admit(layer, truth, waiting, running)
         chosen = [name for name in running if layer.random.random() >= pause] or list(running)
         plans = {name: running[name].next_plan() for name in chosen}
-        fence = Fence(layer, plans, POLICIES[policy].score is ScoreKind.ATTENTION)
+        fence = Fence(layer, plans)
         outputs = layer.step(plans, running)
         fence.check()
         entry = {}
@@ -354,6 +350,6 @@ def _admit(layer: Layer, truth: Truth, waiting: list[Life], running: dict[str, L
         if need >= layer.cache.num_blocks and running:
             return
         life = waiting.pop(0)
-        life.prepare(layer.shape)
+        life.prepare(layer.shape, layer.builder.ranking.lifetime)
         running[life.request_id] = life
         truth.begin(life)

@@ -1,11 +1,13 @@
-"""The policy's configuration: what is taken, what is refused, and what is said then."""
+"""The policy's configuration: where it is read, and the slots that a budget comes to."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import pickle
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,38 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.options.refusal import refusal
-from vllm_h2o.errors import ConfigError
+from vllm_h2o.errors import ConfigError, IntegrityError
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.policy import POLICIES, Budget
+from vllm_h2o.policy import Budget, policies
+from vllm_h2o.policy.budget import minimum_slots
 
-EVICTING = [name for name, policy in POLICIES.items() if policy.evicts]
-BUDGET_RULE = (
-    "is: a budget is an int > 0 (slots), a float in (0, 1] (a fraction), or 'full'; "
-    "why not: no number of slots follows from it; what to do: give e.g. 512 or 0.2."
-)
-
-ONE_SLOT = "; 1 is one slot, also from a client that writes 1.0 so: every token is 'full'."
+EVICTING = [name for name, policy in policies().items() if policy.evicts]
+RANKING = [name for name, policy in policies().items() if policy.keeps_heavy]
 
 
 @pytest.mark.parametrize(
-    "budget", [0, 0.0, -3, -0.5, 1.5, 2.0, math.nan, math.inf, "abc", "", True, False, None, [1]]
-)
-def test_budget_refused(budget: Any) -> None:
-    """What is neither a number of slots nor a fraction is named, with the rule and an example."""
-    said = f"kv-policy: asked: budget={budget!r}; {BUDGET_RULE}"
-    assert refusal(budget=budget) == said
-    if isinstance(budget, str):
-        assert refusal("h2o", {"budget": budget}) == said
-
-
-@pytest.mark.parametrize("budget", [2, 512, 10**9, 1e-6, 0.2, 1.0])
-def test_budget_taken(budget: float) -> None:
-    """Any number of slots from the smallest possible, any fraction above nothing."""
-    assert KVPolicyConfig(budget=budget).budget == budget
-
-
-@pytest.mark.parametrize(
-    ("options", "least", "num_sinks"),
+    ("options", "least", "sinks"),
     [
         ({"budget": 1}, 2, 0),
         ({"budget": 5, "num_sink_tokens": 4}, 6, 4),
@@ -54,197 +35,149 @@ def test_budget_taken(budget: float) -> None:
         ({"budget": 5, "min_budget": 5, "num_sink_tokens": 4}, 6, 4),
     ],
 )
-def test_budget_too_small(options: dict[str, Any], least: int, num_sinks: int) -> None:
-    """Sinks, one recent token if any and the next token have room, or it is said what they need."""
+def test_budget_too_small_is_refused(options: dict[str, Any], least: int, sinks: int) -> None:
+    """Sinks, a recent token if any and the next token need slots."""
+    slots = options["budget"]
+    whole = "; budget=1 is one token, and full is every token" if slots == 1 else ""
     assert refusal(**options) == (
-        f"kv-policy: asked: budget={options['budget']!r}; is: that many slots; "
-        f"why not: {num_sinks} first tokens, the recent window and the next token need {least}; "
-        f"what to do: give a budget of at least {least}, or fewer sinks"
-        + (ONE_SLOT if options["budget"] == 1 else ".")
+        f"kv-policy: budget={slots} is not supported: it is {slots} slot{'s' * (slots != 1)}. "
+        f"{sinks} sinks, the recent window and the next token need {least} slots. "
+        f"Give a budget of at least {least} tokens, or fewer sinks{whole}."
     )
     assert KVPolicyConfig(**{**options, "budget": least}).budget == least
     assert KVPolicyConfig(**{**options, "min_budget": least}).min_budget == least
 
 
-def test_fraction_too_small() -> None:
-    """A fraction is judged when the length is known, with the slots that it comes to."""
+def test_fraction_too_small_is_refused_once_the_length_is_known() -> None:
+    """The message has the slots that it comes to."""
     config = KVPolicyConfig(budget=0.01, num_sink_tokens=4)
     with pytest.raises(ConfigError) as caught:
         config.resolve(max_model_len=128, block_size=16)
     assert str(caught.value) == (
-        "kv-policy: asked: budget=0.01; is: that is 2 slots of max_model_len=128; "
-        "why not: 4 first tokens, the recent window and the next token need 6; "
-        "what to do: give a budget of at least 6, or fewer sinks."
+        "kv-policy: budget=0.01 is not supported: it is 2 slots of max_model_len=128. "
+        "4 sinks, the recent window and the next token need 6 slots. "
+        "Give a budget of at least 6 tokens, or fewer sinks."
     )
     assert config.resolve(1024, 16).capacity == 16
 
 
-@pytest.mark.parametrize(("policy", "suggestion"), [("h20", "h2o"), ("stream", "streaming")])
-def test_unknown_policy(policy: str, suggestion: str) -> None:
-    """A misspelt policy is met with the list and the nearest name."""
-    expected = (
-        f"kv-policy: asked: policy {policy!r}; is: the policies are h2o, h2o2, streaming, "
-        "local, random, full; why not: there is no policy of that name; "
-        f"what to do: did you mean {suggestion!r}?."
-    )
-    assert refusal(name=policy) == refusal(policy, None) == expected
+@pytest.mark.parametrize(("ratio", "sinks", "least"), [(0.5, 0, 32), (0.0, 0, 16), (0.5, 20, 64)])
+def test_budget_of_pages_has_room_for_the_next_page(ratio: float, sinks: int, least: int) -> None:
+    """Sinks, a recent token and the next tokens take whole pages."""
+    options = {"evict_every": "page", "recent_ratio": ratio, "num_sink_tokens": sinks}
+    assert KVPolicyConfig(budget=least, **options).resolve(1024, 16).capacity == least
+    assert KVPolicyConfig(budget=least - 15, **options).resolve(1024, 16).capacity == least
+    if least > 32:
+        with pytest.raises(ConfigError, match=f"need {least} slots in pages of 16"):
+            KVPolicyConfig(budget=least - 16, **options).resolve(1024, 16)
 
 
-@pytest.mark.parametrize("policy", ["quantised", "", 7, None, True, ("h2o",)])
-def test_policy_like_no_other(policy: Any) -> None:
-    """Nothing is suggested where nothing is near."""
-    assert "what to do: choose one of them." in refusal(name=policy)
-
-
-def test_unknown_key() -> None:
-    """A misspelt key is met with the list and the nearest key, a strange one with other advice."""
-    message = refusal("h2o", {"recent": 0.5})
-    assert "asked: key 'recent' in the policy's configuration; is: the keys are name, bu" in message
-    assert "why not: a key that nothing reads would be a silent no-op; " in message
-    assert "what to do: did you mean 'recent_ratio'?." in message
-    assert "what to do: remove it." in refusal("h2o", {"zzz": 1})
-    assert "key 3 in" in refusal("h2o", {3: 1})
-
-
-@pytest.mark.parametrize(
-    "field",
-    ["min_budget", "num_sink_tokens", "protect_prompt_tokens", "score_skip_recent", "seed"],
-)
-@pytest.mark.parametrize("value", [-1, 1.0, True, "many", 2**63])
-def test_counts(field: str, value: Any) -> None:
-    """Counts are whole numbers."""
-    bits = 63 if field == "seed" else 31
-    assert refusal(**{field: value}) == (
-        f"kv-policy: asked: {field}={value!r}; is: {field} is a whole number of at most {bits} "
-        f"bits; why not: it counts things, or seeds them; "
-        f"what to do: give an int in [0, 2**{bits})."
-    )
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, True, "half", [0.5]])
-def test_fractions(ratio: Any) -> None:
-    """A fraction is a number from nothing to all."""
-    assert "is: a fraction of the pool is a number in [0, 1]" in refusal(pressure_watermark=ratio)
-    assert refusal(recent_ratio=ratio) == (
-        f"kv-policy: asked: recent_ratio={ratio!r}; is: a fraction of the budget is a number in "
-        "[0, 1]; why not: there is no such fraction; "
-        "what to do: give a number in [0, 1]; the default is 0.5; h2o2 0.3."
-    )
-    assert refusal(merge=ratio).startswith(
-        f"kv-policy: asked: merge={ratio!r}; is: a fraction of 1, the cosine of equal keys, is a "
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [("budget=0.2", "not JSON ("), ("{'budget': 0.2}", "not JSON ("), ("", "not JSON (")],
-)
-def test_not_json(text: str, what: str) -> None:
-    """Text that is not JSON is shown, with the parser's complaint and an example."""
-    message = refusal("h2o", text)
-    assert message.startswith(f"kv-policy: asked: kv_policy_config={text!r}; is: {what}")
-    assert "; why not: options are a JSON object; " in message
-    assert message.endswith("""what to do: give e.g. '{"budget": 0.2}'.""")
-
-
-@pytest.mark.parametrize(("options", "kind"), [("[1]", "list"), ("3", "int"), (0.2, "float")])
-def test_not_a_mapping(options: Any, kind: str) -> None:
-    """Values without names are refused."""
-    message = refusal("h2o", options)
-    assert f"is: a {kind}; why not: options are a mapping of field names to values;" in message
-
-
-def test_name_given_twice() -> None:
-    """The same name twice is fine, two names are not."""
+def test_from_options_refuses_two_names() -> None:
+    """The same name twice is one."""
     assert KVPolicyConfig.from_options("local", {"name": "local"}).name == "local"
     assert refusal("h2o", '{"name": "local"}') == (
-        "kv-policy: asked: kv_policy='h2o' and name='local'; is: two different policies; "
-        "why not: an engine runs one policy; what to do: name the policy once."
+        "kv-policy: kv_policy='h2o' with name='local' is not supported: these are two policies. "
+        "An engine runs one policy. Name the policy once."
     )
 
 
-def test_numerals_from_a_command_line() -> None:
+def test_from_options_reads_numerals() -> None:
     """``--kv-policy-config.budget 0.2`` may arrive as text; 1 is a slot, 1.0 is everything."""
-    options = {"budget": "0.5", "seed": "7", "recent_ratio": "1"}
-    config = KVPolicyConfig.from_options("random", options)
-    assert (config.budget, config.seed, config.recent_ratio) == (0.5, 7, 1)
+    config = KVPolicyConfig.from_options("h2o", {"budget": "0.5", "recent_ratio": "1"})
+    assert (config.budget, config.recent_ratio) == (0.5, 1)
     assert KVPolicyConfig.from_options("h2o", {"budget": "64"}).resolve(1024, 16).capacity == 64
     assert KVPolicyConfig.from_options("h2o", {"budget": "1.0"}).resolve(1024, 16).capacity == 1024
 
 
-def test_from_additional_config() -> None:
-    """A name, a mapping or JSON's forms of them; nothing where there is no policy."""
+def test_from_additional_config_reads_every_form() -> None:
+    """A name or a mapping; nothing where there is no policy."""
     read = KVPolicyConfig.from_additional_config
     for nothing in (None, {}, {"other": 1}, {"kv_policy": None}, object()):
         assert read(nothing) is None
     assert read({"kv_policy": "local", "other": 1}) == KVPolicyConfig("local")
     assert read({"kv_policy": {"budget": 64}}) == KVPolicyConfig("h2o", 64)
-    with pytest.raises(ConfigError, match="silent no-op"):
+    with pytest.raises(ConfigError, match="option 'budgets'"):
         read({"kv_policy": {"budgets": 64}})
-    with pytest.raises(ConfigError, match="neither a policy nor an option; .* name one"):
+    with pytest.raises(ConfigError, match="it names no policy and no option"):
         read({"kv_policy": {}})
 
 
-def configured(name: str, **options: Any) -> KVPolicyConfig:
-    """A config with those of the options that the policy reads."""
-    read = POLICIES[name].options
-    return KVPolicyConfig(name, **{key: options[key] for key in options if key in read})
+@pytest.mark.parametrize(
+    "key", ["kv-policy", "KV_POLICY", "kv_policy_config", "kvpolicy", "kv_polciy"]
+)
+def test_from_additional_config_refuses_a_near_miss(key: str) -> None:
+    """A policy under another key would be ignored."""
+    with pytest.raises(ConfigError, match="the key of a policy is 'kv_policy'"):
+        KVPolicyConfig.from_additional_config({key: {"name": "h2o"}})
+
+
+def test_of_returns_one_object_per_process() -> None:
+    """Options are parsed and checked once; a part of the engine needs a policy."""
+    carried = SimpleNamespace(additional_config={"kv_policy": KVPolicyConfig("h2o2").to_dict()})
+    assert KVPolicyConfig.of(carried) is KVPolicyConfig.of(carried)
+    assert KVPolicyConfig.required(carried) == KVPolicyConfig("h2o2")
+    with pytest.raises(IntegrityError):
+        KVPolicyConfig.required(SimpleNamespace(additional_config={}))
 
 
 configs = st.builds(
-    configured,
-    name=st.sampled_from(EVICTING),
+    KVPolicyConfig,
+    name=st.sampled_from(RANKING),
     budget=st.one_of(st.integers(20, 10**6), st.floats(1e-6, 1.0)),
     min_budget=st.integers(0, 4096),
     recent_ratio=st.floats(0, 1),
     num_sink_tokens=st.one_of(st.none(), st.integers(0, 8)),
-    seed=st.integers(0, 2**31),
+    evict_every=st.sampled_from([1, "page"]),
 )
 
 
 @given(configs)
-def test_round_trip(config: KVPolicyConfig) -> None:
-    """What one process writes into ``additional_config``, another reads, with JSON in between."""
+def test_config_survives_json(config: KVPolicyConfig) -> None:
+    """Another process reads what one writes into ``additional_config``."""
     carried = json.loads(json.dumps({"kv_policy": config.to_dict()}))
     assert KVPolicyConfig.from_additional_config(carried) == config
+    assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.budget = 1  # type: ignore[misc]
 
 
 @given(configs, st.integers(1, 1 << 20), st.sampled_from([1, 8, 16, 32, 128]))
-def test_resolve(config: KVPolicyConfig, max_model_len: int, block_size: int) -> None:
-    """Whole pages, not one more than the slots need, and never more than a longest sequence."""
+def test_resolve_rounds_up_to_whole_pages(
+    config: KVPolicyConfig, max_model_len: int, block_size: int
+) -> None:
+    """No page more than the slots need, and no more than a longest sequence."""
     if config.min_budget > max_model_len:
-        with pytest.raises(ConfigError, match="every sequence would be kept whole"):
+        with pytest.raises(ConfigError, match="Every sequence would be kept whole"):
             config.resolve(max_model_len, block_size)
         return
     wanted: Any = config.budget
     if isinstance(wanted, float):
         wanted = math.ceil(Fraction(str(wanted)) * max_model_len)
     slots = min(max(wanted, config.min_budget), max_model_len)
-    least = config.num_sinks + (config.effective_recent_ratio > 0) + 1
-    if slots < least:
-        with pytest.raises(ConfigError, match=f"that is {slots} slots"):
+    ratio, schedule = config.effective_recent_ratio, config.schedule
+    least = minimum_slots(ratio, config.num_sinks, schedule, block_size)
+    have = -(-slots // block_size) * block_size if schedule.by_page else slots
+    if have < least:
+        with pytest.raises(ConfigError, match=f"it is {slots} slot"):
             config.resolve(max_model_len, block_size)
         return
     budget = config.resolve(max_model_len, block_size)
     assert budget.capacity % block_size == 0
     assert slots <= budget.capacity < slots + block_size
     assert budget.num_sinks == config.num_sinks
-    assert config.policy.keeps_heavy or budget.num_heavy == 0
 
 
 @pytest.mark.parametrize(
     ("fraction", "length", "capacity"),
     [(0.07, 1600, 112), (0.29, 1600, 464), (0.2, 8192, 1648), (0.25, 4096, 1024), (1.0, 100, 112)],
 )
-def test_a_fraction_is_taken_as_written(fraction: float, length: int, capacity: int) -> None:
+def test_resolve_takes_a_fraction_as_written(fraction: float, length: int, capacity: int) -> None:
     """0.07 of 1600 is 112, seven pages of 16, although the floating-point product is above it."""
     assert KVPolicyConfig(budget=fraction).resolve(length, 16).capacity == capacity
 
 
-def test_min_budget() -> None:
-    """It lifts what a fraction comes to; what no sequence can use is refused."""
+def test_resolve_lifts_to_min_budget() -> None:
+    """A min_budget that no sequence can use is refused."""
     config = KVPolicyConfig(budget=0.1, min_budget=256)
     assert config.resolve(1024, 16).capacity == 256
     assert config.resolve(8192, 16).capacity == 832
@@ -252,9 +185,8 @@ def test_min_budget() -> None:
     with pytest.raises(ConfigError) as caught:
         config.resolve(255, 16)
     assert str(caught.value) == (
-        "kv-policy: asked: min_budget=256; is: max_model_len=255 is the longest sequence; why not: "
-        "every sequence would be kept whole; "
-        "what to do: give a min_budget that is shorter, or leave it out."
+        "kv-policy: min_budget=256 is not supported: max_model_len=255 is the longest sequence. "
+        "Every sequence would be kept whole. Give a smaller min_budget, or leave it out."
     )
 
 
@@ -263,58 +195,84 @@ def test_min_budget() -> None:
     [
         ({"name": "h2o"}, Budget(64, 31, 32, 0)),
         ({"name": "h2o", "num_sink_tokens": 4}, Budget(64, 29, 30, 4)),
-        ({"name": "random", "recent_ratio": 0.25}, Budget(64, 47, 16, 0)),
+        ({"name": "snapkv", "recent_ratio": 0.25}, Budget(64, 47, 16, 0)),
         ({"name": "local"}, Budget(64, 0, 63, 0)),
         ({"name": "streaming"}, Budget(64, 0, 59, 4)),
         ({"name": "streaming", "num_sink_tokens": 0}, Budget(64, 0, 63, 0)),
+        ({"name": "h2o", "evict_every": 8}, Budget(71, 31, 32, 0, 8)),
+        ({"name": "h2o", "evict_every": "page"}, Budget(64, 24, 24, 0, 16, 16)),
     ],
 )
-def test_each_policy(options: dict[str, Any], expected: Budget) -> None:
-    """Who keeps heavy hitters, who has sinks when nobody asks for them."""
+def test_resolve_divides_by_policy(options: dict[str, Any], expected: Budget) -> None:
+    """Heavy hitters, sinks and slots for the next tokens."""
     assert KVPolicyConfig(budget=64, **options).resolve(1024, 16) == expected
 
 
-@pytest.mark.parametrize("budget", [{}, {"budget": 1.0}, {"budget": "1.0"}])
-def test_full(budget: dict[str, Any]) -> None:
-    """``full`` has room for a longest sequence, in whole pages."""
-    config = KVPolicyConfig.from_options("full", budget)
-    assert config.resolve(1024, 16) == Budget(1024, 0, 1023, 0)
-    assert config.resolve(1000, 16).capacity == 1008
-
-
-@pytest.mark.parametrize("budget", [1, 512, 0.5])
-def test_full_takes_no_budget(budget: float) -> None:
-    """A budget that would be ignored is refused."""
-    assert refusal(name="full", budget=budget) == (
-        f"kv-policy: asked: budget={budget!r} with policy 'full'; is: 'full' keeps every token; "
-        "why not: a budget would be ignored; "
-        "what to do: leave the budget out, or choose another policy."
-    )
-
-
 @pytest.mark.parametrize(
-    ("name", "field", "value"),
+    ("options", "prompt_len", "max_tokens", "expected"),
     [
-        ("full", "min_budget", 64),
-        ("full", "num_sink_tokens", 4),
-        ("full", "eviction", "pressure"),
-        ("local", "recent_ratio", 0.3),
-        ("streaming", "recent_ratio", 0.3),
-        ("h2o", "seed", 3),
+        ({"budget": 0.25, "budget_basis": "prompt"}, 100, 500, Budget(32, 15, 16, 0)),
+        ({"budget": 0.25, "budget_basis": "request"}, 100, 156, Budget(64, 31, 32, 0)),
+        ({"budget": 0.5, "budget_basis": "request"}, 900, 900, Budget(256, 127, 128, 0)),
+        ({"budget": 0.1, "budget_basis": "prompt", "min_budget": 48}, 9, 9, Budget(48, 23, 24, 0)),
+        (
+            {"budget": 0.1, "budget_basis": "prompt", "num_sink_tokens": 20},
+            9,
+            9,
+            Budget(32, 5, 6, 20),
+        ),
+        (
+            {"budget": 0.1, "budget_basis": "prompt", "evict_every": "page"},
+            9,
+            9,
+            Budget(32, 8, 8, 0, 16, 16),
+        ),
+        ({"budget": 0.25}, 100, 500, None),
     ],
 )
-def test_an_option_that_the_policy_does_not_read(name: str, field: str, value: Any) -> None:
-    """It would be a silent no-op."""
-    message = refusal(name=name, **{field: value})
-    assert message.startswith(f"kv-policy: asked: {field}={value!r} with policy '{name}'; is: ")
-    assert "silent no-op" in message
+def test_resolve_request_by_its_own_lengths(
+    options: dict[str, Any], prompt_len: int, max_tokens: int, expected: Budget | None
+) -> None:
+    """Fractions of prompts and requests in whole pages, with room for sinks and a next token."""
+    config = KVPolicyConfig(**options)
+    assert config.resolve_request(512, 16, prompt_len, max_tokens) == expected
+
+
+def test_resolve_request_evicts_several_tokens_at_a_time() -> None:
+    """Their slots come on top, up to the longest sequence."""
+    config = KVPolicyConfig(budget=64, evict_every=8)
+    assert config.resolve_request(512, 16, 9, 9, 100) == Budget(119, 55, 56, 0, 8)
+    assert config.resolve_request(512, 16, 9, 9, "full") == Budget(512, 255, 256, 0)
 
 
 @pytest.mark.parametrize(
-    "key", ["kv-policy", "KV_POLICY", "kv_policy_config", "kvpolicy", "kv_polciy"]
+    ("options", "max_budget", "fits"),
+    [
+        ({"budget": 512}, 128, False),
+        ({"budget": 512}, 512, True),
+        ({"budget": 0.5}, 0.2, False),
+        ({"budget": 0.2}, 205, True),
+        ({"budget": 0.2}, 204, False),
+        ({"budget": "full"}, 1.0, True),
+        ({"budget": "full"}, 0.9, False),
+        ({"budget": 0.5, "budget_basis": "prompt"}, 128, False),
+        ({"budget": 64, "min_budget": 256}, 128, True),
+    ],
 )
-def test_a_near_miss_in_additional_config(key: str) -> None:
-    """A policy under another key would stay off without a word."""
-    with pytest.raises(ConfigError, match="read from 'kv_policy' alone"):
-        KVPolicyConfig.from_additional_config({key: {"name": "h2o"}})
-    assert KVPolicyConfig.from_additional_config({"something_else": 1}) is None
+def test_resolve_refuses_budget_above_max_budget(
+    options: dict[str, Any], max_budget: Any, fits: bool
+) -> None:
+    """The engine's own budget is one that a request may ask for."""
+    config = KVPolicyConfig(**options, max_budget=max_budget)
+    if fits:
+        assert config.resolve(1024, 16)
+        return
+    with pytest.raises(ConfigError, match=f"slots. max_budget={max_budget!r} is .* for at most"):
+        config.resolve(1024, 16)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_config_of_every_policy_resolves(name: str) -> None:
+    """By page, too: it goes with every ranking."""
+    assert KVPolicyConfig(name).resolve(1024, 16).evict_every == 1
+    assert KVPolicyConfig(name, evict_every="page").resolve(1024, 16).unit == 16

@@ -1,4 +1,4 @@
-"""A request's own budget: what is read, what it comes to, and what is refused."""
+"""A request's own budget: how it is read, its slots, and refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_h2o.policy import Budget
 
 
 def capacity(config: KVPolicyConfig, asked: Any, prompt_len: int = 100, more: int = 50) -> int:
-    """Slots that a request gets, of an engine of 1024 tokens in pages of 16."""
+    """Return the slots of a request, in an engine of 1024 tokens and pages of 16."""
     budget = budget_of(config, 1024, 16, prompt_len, more, asked_budget({"kv_budget": asked}))
     assert isinstance(budget, Budget)
     return budget.capacity
@@ -40,45 +40,48 @@ def capacity(config: KVPolicyConfig, asked: Any, prompt_len: int = 100, more: in
         ({"min_budget": 100}, 64, 112),
         ({"max_budget": 128}, 128, 128),
         ({"max_budget": 0.5}, 0.5, 512),
+        ({"evict_every": "page"}, 17, 32),
         ({"name": "full"}, "full", 1024),
     ],
 )
-def test_what_it_comes_to(options: dict[str, Any], asked: Any, expected: int) -> None:
+def test_request_budget_comes_to_slots(options: dict[str, Any], asked: Any, expected: int) -> None:
     """As ``budget`` does, whatever the engine's own is."""
     assert capacity(KVPolicyConfig(**options), asked) == expected
 
 
-def test_one_slot_is_not_every_token() -> None:
+def test_request_budget_of_one_slot_is_not_every_token() -> None:
     """1 and 1.0 are equal in Python, and different budgets."""
     assert capacity(KVPolicyConfig(), 1.0) == 1024
-    with pytest.raises(ConfigError, match="kv_budget=1; is: that many slots"):
+    with pytest.raises(ConfigError, match="kv_budget=1 is not supported: it is 1 slot"):
         capacity(KVPolicyConfig(), 1)
 
 
 @pytest.mark.parametrize(
-    ("options", "extra_args", "said"),
+    ("options", "extra_args", "message"),
     [
-        ({}, {"kv_budget": 0}, "kv_budget=0; is: a budget is an int > 0"),
-        ({}, {"kv_budget": "half"}, "kv_budget='half'; is: a budget is an int > 0"),
-        ({}, {"kv_budget": True}, "kv_budget=True; is: a bool"),
-        ({}, {"kv_budget": [1]}, "kv_budget=[1]; is: a list"),
-        ({}, {"KV-Budget": 64}, "'KV-Budget' in a request; is: its budget is read from"),
-        ({}, {"kv_bugdet": 64}, "'kv_bugdet' in a request; is: its budget is read from"),
-        ({}, {"kv_budget": "\u0663\u0662"}, "is: a budget is an int > 0"),
-        ({}, {"kv_budget": 1}, "1 is one slot, also from a client that writes 1.0 so: every token"),
-        ({"num_sink_tokens": 70}, {"kv_budget": 64}, "kv_budget=64; is: that many slots"),
-        ({"num_sink_tokens": 70}, {"kv_budget": 0.01}, "kv_budget=0.01; is: that is 11 slots"),
-        ({"max_budget": 128}, {"kv_budget": 129}, "is: that is 129 slots, and max_budget=128"),
-        ({"max_budget": 0.5}, {"kv_budget": "full"}, "that is 1024 slots, and max_budget=0.5"),
-        ({"granularity": "block"}, {"kv_budget": 64}, "no page might be left to evict"),
-        ({"name": "full"}, {"kv_budget": 64}, "kv_budget=64; is: 'full' keeps every token"),
+        ({}, {"kv_budget": 0}, "kv_budget=0 is not supported: budget takes a whole number from 1"),
+        ({}, {"kv_budget": "half"}, "kv_budget='half' is not supported: budget takes"),
+        ({}, {"kv_budget": True}, "kv_budget=True is not supported: its type is bool"),
+        ({}, {"kv_budget": [1]}, "kv_budget=[1] is not supported: its type is list"),
+        ({}, {"KV-Budget": 64}, "'KV-Budget' in a request is not supported: the key of"),
+        ({}, {"kv_bugdet": 64}, "'kv_bugdet' in a request is not supported: the key of"),
+        ({}, {"kv_budget": "\u0663\u0662"}, "budget takes a whole number from 1"),
+        ({}, {"kv_budget": 1}, "budget=1 is one token, and full is every token"),
+        ({"num_sink_tokens": 70}, {"kv_budget": 64}, "kv_budget=64 is not supported: it is 64"),
+        ({"num_sink_tokens": 70}, {"kv_budget": 0.01}, "kv_budget=0.01 is not supported: it is 11"),
+        ({"max_budget": 128}, {"kv_budget": 129}, "it is 129 slots. max_budget=128 is 128 slots."),
+        ({"max_budget": 0.5}, {"kv_budget": "full"}, "it is 1024 slots. max_budget=0.5 is 512"),
+        ({"evict_every": "page"}, {"kv_budget": 16}, "need 32 slots in pages of 16"),
+        ({"name": "full"}, {"kv_budget": 64}, "kv_budget=64 is not supported: full keeps every"),
     ],
 )
-def test_refused(options: dict[str, Any], extra_args: dict[str, Any], said: str) -> None:
-    """In four parts, which name what the request asked for."""
+def test_request_budget_is_refused(
+    options: dict[str, Any], extra_args: dict[str, Any], message: str
+) -> None:
+    """The message names the request's own budget."""
     with pytest.raises(ConfigError) as caught:
         budget_of(KVPolicyConfig(**options), 1024, 16, 100, 50, asked_budget(extra_args))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def check(
@@ -106,50 +109,49 @@ def check(
     config = SimpleNamespace(
         additional_config={} if options is None else {"kv_policy": {"name": "h2o", **options}},
         model_config=SimpleNamespace(max_model_len=1024),
-        cache_config=SimpleNamespace(
-            block_size=16, num_gpu_blocks=pages, enable_prefix_caching=True
-        ),
+        cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=pages),
         parallel_config=parallel,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
     )
     assert check_request(request, config, encoder_room=60) is request
 
 
-def test_where_requests_enter() -> None:
-    """Only one that asks is looked at; without a policy nothing would read what it asks for."""
+def test_check_request_reads_its_budget_alone() -> None:
+    """Without a policy nothing would read a budget."""
     check(None, None)
     check({}, {"other": 1})
     check({}, {"kv_budget": 64})
-    with pytest.raises(ConfigError, match="this engine runs without a kv-policy"):
+    with pytest.raises(ConfigError, match="the engine has no kv-policy"):
         check(None, {"kv_budget": 64})
 
 
-def test_a_pool_that_never_holds_it() -> None:
-    """With chunks packed, the pool may be smaller than a longest sequence."""
-    check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=11)
-    with pytest.raises(ConfigError, match="come to 10 pages, and the pool has 9.* for ever"):
-        check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=10)
+def test_check_request_refuses_more_pages_than_the_pool_has() -> None:
+    """With eviction=chunk, the pool may be smaller than a longest sequence."""
+    options, full = {"eviction": "chunk", "budget": 32}, {"kv_budget": "full"}
+    check(options, full, pages=11)
+    with pytest.raises(ConfigError, match="may need 10 pages. The pool has 9."):
+        check(options, full, pages=10)
     # vLLM adds up the pages of all engines; a session may grow to the longest sequence.
-    check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=22, engines=2)
-    with pytest.raises(ConfigError, match="come to 10 pages, and the pool has 9"):
-        check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, pages=20, engines=2)
-    with pytest.raises(ConfigError, match="come to 64 pages, and the pool has 10"):
-        check({"prefill": "chunked", "budget": 32}, {"kv_budget": "full"}, 11, resumable=True)
-    check({"prefill": "chunked", "budget": 32}, {"kv_budget": 32}, pages=10)
+    check(options, full, pages=22, engines=2)
+    with pytest.raises(ConfigError, match="may need 10 pages. The pool has 9."):
+        check(options, full, pages=20, engines=2)
+    with pytest.raises(ConfigError, match="may need 64 pages. The pool has 10."):
+        check(options, full, 11, resumable=True)
+    check(options, {"kv_budget": 32}, pages=10)
 
 
 def image(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
-    """What vLLM says of an image."""
+    """Return vLLM's description of an image."""
     return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
 
 
-def test_images_that_the_encoder_never_holds() -> None:
-    """Only those that the observation window reaches count, and the same one counts once."""
-    window = {"prefill": "window", "observation_window": 32}
+def test_check_request_refuses_images_that_the_encoder_cannot_hold() -> None:
+    """Images in the observation window count, each once."""
+    window = {"name": "snapkv", "observation_window": 32}
     check(window, None, images=[image("a", 0, 60), image("b", 70, 30)])
     check(window, None, images=[image("a", 5, 40), image("a", 50, 40)])
     both = [image("a", 9, 60), image("b", 70, 30)]
     check({}, None, images=both)
     check(None, None, images=both)
-    with pytest.raises(ConfigError, match="2 images .* 32 tokens .* 90 embeddings, .* has 60"):
+    with pytest.raises(ConfigError, match="2 images .* 32 tokens .* 90 embeddings, .* holds 60"):
         check(window, None, images=both)

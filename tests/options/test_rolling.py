@@ -1,24 +1,20 @@
-"""Positions that roll: what they need, what is refused, and how long sequences may be."""
+"""Rolling positions on real engine configs: their limit, and the length of sequences."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import VllmConfig
 
-from tests.options.refusal import ROLLING_REFUSED, refusal
-from tests.tiny_models import CONFIGS, engine_args, engine_config, folder
-from vllm_h2o.errors import ConfigError, UnsupportedError
+from tests.tiny_models import engine_args, engine_config, folder
+from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import RefusedRequestError, check_request
 
 TRAINED = 256
-"""Of the tiny models."""
-ROLLING = {"positions": "rolling", "prefill": "chunked", "budget": 64}
+"""Trained length of the tiny models."""
+ROLLING = {"positions": "rolling", "eviction": "chunk", "budget": 64}
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +24,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def made(model: str, options: dict[str, Any], **settings: Any) -> VllmConfig:
-    """An engine's config, with pages of 16."""
+    """Return an engine's config, with pages of 16."""
     asked = {"kv_policy": "h2o", "kv_policy_config": {**ROLLING, **options}}
     return engine_config(
         model, **{"block_size": 16, "max_num_batched_tokens": 128} | asked | settings
     )
 
 
-@pytest.mark.parametrize("asked", [100, TRAINED, 4096, 4_194_304])
-def test_sequences_of_any_length(llama: str, asked: int) -> None:
-    """Longer than what the model was trained on, without an environment switch; twice alike."""
+@pytest.mark.parametrize("asked", [100, TRAINED, 4_194_304])
+def test_rolling_takes_sequences_of_any_length(llama: str, asked: int) -> None:
+    """Longer than the trained length, without an environment switch; twice alike."""
     args = engine_args(
         llama, kv_policy="h2o", kv_policy_config=ROLLING, max_model_len=asked, block_size=16,
         max_num_batched_tokens=128,
@@ -45,49 +41,50 @@ def test_sequences_of_any_length(llama: str, asked: int) -> None:
     for config in (args.create_engine_config(), args.create_engine_config()):
         assert config.model_config.max_model_len == args.max_model_len == asked
         carried = KVPolicyConfig.of(config)
-        assert carried is not None and carried.position_limit == TRAINED
+        assert carried is not None and carried.positions == TRAINED
     if asked > TRAINED:
         with pytest.raises(ValueError, match="is greater than the derived max_model_len"):
             engine_config(llama, max_model_len=asked, kv_policy="h2o")
 
 
-def test_its_own_length(llama: str) -> None:
-    """Where none is asked for, it is vLLM's; fewer positions may be, but not more."""
+def test_rolling_below_a_number_carries_it(llama: str) -> None:
+    """The number is at most the trained length, which is the default."""
     assert made(llama, {}).model_config.max_model_len == TRAINED
-    carried = KVPolicyConfig.of(made(llama, {"position_limit": 200}))
+    carried = KVPolicyConfig.of(made(llama, {"positions": 200}))
     assert carried is not None and carried.position_limit == 200
     with pytest.raises(ConfigError) as caught:
-        made(llama, {"position_limit": TRAINED + 1}, max_model_len=4096)
+        made(llama, {"positions": TRAINED + 1}, max_model_len=4096)
     assert str(caught.value) == (
-        "kv-policy: asked: position_limit=257; is: the model was trained on sequences of 256 "
-        "tokens; why not: it does not know later positions; what to do: give at most 256, or leave "
-        "it out."
+        "kv-policy: positions=257 is not supported: the model was trained on sequences of 256 "
+        "tokens. It does not know later positions. Give at most 256, or rolling."
     )
 
 
 @pytest.mark.parametrize(
     ("options", "settings", "needed"),
     [
-        ({"position_limit": 190}, {}, 191),
-        ({"position_limit": 191}, {}, None),
-        ({"position_limit": 64}, {"max_num_batched_tokens": 1, "max_num_seqs": 1}, 65),
-        ({"position_limit": 65}, {"max_num_batched_tokens": 1, "max_num_seqs": 1}, None),
+        ({"positions": 190}, {}, 191),
+        ({"positions": 191}, {}, None),
+        ({"positions": 64}, {"max_num_batched_tokens": 1, "max_num_seqs": 1}, 65),
+        ({"positions": 65}, {"max_num_batched_tokens": 1, "max_num_seqs": 1}, None),
         ({"budget": 0.2}, {"max_model_len": 10_000}, 2127),
+        ({"positions": 190, "evict_every": "page"}, {}, 191),
+        ({"positions": 191, "evict_every": "page"}, {}, None),
     ],
 )
-def test_room_for_a_step(
+def test_rolling_needs_positions_for_a_step(
     llama: str, options: dict[str, Any], settings: dict[str, Any], needed: int | None
 ) -> None:
-    """What is resident and a chunk, or the next token, have positions of their own."""
+    """Resident tokens and a chunk, or the next token, have positions of their own."""
     if needed is None:
         assert made(llama, options, **settings)
         return
-    with pytest.raises(ConfigError, match=f"that may be {needed} positions, and position_limit is"):
+    with pytest.raises(ConfigError, match=f"need {needed} positions. Positions roll below"):
         made(llama, options, **settings)
 
 
-def test_a_budget_of_a_request(llama: str) -> None:
-    """Refused where it enters, as every budget is that cannot be used."""
+def test_rolling_refuses_a_request_that_needs_more_positions(llama: str) -> None:
+    """The front end refuses it."""
     config = made(llama, {}, max_model_len=10_000)
     params = type("P", (), {"extra_args": {"kv_budget": 140}, "max_tokens": 900})()
     asked = {
@@ -97,76 +94,18 @@ def test_a_budget_of_a_request(llama: str) -> None:
         "resumable": False,
     }
     request = type("R", (), asked)()
-    with pytest.raises(RefusedRequestError, match="kv_budget=140 with positions='rolling'"):
+    with pytest.raises(RefusedRequestError, match="kv_budget=140 with positions=256"):
         check_request(request, config)
     params.extra_args = {"kv_budget": 128}
     assert check_request(request, config) is request
-    # A short one never needs so many positions.
+    # A short one never needs that many positions.
     params.extra_args, params.max_tokens = {"kv_budget": "full"}, 200
     assert check_request(request, config) is request
 
 
-def test_rows_that_vllm_can_count(llama: str) -> None:
-    """Of all sequences together: its kernels have 32 bits for them."""
+def test_rolling_refuses_more_tokens_than_int32(llama: str) -> None:
+    """vLLM's kernels index the tokens of all sequences with 32 bits."""
     assert made(llama, {}, max_model_len=1 << 25, max_num_seqs=63)
     with pytest.raises(ConfigError) as caught:
         made(llama, {}, max_model_len=1 << 25, max_num_seqs=64)
-    assert caught.value.remedy == "give --max-num-seqs 63, or fewer tokens"
-
-
-@pytest.mark.parametrize(
-    ("options", "asked", "found"),
-    [
-        ({"position_limit": 99, "positions": "original"}, "position_limit=99", "positions='origi"),
-        ({"prefill": "full"}, "positions='rolling'", "prefill='full' keeps a prompt whole"),
-        ({"score": "combined"}, "positions='rolling'", "score='combined' has scoring passes"),
-        ({"score": "second_pass"}, "positions='rolling'", "score='second_pass' has scoring"),
-        ({"name": "h2o2"}, "positions='rolling'", "score='combined' has scoring passes"),
-        ({"granularity": "block"}, "positions='rolling'", "granularity='block' leaves slots free"),
-        ({"merge": 0.5}, "positions='rolling'", "merge=0.5 makes keys of several positions one"),
-    ],
-)
-def test_what_does_not_go_with_it(options: dict[str, Any], asked: str, found: str) -> None:
-    """In four parts."""
-    message = refusal(**{**ROLLING, **options})
-    assert message.startswith(f"kv-policy: asked: {asked}; is: {found}")
-    assert message.endswith("what to do: leave it out, or change the other option.")
-    assert "there is no such choice" in refusal(**{**ROLLING, "positions": "relative"})
-
-
-DRAFTS, WINDOWS, NO_ROTATION, SEVERAL = ROLLING_REFUSED
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-
-
-@pytest.mark.parametrize(
-    ("architecture", "options", "settings", "what"),
-    [
-        ("LlamaForCausalLM", {"evict_every": 4}, {"speculative_config": NGRAM}, DRAFTS),
-        ("Gemma3ForCausalLM", {}, {"block_size": 32}, WINDOWS),
-        ("SmolLM3ForCausalLM", {}, {}, NO_ROTATION),
-    ],
-)
-def test_engines_that_are_refused(
-    architecture: str,
-    options: dict[str, Any],
-    settings: dict[str, Any],
-    what: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where either alone is fine."""
-    smollm3 = transformers.SmolLM3Config(
-        **{**CONFIGS["LlamaForCausalLM"]().to_dict(), "model_type": "smollm3"},
-        no_rope_layers=[0],
-    )
-    monkeypatch.setitem(CONFIGS, "SmolLM3ForCausalLM", lambda: smollm3)
-    model = folder(tmp_path, architecture)
-    with pytest.raises(UnsupportedError, match=f"the engine has {what}"):
-        made(model, options, **settings)
-
-
-def test_several_positions_of_a_token(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """M-RoPE, of models that see images too."""
-    monkeypatch.setattr(ModelConfig, "uses_mrope", property(lambda _: True))
-    with pytest.raises(UnsupportedError, match=re.escape(SEVERAL)):
-        made(llama, {})
+    assert caught.value.remedy == "give --max-num-seqs 63, or a smaller --max-model-len"

@@ -1,4 +1,4 @@
-"""What the planner says is what engines report, and what they then hold."""
+"""The planner counts like engines: what they report, and what they then hold."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SETTINGS: dict[str, Any] = {
 }
 LINE = (
     r"past its prompt a sequence holds (?:at most )?(\d+) tokens \((\d+) heavy, (\d+) recent, .*"
-    r" = (\d+) pages of 32; the pool of (\d+) pages holds (\d+) sequences of max_model_len=512 at "
-    r"once, stock vLLM in the same memory (\d+)\."
+    r" = (\d+) pages of 32(?:, and evicts [^;]*)?; the pool of (\d+) pages holds (\d+) sequences "
+    r"of max_model_len=512 at once, stock vLLM in the same memory (\d+)\."
 )
 SHAPES = {"gqa1": (4, 4), "gqa3": (6, 2), "gqa8": (8, 1)}
 BUDGETS: dict[str, list[dict[str, Any]]] = {
     "gqa1": [{"budget": 100}],
-    "gqa3": [{"budget": 0.07}, {"budget": 40, "prefill": "chunked"}],
-    "gqa8": [{"budget": 0.5, "num_sink_tokens": 4}],
+    "gqa3": [{"budget": 0.07}, {"budget": 40, "eviction": "chunk"}],
+    "gqa8": [{"budget": 0.5, "num_sink_tokens": 4}, {"budget": 100, "evict_every": "page"}],
 }
 
 
@@ -39,19 +39,19 @@ BUDGETS: dict[str, list[dict[str, Any]]] = {
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, str, Model]:
-    """The name of a shape, its folder, and what the planner reads in it."""
+    """The name of a shape, its folder, and the planner's model."""
     folder = tmp_path_factory.mktemp("model")
     tiny_llama(folder, *SHAPES[request.param])
     return request.param, str(folder), load(str(folder), "float32")
 
 
 def blocks(llm: Any) -> int:
-    """Pages of an engine's pool, the null page among them."""
+    """Return the pages of an engine's pool, with the null page."""
     return int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
 
 
-def test_stock_vllm(model: tuple[str, str, Model]) -> None:
-    """Its pages, its own figure of concurrency, and the bytes of the weights."""
+def test_stock_row_agrees_with_an_engine(model: tuple[str, str, Model]) -> None:
+    """Its pages, its concurrency, and the bytes of the weights."""
     _, folder, read = model
     row = stock_row(read.cache("auto"), POOL_BYTES, WORK)
     with engine(folder, **SETTINGS) as llm:
@@ -62,10 +62,10 @@ def test_stock_vllm(model: tuple[str, str, Model]) -> None:
     assert sum(weight.nbytes for weight in weights) == read.parameter_bytes()
 
 
-def test_the_scheduler_says_the_same(
+def test_policy_row_agrees_with_the_scheduler(
     model: tuple[str, str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots, pages and sequences of the line at the start, for several budgets."""
+    """Slots, pages and sequences of the line that it logs."""
     name, folder, read = model
     shape = read.cache("auto")
     said: list[str] = []
@@ -89,10 +89,10 @@ def test_the_scheduler_says_the_same(
         assert row.num_bytes == pages * llm_page_bytes(shape)
 
 
-def test_sliding_windows(
+def test_rows_with_sliding_windows_agree_with_engines(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of both engines, with the pages of layers that slide: of three groups two, of two layers."""
+    """Two of three groups have sliding windows, with two layers each."""
     folder = tiny_gemma3(tmp_path_factory.mktemp("model"))
     read, said = load(folder, "float32"), []
     shape, work = read.cache("auto"), replace(WORK, in_flight=1)  # never two on a CPU
@@ -119,13 +119,13 @@ def test_sliding_windows(
 
 
 def llm_page_bytes(shape: CacheShape) -> int:
-    """K, V, score and position of 32 slots, written out."""
+    """Return the bytes of 32 slots with K, V, score and position."""
     heads = shape.num_layers * shape.num_kv_heads
     return 32 * heads * (2 * shape.head_size * shape.element_size + 4 + 4)
 
 
 @pytest.mark.parametrize(("prompt_len", "most"), [(16, 5), (80, 32)])
-def test_so_many_run_at_once(
+def test_policy_row_agrees_with_requests_that_run(
     prompt_len: int, most: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Ten pages: five sequences of two, and three while prompts of five pages come in.
@@ -147,7 +147,7 @@ def test_so_many_run_at_once(
     assert max(map(len, probe.held)) == row.sequences_with_a_prompt
 
 
-def test_rows_by_hand() -> None:
+def test_rows_agree_with_counts_by_hand() -> None:
     """100 pages of 32; a longest sequence of 512 tokens."""
     shape = CacheShape(num_layers=2, num_kv_heads=3, head_size=8, element_size=2)
     assert (shape.stock_slot_bytes, shape.slot_bytes()) == (2 * 3 * 32, 2 * 3 * 40)
@@ -161,22 +161,31 @@ def test_rows_by_hand() -> None:
     assert (merging.slot_bytes, merging.pool.num_blocks, merging.sequences) == (264, 90, 22)
     stock = stock_row(shape, memory, WORK)
     assert (stock.pool.num_blocks, stock.sequences, stock.concurrency) == (125, 7, 125 / 16)
-    chunked = KVPolicyConfig(budget=0.25, prefill="chunked")
+    chunked = KVPolicyConfig(budget=0.25, eviction="chunk")
     assert policy_row(shape, memory, WORK, chunked).prompt_pages == 6  # 127 + 64 tokens
 
 
-def test_slots_for_several_tokens() -> None:
-    """They come on top of the budget, in whole pages."""
+def test_policy_row_with_evict_every_has_more_slots() -> None:
+    """They come on top of the budget."""
     memory = 100 * 32 * 240
     config = KVPolicyConfig(budget=0.25, evict_every=34)
     row = policy_row(CacheShape(2, 3, 8, 2), memory, WORK, config)
     assert (row.slots, row.pages, row.sequences) == (128 + 33, 6, 16)
-    chunked = KVPolicyConfig(budget=0.25, evict_every=130, prefill="chunked")
+    chunked = KVPolicyConfig(budget=0.25, evict_every=130, eviction="chunk")
     assert policy_row(CacheShape(2, 3, 8, 2), memory, WORK, chunked).prompt_slots == 128 + 129
 
 
-def test_too_small_a_pool() -> None:
-    """Nothing fits: no longest sequence, and no start."""
+def test_policy_row_by_page_holds_the_budget() -> None:
+    """The pages that the next tokens fill are part of it; a chunk may leave a page half full."""
+    shape, memory = CacheShape(2, 3, 8, 2), 100 * 32 * 240
+    row = policy_row(shape, memory, WORK, KVPolicyConfig(budget=0.25, evict_every="page"))
+    assert (row.slots, row.pages, row.sequences) == (128, 4, 24)
+    chunked = KVPolicyConfig(budget=0.25, evict_every="page", eviction="chunk")
+    assert policy_row(shape, memory, WORK, chunked).prompt_slots == 96 + 31 + 64
+
+
+def test_rows_with_too_small_a_pool_do_not_start() -> None:
+    """No longest sequence fits."""
     shape = CacheShape(2, 3, 8, 2)
     rows: list[Row] = [
         stock_row(shape, 15 * 32 * 192, WORK),
@@ -187,8 +196,8 @@ def test_too_small_a_pool() -> None:
     assert [row.sequences_with_a_prompt for row in rows] == [0, 0]
 
 
-def test_budgets_of_requests() -> None:
-    """A share of the prompt is a share of the longest one."""
+def test_policy_row_by_prompt_takes_the_longest() -> None:
+    """A fraction of the prompt."""
     config = KVPolicyConfig(budget=0.5, budget_basis="prompt")
     work = Workload(max_model_len=512, prompt_len=128, block_size=16, max_num_batched_tokens=64)
     row = policy_row(CacheShape(2, 3, 8, 2), POOL_BYTES, work, config)
@@ -196,14 +205,14 @@ def test_budgets_of_requests() -> None:
     assert row.label == "h2o 50 %"
 
 
-def test_the_policy_that_evicts_nothing() -> None:
-    """It has the longest sequence, in pages with scores."""
+def test_policy_row_of_full_keeps_every_token() -> None:
+    """In pages with scores."""
     row = policy_row(CacheShape(2, 3, 8, 2), POOL_BYTES, WORK, KVPolicyConfig(name="full"))
     assert (row.label, row.slots, row.pages) == ("full", 512, 16)
 
 
-def test_both_ends_of_pressure() -> None:
-    """Sequences that are kept whole, and as many as at their budgets."""
+def test_plan_with_pressure_has_both_ends() -> None:
+    """Sequences with every token, and sequences at their budgets."""
     shape = CacheShape(num_layers=2, num_kv_heads=3, head_size=8, element_size=2)
     configs = [KVPolicyConfig(budget=budget, eviction="pressure") for budget in (0.25, 0.5)]
     rows = plan(shape, 100 * 32 * 240, WORK, configs)
@@ -211,7 +220,7 @@ def test_both_ends_of_pressure() -> None:
     assert [row.sequences for row in rows] == [7, 6, 24, 12]
 
 
-def test_rows_of_a_batch() -> None:
-    """Ids and flags of tokens, ids of pages on host and device: 22 MiB for 4 M tokens."""
+def test_row_bytes_agree_with_counts_by_hand() -> None:
+    """Ids and flags of tokens, and ids of pages on host and device."""
     assert row_bytes(1, 4_194_304, 16) >> 20 == 22
     assert row_bytes(32, 2048, 16) == 32 * (2048 * 4 + 2048 + 2 * 128 * 4)

@@ -1,4 +1,4 @@
-"""What is read in a config is what vLLM reads there, and what the engine refuses is refused."""
+"""The planner reads a config like vLLM, and refuses models like the engine."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SHAPES: list[PretrainedConfig] = [
 
 
 @pytest.mark.parametrize("config", SHAPES, ids=lambda config: type(config).__name__)
-def test_shapes(config: PretrainedConfig, tmp_path: Path) -> None:
-    """Layers, KV heads, head size and the longest sequence, as vLLM converts them."""
+def test_model_reads_shapes_like_vllm(config: PretrainedConfig, tmp_path: Path) -> None:
+    """Layers, KV heads, head size and the longest sequence."""
     config.architectures = ["SomeForCausalLM"]
     config.save_pretrained(tmp_path)
     kind = MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, ModelArchConfigConvertorBase)
@@ -59,10 +59,10 @@ def test_shapes(config: PretrainedConfig, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_refusals_are_the_engine_s(
+def test_model_is_refused_like_in_the_engine(
     architecture: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The same reason for the same models, from the config alone."""
+    """With the same reason, from the config alone."""
     path = folder(tmp_path_factory.mktemp("models"), architecture)
     try:
         engine_config(path, kv_policy="h2o", kv_policy_config={"budget": 64})
@@ -82,8 +82,8 @@ def test_refusals_are_the_engine_s(
     ("full", "sliding"),
     [(1, 5), (2, 4), (10, 52), (12, 12), (12, 13), (4, 9), (5, 1), (7, 5), (3, 2)],
 )
-def test_groups_of_layers(full: int, sliding: int, tmp_path: Path) -> None:
-    """As vLLM makes them; where full attention comes to more than one, the engine refuses it."""
+def test_model_groups_layers_like_vllm(full: int, sliding: int, tmp_path: Path) -> None:
+    """Several groups of full attention are refused."""
     kinds = ["full_attention"] * full + ["sliding_attention"] * sliding
     config = transformers.Gemma3TextConfig(
         **{**_SMALL, "num_hidden_layers": len(kinds)}, layer_types=kinds, sliding_window=16
@@ -102,19 +102,21 @@ def test_groups_of_layers(full: int, sliding: int, tmp_path: Path) -> None:
         model.refuse()
         assert model.cache("auto").windows == (16,) * (len(groups) - 1)
         return
-    with pytest.raises(UnsupportedError, match=f"its {full} layers with full attention are more"):
+    with pytest.raises(UnsupportedError, match=f"its {full} layers with full attention form"):
         model.refuse()
 
 
-def test_some_are_refused(tmp_path: Path) -> None:
-    """A pooling model, a hybrid and a multimodal one, each with its reason."""
+def test_model_is_refused_with_its_reason(tmp_path: Path) -> None:
+    """A pooling model, a hybrid and multimodal ones."""
     text = {**_SMALL, "num_key_value_heads": 2}
     configs = {
-        "a pooling model": transformers.BertConfig(architectures=["BertModel"], **_SMALL),
+        "a pooling or a diffusion model": transformers.BertConfig(
+            architectures=["BertModel"], **_SMALL
+        ),
         "an attention-free or hybrid (state-space) model": transformers.JambaConfig(
             architectures=["JambaForCausalLM"], **text
         ),
-        "a multimodal model other than LLaVA, Qwen2.5-VL": transformers.Qwen2AudioConfig(
+        "a multimodal model other than LLaVA and Qwen2.5-VL": transformers.Qwen2AudioConfig(
             architectures=["Qwen2AudioForConditionalGeneration"],
             text_config=transformers.Qwen2Config(**text),
         ),
@@ -128,7 +130,7 @@ def test_some_are_refused(tmp_path: Path) -> None:
         config.save_pretrained(tmp_path / config.model_type)
         with pytest.raises(UnsupportedError) as caught:
             load(str(tmp_path / config.model_type)).refuse()
-        assert caught.value.found == f"it has or is {what}"
+        assert caught.value.found == f"the model has or is {what}"
     llava = transformers.LlavaConfig(
         architectures=["LlavaForConditionalGeneration"],
         text_config=transformers.LlamaConfig(**text),
@@ -141,8 +143,10 @@ def test_some_are_refused(tmp_path: Path) -> None:
     ("written", "dtype", "element_size"),
     [("bfloat16", "bfloat16", 2), ("float16", "float16", 2), ("float32", "bfloat16", 2)],
 )
-def test_auto_is_no_float32(written: str, dtype: str, element_size: int, tmp_path: Path) -> None:
-    """What vLLM's "auto" takes; the cache is as the model, unless told otherwise."""
+def test_dtype_auto_is_never_float32(
+    written: str, dtype: str, element_size: int, tmp_path: Path
+) -> None:
+    """The cache has the model's dtype by default."""
     transformers.LlamaConfig(**_SMALL, dtype=written).save_pretrained(tmp_path)
     model = load(str(tmp_path))
     assert model.dtype == dtype
@@ -152,16 +156,16 @@ def test_auto_is_no_float32(written: str, dtype: str, element_size: int, tmp_pat
     assert load(str(tmp_path), "float32").cache("auto").element_size == 4
 
 
-def test_no_config(tmp_path: Path) -> None:
-    """A folder without one."""
-    with pytest.raises(UnsupportedError, match="what to do: give a folder with a config.json"):
+def test_load_without_a_config_is_refused(tmp_path: Path) -> None:
+    """An empty folder."""
+    with pytest.raises(UnsupportedError, match="Give a folder with a config.json"):
         load(str(tmp_path))
 
 
-def test_quantised_weights_are_not_counted(tmp_path: Path) -> None:
-    """Their bytes do not follow from the config."""
+def test_parameter_bytes_of_quantised_weights_are_refused(tmp_path: Path) -> None:
+    """The config does not give their size."""
     quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     config = transformers.LlamaConfig(**_SMALL, quantization_config=quantised)
     config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match="its weights are quantised.*give the memory"):
+    with pytest.raises(UnsupportedError, match="the weights are quantised.*Give the memory"):
         load(str(tmp_path)).parameter_bytes()

@@ -36,7 +36,6 @@ class ConversationPool(ShadowPool):
         self.tenants: dict[str, Tenant] = {}
         self.texts: dict[str, list[int]] = {}
         self.packed: dict[str, tuple[int, ...]] = {}
-        self.victims_by_block: dict[int, int] = {}
         self.requests: dict[str, Request] = {}
 
     def _token(self, request_id: str, position: int) -> tuple[object, int]:
@@ -75,21 +74,12 @@ class ConversationPool(ShadowPool):
         super().execute(output)
 
     def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
-        """What slots held before this step, in order of position, but for free ones."""
-        slots = range(each.num_slots)
-        if each.num_free_slots:
-            end = self.victims_by_block[each.source[0]] + self.victim_size
-            slots = [s for s in slots if not end - each.num_free_slots <= s < end]
+        """What slots held before this step, in order of position."""
         size = self.block_size
+        slots = range(each.num_slots)
         tokens = [self.slots[each.source[slot // size], slot % size] for slot in slots]
         assert len(tokens) == plan.resident_start
         return sorted(tokens, key=lambda token: token[1])
-
-    def _run(self, request_id: str, plan: RequestPlan) -> None:
-        super()._run(request_id, plan)
-        if plan.selects:
-            first = self.tables[request_id][plan.first_block_idx]
-            self.victims_by_block[first] = self.victims[request_id]
 
 
 class Talking(Simulation):
@@ -98,9 +88,8 @@ class Talking(Simulation):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         draws = self.pool.random
-        self.pool = ConversationPool(0, self.scheduler.manager.block_size)
+        self.pool = ConversationPool(0, self.scheduler.block_manager.block_size)
         self.pool.random = draws
-        self.pool.victim_size = self.scheduler.ledger.victim_size
         self.pool.requests = self.scheduler.requests
         self.said: list[tuple[Tenant, list[int]]] = []
         self.all: dict[str, Request] = {}

@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,7 +36,9 @@ from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 STOP = 9
-"""A token at which a request ends before its time: with another step in flight, if async."""
+"""A token at which a request ends early: with another step in flight, if async."""
+LIFETIME = 9
+"""Tokens for which a window term counts here; h2o2's 128 are more than a sequence has."""
 
 _MODELS = tempfile.TemporaryDirectory(prefix="vllm-h2o-test-")  # gone when the tests end
 
@@ -58,7 +61,7 @@ def vllm_config(
     ngram = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     config = engine_config(
         folder(Path(_MODELS.name), "LlamaForCausalLM"),
-        block_size=1 if "positions" in own else None,  # of a CPU's pages the budget is none
+        block_size=1 if "positions" in own else 8,  # of a CPU's own pages the budget is none
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=max_batched,
         max_num_seqs=max_seqs,
@@ -111,8 +114,9 @@ class Simulation:
         windows: Sequence[int] = (),
     ) -> None:
         self.scheduler = make_scheduler(config, num_blocks, block_size, windows=windows)
+        ledger = self.scheduler.ledger
+        ledger.rules = replace(ledger.rules, lifetime=min(ledger.rules.lifetime, LIFETIME))
         self.pool = ShadowPool(seed, block_size, windows)
-        self.pool.victim_size = self.scheduler.ledger.victim_size
         self.hasher = None
         if config.cache_config.enable_prefix_caching:
             init_none_hash(sha256)
@@ -192,7 +196,8 @@ class Simulation:
         self.count["preempt"] += len(before - {r.request_id for r in scheduler.running})
         self.count["resume"] += len(output.scheduled_cached_reqs.resumed_req_ids)
         plans = output.residency_plan.requests.values()
-        self._compare_chunks(output.residency_plan.requests)
+        for request_id, plan in copies.items():
+            self._check(request_id, plan)
         self.count["chunk"] += sum(p.in_prompt and p.logical_start > 0 for p in plans)
         self.count["decode"] += sum(not p.in_prompt for p in plans)
         self.count["pack"] += sum(p.num_survivors > 0 for p in plans)
@@ -201,7 +206,8 @@ class Simulation:
         self.count["move"] += sum(p.pack_block_idx > 0 for p in plans)
         lives = zip(output.residency_plan.requests, plans, strict=True)
         self.count["hit"] += sum(p.logical_start > 0 for i, p in lives if i not in self.pool.tables)
-        self.count["next_offset"] += sum(p.next_offset > 0 for p in plans)
+        self.count["page"] += sum(p.budget.unit > 1 and p.num_survivors > 0 for p in plans)
+        self.count["restore"] += sum(p.restored_end > 0 for p in plans)
         self.count["pack within a prompt"] += self._num_packed_within_a_prompt(output)
         self.peak_held = max(self.peak_held, self.num_total - self.num_free)
         self.pool.execute(output)
@@ -219,17 +225,16 @@ class Simulation:
         self.scheduler.update_from_output(output, sampled)
         self.count["finish"] += len(before - set(self.scheduler.requests))
         self.scheduler.check_integrity()
-        if num_drafts := self.scheduler.ledger.num_drafts:
+        if num_drafts := self.scheduler.ledger.rules.num_drafts:
             some = [self.random.randint(0, num_drafts) for _ in sampled.req_ids]
             drafts = DraftTokenIds(sampled.req_ids, [[8] * num for num in some])
             self.scheduler.update_draft_token_ids(drafts)
 
     def _sample(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One token for each request whose last prompt token, or a later one, was computed."""
-        states = self.scheduler.ledger.states
         plans = output.residency_plan.requests
         ids = list(output.num_scheduled_tokens)
-        done = [plans[i].logical_end >= states[i].prompt_end for i in ids]
+        done = [plans[i].logical_end >= plans[i].prompt_end for i in ids]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
@@ -249,9 +254,8 @@ class Simulation:
         return drafts[:num]
 
     def _num_packed_within_a_prompt(self, output: SchedulerOutput) -> int:
-        ends = self.scheduler.ledger.states
-        plans = output.residency_plan.requests.items()
-        return sum(p.num_survivors > 0 and p.logical_end < ends[i].prompt_end for i, p in plans)
+        plans = output.residency_plan.requests.values()
+        return sum(p.num_survivors > 0 and p.logical_end < p.prompt_end for p in plans)
 
     def _token(self) -> int:
         return STOP if self.random.random() < self.stop_rate else 7
@@ -262,17 +266,25 @@ class Simulation:
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.scheduler.check_integrity()
 
-    def _compare_chunks(self, plans: dict[str, RequestPlan]) -> None:
-        """With a second pass, chunks are as long as alone, whatever else there is."""
-        ledger = self.scheduler.ledger
-        for request_id, plan in plans.items() if ledger.second_pass_chunk else ():
-            if plan.in_prompt:
-                rest = ledger.states[request_id].prompt_end - plan.logical_start
-                size = max(ledger.second_pass_chunk, ledger.observation_window)
-                # The observation window is never cut.
-                lengths = {min(size, rest), rest - ledger.observation_window}
-                assert plan.num_new == rest or plan.num_new in lengths, (request_id, plan)
-                assert plan.num_new == rest or plan.logical_end <= plan.window_start
+    def _check(self, request_id: str, plan: RequestPlan) -> None:
+        """Compare a plan with the rules, whatever else its step computes."""
+        rules, end = self.scheduler.ledger.rules, plan.prompt_end
+        assert end == self.scheduler.ledger.states[request_id].prompt_end
+        if plan.in_prompt and plan.logical_end < end:
+            # No chunk ends within the observation window.
+            window_start = end - rules.observation_window
+            assert plan.logical_end <= window_start
+            size = max(rules.chunk, rules.observation_window)
+            assert not rules.chunk or plan.num_new in (size, window_start - plan.logical_start)
+        if plan.num_survivors:
+            assert plan.num_survivors == plan.budget.survivors(plan.attended_len)
+            assert plan.num_new == 1 or plan.in_prompt
+        if not plan.in_prompt and not plan.fits and rules.lifetime:
+            over = end + rules.lifetime
+            crosses = plan.logical_start < over <= plan.logical_end
+            scored = end - self.scheduler.ledger.states[request_id].turn_start > 1
+            assert plan.restored_end == (end if crosses and scored else 0)
+            assert plan.num_new == 1 or not plan.restored_end
 
     def run(self, ops: Sequence[tuple]) -> None:
         """Do what a random schedule says, then all that is left.

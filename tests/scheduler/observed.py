@@ -51,7 +51,7 @@ class Observed(Simulation):
         ]
         self.counted["pressure_packs"] += len(behind)
         self.counted["pressure_evicted_tokens"] += sum(
-            plan.resident_start + 1 - (plan.capacity - plan.evict_every) for plan in behind
+            plan.resident_start + 1 - plan.num_survivors for plan in behind
         )
         self.compare()
         return output
@@ -66,11 +66,11 @@ class Observed(Simulation):
 
     def _is_full(self, request_id: str) -> bool:
         plan = self.plans[request_id]
-        if plan.evict_every == 1:
-            return not plan.in_prompt and not plan.grows and plan.attended_len == plan.capacity
+        if plan.budget.evict_every == 1:
+            is_full = plan.attended_len == plan.budget.capacity
+            return is_full and not plan.in_prompt and not plan.grows
         # It has lost tokens, and loses more whenever all slots are taken.
-        in_prompt = plan.logical_end < self.scheduler.ledger.states[request_id].prompt_end
-        ended = not in_prompt and (plan.num_survivors > 0 or not plan.grows)
+        ended = plan.logical_end >= plan.prompt_end and (plan.num_survivors > 0 or not plan.grows)
         return ended and plan.logical_end > plan.resident_end
 
     def _levels(self) -> dict[str, int]:

@@ -14,30 +14,36 @@ from tests.scheduler.harness import BLOCK_SIZE, Simulation
 
 Kind = TypeVar("Kind", bound=Simulation)
 
-OPTIONS = (
-    (),
-    (("prefill", "chunked"),),
-    (("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 9)),
-    (("prefill", "chunked"), ("protect_prompt_tokens", 6)),
-    (("granularity", "block"), ("recent_ratio", 0.2)),
-    (("granularity", "block"), ("recent_ratio", 0.2), ("prefill", "chunked")),
-    (("score", "second_pass"),),
-    (("score", "second_pass"), ("prefill", "chunked")),
-    (("score", "combined"), ("observation_window", 3)),
-    (("evict_every", 6),),
-    (("evict_every", 3), ("prefill", "chunked"), ("protect_prompt_tokens", 6)),
-)
+Option = tuple[str, object]
 
-ROLLING = (
-    (("positions", "rolling"), ("position_limit", 24), ("prefill", "chunked")),
-    (
-        *(("positions", "rolling"), ("position_limit", 27), ("prefill", "chunked")),
-        *(("evict_every", 3), ("num_sink_tokens", 2)),
-    ),
+CHUNK: Option = ("eviction", "chunk")
+PAGE: tuple[Option, ...] = (("evict_every", "page"), ("recent_ratio", 0.2))
+SNAPKV: tuple[Option, ...] = (("name", "snapkv"), ("observation_window", 5))
+H2O2: tuple[Option, ...] = (("name", "h2o2"), ("observation_window", 3))
+PREFIXES: Option = ("prefix_caching", True)
+
+OPTIONS: tuple[tuple[Option, ...], ...] = (
+    (),
+    (CHUNK,),
+    (*SNAPKV, ("num_sink_tokens", 9)),
+    (CHUNK, ("num_sink_tokens", 6)),
+    PAGE,
+    (*PAGE, CHUNK, ("num_sink_tokens", 3)),
+    H2O2,
+    (*H2O2, CHUNK),
+    (*H2O2, *PAGE),
+    (("evict_every", 6),),
+    (("evict_every", 3), CHUNK, ("num_sink_tokens", 6)),
+)
+PAGE_BUDGET = 40
+"""A budget that whole pages of any size here fit into."""
+
+ROLLING: tuple[tuple[Option, ...], ...] = (
+    (("positions", 24), CHUNK),
+    (("positions", 27), CHUNK, ("evict_every", 3), ("num_sink_tokens", 2)),
+    (("positions", 27), CHUNK, *PAGE),
 )
 """These take a small budget, and small steps."""
-
-_PREFIXES = ("prefix_caching", True)
 
 
 operations = st.lists(

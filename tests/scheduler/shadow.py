@@ -46,7 +46,6 @@ class ShadowPool:
         self.lives: Counter[str] = Counter()
         self.going_on: set[str] = set()
         self.victims: dict[str, int] = {}
-        self.victim_size = 1
         self.num_evictions = 0
         self.held: dict[str, tuple[int, set[int]]] = {}
         self.num_gone = 0
@@ -105,7 +104,7 @@ class ShadowPool:
             self.whole_until[request_id] = sys.maxsize
         elif plan.in_prompt and request_id not in self.going_on:
             self.whole_until[request_id] = plan.logical_end
-        newest, start = 0, plan.first_block_idx
+        start = plan.first_block_idx
         own = set()
         self._number(request_id, plan)
         for back in range(1, plan.num_unscored + 1):  # drafts that were accepted
@@ -114,8 +113,7 @@ class ShadowPool:
             assert self.slots[slot] == self._token(request_id, position)
         if plan.overwrites:
             assert plan.num_new == 1
-            newest = self.victims[request_id] + plan.next_offset
-            slot = self._slot(request_id, newest, start)
+            slot = self._slot(request_id, self.victims[request_id], start)
             self.slots[slot] = self._token(request_id, plan.logical_start)
             own.add(slot)
         else:
@@ -123,36 +121,29 @@ class ShadowPool:
                 slot = self._slot(request_id, plan.resident_start + i, start)
                 self.slots[slot] = self._token(request_id, plan.logical_start + i)
                 own.add(slot)
-        self._check_slots(request_id, plan, own, newest)
+        self._check_slots(request_id, plan, own)
 
-    def _check_slots(
-        self, request_id: str, plan: RequestPlan, own: set[tuple[int, int]], newest: int
-    ) -> None:
+    def _check_slots(self, request_id: str, plan: RequestPlan, own: set[tuple[int, int]]) -> None:
         """Check what is attended to, and let survivors and victims be chosen at random."""
         start = plan.first_block_idx
-        free = range(newest + 1, newest + 1 + plan.num_free_slots)
-        indices = [index for index in range(plan.attended_len) if index not in free]
-        held = [self._slot(request_id, index, start) for index in indices]
+        held = [self._slot(request_id, index, start) for index in range(plan.attended_len)]
         tokens = [(self.slots if slot in own else self.before)[slot] for slot in held]
         positions = [token[1] for token in tokens]
         assert tokens == [self._token(request_id, p) for p in positions], (request_id, plan, tokens)
         assert len(set(positions)) == len(positions)
-        recent = range(max(plan.logical_end - plan.num_recent, 0), plan.logical_end)
+        recent = range(max(plan.logical_end - plan.budget.num_recent, 0), plan.logical_end)
         assert set(recent) <= set(positions)
-        old = [p for p in positions if plan.num_sinks <= p < plan.logical_end - plan.num_recent]
+        old = [p for p in positions if plan.budget.num_sinks <= p < recent.start]
         if plan.num_survivors:
-            dropped = set(self.random.sample(old, len(positions) - plan.num_survivors))
+            dropped = self._dropped(positions, set(old), plan)
             positions = [p for p in positions if p not in dropped]
             for index, position in enumerate(positions):
                 slot = self._slot(request_id, index, plan.pack_block_idx or start)
                 self.slots[slot] = self._token(request_id, position)
             self.num_evictions += len(dropped)
         elif plan.selects:
-            size = self.victim_size
-            able = [i for i, position in enumerate(positions) if position in old]
-            starts = [i for i in able if i % size == 0 and set(range(i, i + size)) <= set(able)]
-            self.victims[request_id] = self.random.choice(starts)
-            self.num_evictions += size
+            self.victims[request_id] = positions.index(self.random.choice(old))
+            self.num_evictions += 1
         if plan.has_drafts:
             for i in range(1, plan.num_new):
                 slot = self._slot(request_id, plan.resident_start + i, start)
@@ -160,6 +151,18 @@ class ShadowPool:
         self._compare(request_id, plan, set(positions))
         if not plan.has_drafts and not plan.num_unscored:
             self._check_positions(request_id, plan, set(positions))
+
+    def _dropped(self, positions: list[int], old: set[int], plan: RequestPlan) -> set[int]:
+        """Choose what is packed away: tokens, or whole pages of slots in order of position."""
+        unit = plan.budget.unit
+        num, rest = divmod(len(positions) - plan.num_survivors, unit)
+        assert not rest
+        if unit == 1:
+            return set(self.random.sample(sorted(old), num))
+        assert positions == sorted(positions)
+        pages = [positions[i : i + unit] for i in range(0, len(positions), unit)]
+        able = [page for page in pages if len(page) == unit and old.issuperset(page)]
+        return set(sum(self.random.sample(able, num), []))
 
     def _number(self, request_id: str, plan: RequestPlan) -> None:
         """Give the step's tokens positions, after what is held has been renumbered, if it is."""
@@ -180,9 +183,10 @@ class ShadowPool:
         held = {i: position for i, position in self.positions[life].items() if i in now}
         assert len(set(held.values())) == len(held) and max(held.values()) == plan.position_end - 1
         recent = {i for i, position in held.items() if position >= plan.recent_start}
-        assert recent == {i for i in now if i >= plan.logical_end - plan.num_recent}
-        sinks = {i for i, position in held.items() if position < plan.num_sinks}
-        assert sinks == {i for i in now if i < plan.num_sinks}
+        assert recent == {i for i in now if i >= plan.logical_end - plan.budget.num_recent}
+        num_sinks = plan.budget.num_sinks
+        sinks = {i for i, position in held.items() if position < num_sinks}
+        assert sinks == {i for i in now if i < num_sinks}
         self.positions[life] = held
 
     def _compare(self, request_id: str, plan: RequestPlan, now: set[int]) -> None:

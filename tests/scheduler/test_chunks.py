@@ -11,8 +11,10 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
 from tests.scheduler.harness import Simulation, vllm_config
+from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.chunks import CutsChunks
 from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.rules import Rules
 
 Chunk = tuple[int, int]
 
@@ -40,7 +42,7 @@ def chunks(
     prompt_len: int,
     batched: int,
     window: int,
-    second_pass: int = 0,
+    chunk: int = 0,
     cache: int = 2048,
     whole: bool = False,
 ) -> list[Chunk]:
@@ -51,16 +53,14 @@ def chunks(
         prompt_len: tokens.
         batched: of a step.
         window: of observation.
-        second_pass: tokens that score together in a second pass; 0: there is none.
+        chunk: tokens that score together in one chunk; 0: any number.
         cache: of the encoder.
         whole: whether images are not to be cut.
 
     """
-    ledger = object.__new__(Ledger)
-    ledger._states, ledger.num_drafts = {}, 0
-    ledger.observation_window, ledger.second_pass_chunk = window, second_pass
     scheduler = object.__new__(CutsChunks)
-    scheduler.ledger = ledger
+    rules = Rules(observation_window=window, chunk=chunk)
+    scheduler.ledger = Ledger(Budget(16, 7, 8, 0), 16, rules)
     scheduler.scheduler_config = SimpleNamespace(disable_chunked_mm_input=whole)
     scheduler.is_encoder_decoder, scheduler.ec_connector = False, None
     scheduler.encoder_cache_manager = EncoderCacheManager(cache)
@@ -86,7 +86,7 @@ def chunks(
 
 
 @pytest.mark.parametrize(
-    ("images", "prompt_len", "batched", "second_pass", "whole"),
+    ("images", "prompt_len", "batched", "chunk", "whole"),
     [
         ([(5, 2040)], 2075, 2048, 0, True),
         ([(5, 1900)], 3000, 2048, 1793, True),
@@ -97,10 +97,10 @@ def chunks(
     ],
 )
 def test_every_prompt_comes_to_its_end(
-    images: list[Chunk], prompt_len: int, batched: int, second_pass: int, whole: bool
+    images: list[Chunk], prompt_len: int, batched: int, chunk: int, whole: bool
 ) -> None:
     """One chunk follows the other, and the observation window lies within the last."""
-    found = chunks(images, prompt_len, batched, 64, second_pass, whole=whole)
+    found = chunks(images, prompt_len, batched, 64, chunk, whole=whole)
     assert found[-1][1] == prompt_len and found[-1][0] <= prompt_len - 64
     assert [end for _, end in found[:-1]] == [start for start, _ in found[1:]]
     assert found[0][0] == 0 and len(found) > 1
@@ -108,7 +108,7 @@ def test_every_prompt_comes_to_its_end(
 
 def test_who_waits_for_the_encoder_holds_none_of_it() -> None:
     """Two requests, whose images each fit, do not wait for each other."""
-    options = (("prefix_caching", True), ("prefill", "window"), ("observation_window", 12))
+    options = (("prefix_caching", True), ("name", "snapkv"), ("observation_window", 12))
     simulation = Simulation(vllm_config(12, 20, 8, "fcfs", False, options), 200, 1)
     scheduler = simulation.scheduler
     scheduler.encoder_cache_manager = EncoderCacheManager(20)

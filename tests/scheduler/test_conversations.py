@@ -12,8 +12,9 @@ from vllm.v1.request import Request
 from tests.scheduler.conversations import TENANTS, Talking, Tenant, conversations
 from tests.scheduler.harness import vllm_config
 from tests.scheduler.schedules import (
-    _PREFIXES,
     OPTIONS,
+    PREFIXES,
+    SNAPKV,
     Schedule,
     many,
     overlaps,
@@ -23,8 +24,8 @@ from vllm_h2o.scheduler.conversations import Conversations
 
 ON = ("continuation", True)
 SHARING = (
-    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
-    (_PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
+    (PREFIXES, *SNAPKV, ("num_sink_tokens", 3)),
+    (PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
 )
 
 totals: Counter[str] = Counter()
@@ -51,7 +52,7 @@ def random_conversations(
 
     By text, tenant and the ends of turns; the pool is short for some, and wide enough for others.
     """
-    if ("granularity", "block") in options:
+    if ("evict_every", "page") in options:
         budget, num_pages = 32, max(num_pages, 20)
     max_batched = max(max_batched, 12) if ("observation_window", 5) in options else max_batched
     config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], (ON, *options))
@@ -64,7 +65,7 @@ def test_no_cache_is_another_s() -> None:
     """Admit, preempt, resume, abort, reset, continue, in any order: each really happened."""
     totals.clear()
     random_conversations()
-    events = "add chunk decode preempt resume abort finish pack evict reset continue next_offset"
+    events = "add chunk decode preempt resume abort finish pack evict reset continue page restore"
     for event in events.split():
         assert totals[event] >= 20, (event, totals)
 
@@ -124,12 +125,12 @@ def test_the_longest_wins_and_a_taken_page_is_gone() -> None:
         output = talking.step()
         assert output.residency_plan.requests[request_id].logical_start == begun
         talking.drain()
-    entries = talking.scheduler.manager._conversations
+    entries = talking.scheduler.block_manager._conversations
     assert isinstance(entries, Conversations)
     request = _request_of(talking, [*text, 1, 2, 3])
-    entry = entries.find(request, talking.scheduler.ledger.budget, 0)
+    entry = entries.find(request, talking.scheduler.ledger.budget)
     assert entry is not None and entry.turn.logical_len == len(text) + 2
-    pool = talking.scheduler.manager.block_pool
+    pool = talking.scheduler.block_manager.block_pool
     pool.evict_blocks({entry.blocks[-1].block_id})
     assert not entry.is_whole
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,21 +12,32 @@ from hypothesis import strategies as st
 
 from tests.scheduler.harness import Simulation, vllm_config
 from tests.scheduler.observed import Observed
-from tests.scheduler.schedules import Schedule, many, schedules
+from tests.scheduler.schedules import (
+    H2O2,
+    PAGE_BUDGET,
+    PREFIXES,
+    SNAPKV,
+    Option,
+    Schedule,
+    many,
+    schedules,
+)
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.rules import Rules
 from vllm_h2o.scheduler.state import RequestInfo
 
 BUDGET = 12
-_WINDOW = (("prefill", "window"), ("observation_window", 5))
-OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
+PAGE: Option = ("evict_every", "page")
+OPTIONS: tuple[tuple[Option, ...], ...] = (
     (("evict_every", 6),),
-    (("evict_every", 9), ("prefill", "chunked"), ("protect_prompt_tokens", 6)),
-    (("evict_every", 6), *_WINDOW),
-    (("evict_every", 6), *_WINDOW, ("prefix_caching", True)),
-    (("evict_every", 7), ("score", "second_pass")),
-    (("evict_every", 7), ("name", "streaming"), ("num_sink_tokens", 2), ("prefix_caching", True)),
+    (("evict_every", 9), ("eviction", "chunk"), ("num_sink_tokens", 6)),
+    (("evict_every", 6), *SNAPKV),
+    (("evict_every", 6), *SNAPKV, PREFIXES),
+    (("evict_every", 7), *H2O2),
+    (PAGE, *H2O2, ("recent_ratio", 0.2)),
+    (("evict_every", 7), ("name", "streaming"), ("num_sink_tokens", 2), PREFIXES),
     (("name", "full"),),
 )
 totals: Counter[str] = Counter()
@@ -42,7 +54,7 @@ totals: Counter[str] = Counter()
 def random_schedules(
     schedule: Schedule,
     budget: int,
-    options: tuple[tuple[str, object], ...],
+    options: tuple[Option, ...],
     max_batched: int,
     num_pages: int,
 ) -> None:
@@ -50,8 +62,10 @@ def random_schedules(
     size: float = budget
     if ("name", "full") in options:
         size, num_pages = 1.0, max(num_pages, 20)
+    elif PAGE in options:  # drafts have to fit into a page
+        size, schedule = PAGE_BUDGET, replace(schedule, block_size=8)
     config = vllm_config(size, max_batched, 8, schedule.policy, False, (*options, ("drafts", 4)))
-    kind = Simulation if ("prefix_caching", True) in options else Observed
+    kind = Simulation if PREFIXES in options else Observed
     simulation = schedule.play(kind, config, schedule.num_blocks(num_pages))
     totals.update(simulation.count)
 
@@ -60,30 +74,36 @@ def test_no_page_is_lost_shared_or_freed_twice() -> None:
     """Preempted, aborted and ended with drafts on their way, and each of it did happen."""
     totals.clear()
     random_schedules()
-    events = "add chunk decode preempt resume abort finish pack reset together accepted rejected"
-    for event in events.split():
+    events = "add chunk decode preempt resume abort finish pack reset together page restore"
+    for event in (*events.split(), "accepted", "rejected"):
         assert totals[event] >= 100, (event, totals)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_evicted_from_after_as_many_tokens_as_without_drafts(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("every", [7, "page"])
+def test_drafts_evict_and_restore_after_as_many_tokens_as_without(
+    every: int | str, seed: int
+) -> None:
     """Whatever was accepted, and never in a step with drafts."""
-    packs = []
+    found = []
     for drafts in (0, 5):
-        options = (("evict_every", 7), ("drafts", drafts))
-        simulation = Simulation(vllm_config(BUDGET, 64, 4, "fcfs", False, options), 40, 1, seed)
+        own = (*H2O2, ("evict_every", every), ("drafts", drafts))
+        config = vllm_config(24, 64, 4, "fcfs", False, own)
+        simulation = Simulation(config, 40, 1, seed, block_size=8)
         for prompt_len in (5, 11, 12, 30):
             simulation.add(prompt_len, 34)
-        found = set()
+        packs, restored = set(), set()
         while simulation.scheduler.has_unfinished_requests():
-            plans = simulation.step().residency_plan.requests
-            for name, plan in plans.items():
+            for name, plan in simulation.step().residency_plan.requests.items():
                 if plan.evicts_together:
                     assert plan.num_new == 1
-                    found.add((name, plan.logical_end))
-        packs.append(found)
-    assert packs[0] == packs[1]
-    assert len(packs[0]) >= 12
+                    packs.add((name, plan.logical_end))
+                if plan.restored_end:
+                    assert plan.num_new == 1
+                    restored.add((name, plan.logical_end))
+        found.append((packs, restored))
+    assert found[0] == found[1]
+    assert len(packs) >= 8 and len(restored) == 4
     assert simulation.count["accepted"] > 5 and simulation.count["rejected"] > 5
 
 
@@ -109,7 +129,7 @@ def test_what_is_reported_has_no_rejected_drafts() -> None:
 
 def test_room_for_drafts() -> None:
     """None past the last slot but one; of a request that fits, none past its last slot."""
-    ledger = Ledger(Budget(21, 7, 8, 0, 6), block_size=4, num_drafts=4)
+    ledger = Ledger(Budget(21, 7, 8, 0, 6), 4, Rules(num_drafts=4))
     for max_len, room in ((99, {14: 5, 16: 4, 18: 2, 19: 1, 20: 1}), (21, {16: 5, 18: 3, 20: 1})):
         for length, most in room.items():
             info = RequestInfo(min(length, 15), max_len)
@@ -120,15 +140,30 @@ def test_room_for_drafts() -> None:
                 start = end
             assert ledger.align_chunk("r", length, 9, 0) == most
             assert ledger.preview("r", length, length + most, info).num_new == most
-            with pytest.raises(IntegrityError, match="the drafts there is room for"):
+            with pytest.raises(IntegrityError, match="more drafts than there is room for"):
                 ledger.preview("r", length, length + most + 1, info)
             ledger.close("r")
     assert ledger.align_chunk("new", 0, 9, 5) == 5  # no draft follows a prompt's last token
 
 
+@pytest.mark.parametrize("length", [10, 13, 14, 15])
+def test_max_new_before_a_lifetime_ends_leaves_its_last_token_alone(length: int) -> None:
+    """With token 15, five after the prompt, scores are restored: as without drafts."""
+    ledger, info = (
+        Ledger(Budget(40, 7, 8, 0, 25), 4, Rules(num_drafts=4, lifetime=5)),
+        RequestInfo(10),
+    )
+    for start, end in ((0, 10), *((n, n + 1) for n in range(10, length))):
+        ledger.commit("r", ledger.preview("r", start, end, info), info)
+        ledger.take_step({"r": end - start})
+    most = {10: 4, 13: 1, 14: 1, 15: 5}[length]
+    assert ledger.align_chunk("r", length, 9, 10) == most
+    assert ledger.preview("r", length, length + most, info).restored_end == (length == 14) * 10
+
+
 def test_rejected_drafts_leave_their_slots() -> None:
     """Lengths are those of the tokens that were accepted, at least one; pages stay."""
-    ledger, info = Ledger(Budget(21, 7, 8, 0, 6), 4, num_drafts=4), RequestInfo(10)
+    ledger, info = Ledger(Budget(21, 7, 8, 0, 6), 4, Rules(num_drafts=4)), RequestInfo(10)
     for start, end in ((0, 10), (10, 15)):
         ledger.commit("r", ledger.preview("r", start, end, info), info)
         ledger.take_step({"r": end - start})

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.rules import Rules
 from vllm_h2o.scheduler.state import RequestInfo
 from vllm_h2o.wire import RequestPlan
 
@@ -71,6 +72,27 @@ def test_several_tokens_at_a_time(evict_every: int, prompt_len: int) -> None:
             assert held.held_len == 15 + evict_every
 
 
+@pytest.mark.parametrize("prompt_len", [3, 11, 12, 16, 17, 40])
+@pytest.mark.parametrize("every", [4, 8])
+def test_preview_by_page_evicts_whole_pages(every: int, prompt_len: int) -> None:
+    """The page that is not full survives a prompt; in decode none is, when all slots are taken."""
+    budget = Budget(8 + every, 4, 4, 0, every, unit=4)
+    ledger = Ledger(budget, block_size=4)
+    plan = run(ledger, 0, prompt_len, prompt_len)
+    resident = min(prompt_len, 8 + prompt_len % 4)
+    assert plan.num_survivors == (resident if resident < prompt_len else 0)
+    assert plan.num_evicted % 4 == 0
+    assert ledger.states["r"].resident_len == resident
+    for done in range(prompt_len, 70):
+        plan = run(ledger, done, done + 1, prompt_len)
+        assert plan.attended_len == resident + 1 and not plan.overwrites and not plan.selects
+        resident = 8 if resident + 1 == budget.capacity else resident + 1
+        assert plan.num_survivors == (8 if resident == 8 < plan.attended_len else 0)
+        assert ledger.states["r"].resident_len == resident
+        assert ledger.num_row_blocks(plan) <= ledger.num_pages(max(budget.capacity, done + 1))
+    assert ledger.states["r"].held_len == budget.capacity
+
+
 def test_several_tokens_at_a_time_of_a_request_that_fits() -> None:
     """It fills all slots, the ones for new tokens too, and loses nothing."""
     ledger, info = Ledger(Budget(20, 7, 8, 0, 5), 4), RequestInfo(9, 20)
@@ -94,7 +116,7 @@ def test_a_prompt_chunk_of_one_token_at_capacity_overwrites_nothing() -> None:
 
 def test_a_request_that_fits_is_not_scored() -> None:
     """Nothing of it is ever evicted; its row of the block table counts as much as what it asks."""
-    short_row = Ledger(BUDGET, 4, max_blocks_per_request=4)
+    short_row = Ledger(BUDGET, 4, Rules(max_blocks_per_request=4))
     for ledger, max_len in ((Ledger(BUDGET, 4), 16), (short_row, 999)):
         assert ledger.preview("r", 0, 9, RequestInfo(9, max_len)).fits
     # A prompt of 16 tokens leaves no slot for the next one: all the more where the row ends there.
@@ -106,7 +128,7 @@ def test_a_request_that_fits_is_not_scored() -> None:
 @pytest.mark.parametrize("prompt_len", [2, 12, 20])
 def test_a_windows_lifetime_ends_once(prompt_len: int) -> None:
     """With its fifth token after the prompt; never where nothing is scored."""
-    ledger = Ledger(BUDGET, block_size=4, scores_window_only=False, window_lifetime=5)
+    ledger = Ledger(BUDGET, 4, Rules(lifetime=5))
     run(ledger, 0, prompt_len, prompt_len)
     plans = [run(ledger, n, n + 1, prompt_len) for n in range(prompt_len, prompt_len + 12)]
     assert [plan.restored_end for plan in plans] == [0] * 4 + [prompt_len] + [0] * 7
@@ -122,8 +144,8 @@ def test_a_windows_lifetime_ends_once(prompt_len: int) -> None:
 
 @pytest.mark.parametrize("falls_back_at", [13, 14, 15, 16, 40])
 def test_under_pressure_a_request_grows_until_it_falls_back(falls_back_at: int) -> None:
-    """Its next token is appended, C - 1 survive; up to C tokens there is nothing to pack."""
-    ledger = Ledger(BUDGET, block_size=4, under_pressure=True)
+    """Its next token is appended, C - 1 survive; up to C - 1 tokens there is nothing to pack."""
+    ledger = Ledger(BUDGET, 4, Rules("pressure"))
     run(ledger, 0, 10, prompt_len=10)
     for length in range(10, falls_back_at):
         plan = run(ledger, length, length + 1, prompt_len=10)
@@ -132,11 +154,11 @@ def test_under_pressure_a_request_grows_until_it_falls_back(falls_back_at: int) 
         assert not ledger.states["r"].is_full
     ledger.falling_back.add("r")
     plan = run(ledger, falls_back_at, falls_back_at + 1, prompt_len=10)
-    packs = falls_back_at >= 16
+    packs = falls_back_at >= 15
     assert (plan.attended_len, plan.overwrites) == (falls_back_at + 1, False)
     assert (plan.falls_back, plan.num_survivors) == (packs, 15 if packs else 0)
     assert plan.num_evicted == (falls_back_at + 1 - 15 if packs else 0)
-    assert plan.selects == (falls_back_at == 15)
+    assert not plan.selects
     assert plan.held_end == (16 if packs else falls_back_at + 1)
     assert not ledger.falling_back
     for length in range(falls_back_at + 1, 60):
@@ -148,8 +170,8 @@ def test_under_pressure_a_request_grows_until_it_falls_back(falls_back_at: int) 
 
 @pytest.mark.parametrize(("prompt_len", "survivors"), [(10, 0), (15, 0), (16, 15), (40, 15)])
 def test_a_prompt_that_ends_while_memory_is_short(prompt_len: int, survivors: int) -> None:
-    """As ever: it keeps C - 1 tokens. A short one has nothing to give, and goes on growing."""
-    ledger = Ledger(BUDGET, block_size=4, under_pressure=True)
+    """It keeps C - 1 tokens. A short one has nothing to give, and goes on growing."""
+    ledger = Ledger(BUDGET, 4, Rules("pressure"))
     run(ledger, 0, 5, prompt_len)
     ledger.is_short = True
     assert run(ledger, 5, prompt_len, prompt_len).num_survivors == survivors
@@ -175,21 +197,6 @@ def test_a_request_preempted_in_its_own_step_leaves_the_plan() -> None:
     assert run(ledger, 0, 9, prompt_len=9).in_prompt
 
 
-def test_the_request_seed_wins() -> None:
-    """The config's seed is for requests without one."""
-    ledger = Ledger(BUDGET, block_size=4, seed=3)
-    assert ledger.preview("r", 0, 1, RequestInfo(1)).seed == 3
-    assert ledger.preview("r", 0, 1, RequestInfo(1, seed=7)).seed == 7
-
-
-def test_a_seed_of_any_size_fits_a_tensor() -> None:
-    """Modulo 2^64: what is beyond int64 would fail in the worker, in the middle of a step."""
-    ledger = Ledger(BUDGET, block_size=4)
-    assert ledger.preview("r", 0, 1, RequestInfo(1, seed=2**63)).seed == -(2**63)
-    assert ledger.preview("r", 0, 1, RequestInfo(1, seed=-5)).seed == -5
-    assert ledger.preview("r", 0, 1, RequestInfo(1, seed=2**64 + 9)).seed == 9
-
-
 @pytest.mark.parametrize(
     ("start", "end", "message"),
     [
@@ -210,7 +217,7 @@ def test_two_tokens_past_the_prompt_raise() -> None:
     """Speculative tokens cannot be undone, so they never get here."""
     ledger = Ledger(BUDGET, block_size=4)
     run(ledger, 0, 5, prompt_len=5)
-    with pytest.raises(IntegrityError, match="more than one past it"):
+    with pytest.raises(IntegrityError, match="more drafts than there is room for"):
         ledger.preview("r", 5, 7, RequestInfo(5))
 
 
@@ -228,19 +235,20 @@ def test_a_plan_that_is_not_the_schedule_raises() -> None:
 def test_which_requests_are_split() -> None:
     """Those whose prompts are evicted from, from then on, where heads share slots; no others."""
     for splits, prompt_len, split in ((True, 16, True), (True, 15, False), (False, 16, False)):
-        ledger = Ledger(BUDGET, block_size=4, splits=splits)
+        ledger = Ledger(BUDGET, 4, Rules(splits=splits))
         first = run(ledger, 0, 10, prompt_len)
         last = run(ledger, 10, prompt_len, prompt_len)
         later = [run(ledger, prompt_len + i, prompt_len + i + 1, prompt_len) for i in range(5)]
-        assert (first.splits, last.splits) == (False, split)
-        assert not first.is_split and not last.is_split
-        assert [plan.is_split for plan in later] == [split] * 5
+        assert (first.is_split, last.is_split) == (False, split)
+        assert (last.splits, last.attends_split) == (split, False)
+        assert [plan.attends_split for plan in later] == [split] * 5
+        assert not any(plan.splits for plan in later)
         assert later[-1].overwrites
 
 
 def test_positions_that_roll() -> None:
     """Counted anew when the next would be past the limit, and not before; never past it."""
-    ledger = Ledger(BUDGET, block_size=4, packs_chunks=True, position_limit=40)
+    ledger = Ledger(BUDGET, 4, Rules("chunk", position_limit=40))
     first = run(ledger, 0, 24, 70)
     second = run(ledger, 24, 40, 70)
     assert (first.renumbers_from, second.renumbers_from, second.position_end) == (0, 0, 40)
@@ -260,7 +268,7 @@ def test_positions_that_roll() -> None:
 
 def test_more_tokens_than_positions_raise() -> None:
     """Whoever admits a request asks for all of it; what is committed must have positions."""
-    ledger = Ledger(BUDGET, block_size=4, packs_chunks=True, position_limit=40)
+    ledger = Ledger(BUDGET, 4, Rules("chunk", position_limit=40))
     plan = ledger.preview("r", 0, 41, RequestInfo(100))
     with pytest.raises(IntegrityError, match="would have position 40, and there are 40"):
         ledger.commit("r", plan, RequestInfo(100))

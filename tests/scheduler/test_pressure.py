@@ -12,7 +12,16 @@ from vllm.v1.request import RequestStatus
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.observed import Observed
-from tests.scheduler.schedules import Schedule, many, overlaps, schedules
+from tests.scheduler.schedules import (
+    H2O2,
+    PAGE,
+    PAGE_BUDGET,
+    SNAPKV,
+    Schedule,
+    many,
+    overlaps,
+    schedules,
+)
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.pressure import MAX_PACKS, Forecast, Relief, most_taken, relieve
 from vllm_h2o.scheduler.state import RequestState
@@ -21,10 +30,10 @@ BUDGET = 12
 PRESSURE = ("eviction", "pressure")
 OPTIONS: tuple[tuple[tuple[str, object], ...], ...] = (
     (PRESSURE,),
-    (PRESSURE, ("pressure_watermark", 0.2)),
-    (PRESSURE, ("granularity", "block"), ("recent_ratio", 0.2)),
-    (PRESSURE, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
-    (PRESSURE, ("score", "second_pass")),
+    (PRESSURE, *PAGE),
+    (PRESSURE, *SNAPKV, ("num_sink_tokens", 3)),
+    (PRESSURE, *H2O2),
+    (PRESSURE, *H2O2, *PAGE),
     (PRESSURE, ("name", "streaming"), ("num_sink_tokens", 2)),
     (PRESSURE, ("evict_every", 6)),
 )
@@ -58,8 +67,8 @@ def random_schedules(
     overlap: tuple[int, bool],
 ) -> None:
     """No page is lost, shared or freed twice, and every number is right, packed at any time."""
-    if ("granularity", "block") in options:
-        budget = 40
+    if ("evict_every", "page") in options:
+        budget = PAGE_BUDGET
     config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], options)
     simulation = schedule.play(Observed, config, schedule.num_blocks(num_pages), overlap[0])
     assert not simulation.scheduler.ledger.falling_back
@@ -71,7 +80,7 @@ def test_no_page_is_lost_shared_or_freed_twice() -> None:
     """Through everything that may happen to a request, and each of it did."""
     totals.clear()
     random_schedules()
-    events = "add chunk decode preempt resume abort finish pack reset next_offset together"
+    events = "add chunk decode preempt resume abort finish pack reset page restore together"
     for event in (*events.split(), "pressure_packs", "pressure_evicted_tokens"):
         assert totals[event] >= 100, (event, totals)
 
@@ -95,7 +104,7 @@ def test_nothing_goes_while_there_is_room(depth: int) -> None:
 def test_as_many_run_as_always(lengths: tuple[int, int], depth: int) -> None:
     """In a pool of twelve budgets twelve run at once, and none of them is thrown out."""
     running, ends = {}, {}
-    for eviction in ("always", "pressure"):
+    for eviction in ("prompt_end", "pressure"):
         config = vllm_config(BUDGET, 64, 12, "fcfs", depth == 2, (("eviction", eviction),))
         simulation = Simulation(config, 1 + 12 * BUDGET // BLOCK_SIZE, depth)
         for _ in range(24):
@@ -108,8 +117,8 @@ def test_as_many_run_as_always(lengths: tuple[int, int], depth: int) -> None:
             running[eviction] = max(running[eviction], len(simulation.scheduler.running))
             ends[eviction] = step
         assert simulation.count["preempt"] == 0
-    assert running["pressure"] == running["always"]
-    assert ends["pressure"] <= 1.1 * ends["always"]
+    assert running["pressure"] == running["prompt_end"]
+    assert ends["pressure"] <= 1.1 * ends["prompt_end"]
 
 
 def test_who_fell_back_stays_at_capacity() -> None:
@@ -254,7 +263,7 @@ def test_a_limit_for_those_that_wait_and_none_for_those_that_run() -> None:
 def state(resident_len: int, *, prompt_end: int = 4, **others: Any) -> RequestState:
     """A request with a budget of 12 slots that grows."""
     lengths = {"logical_len": resident_len, "resident_len": resident_len, "held_len": resident_len}
-    fixed = {"prompt_end": prompt_end, "budget": Budget(12, 5, 6, 0), "seed": 0, "grows": True}
+    fixed = {"prompt_end": prompt_end, "budget": Budget(12, 5, 6, 0), "grows": True}
     return RequestState(**{**lengths, **fixed, **others})
 
 

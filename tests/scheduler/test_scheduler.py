@@ -12,9 +12,14 @@ from vllm.v1.request import RequestStatus
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.schedules import (
-    _PREFIXES,
+    CHUNK,
     OPTIONS,
+    PAGE,
+    PAGE_BUDGET,
+    PREFIXES,
     ROLLING,
+    SNAPKV,
+    Option,
     Schedule,
     many,
     overlaps,
@@ -23,13 +28,12 @@ from tests.scheduler.schedules import (
 
 BUDGET = 12
 SHARING = (
-    (_PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
-    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
-    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("granularity", "block"),
-     ("recent_ratio", 0.2)),
-    (_PREFIXES, ("name", "full")),
-    (_PREFIXES, ("prefill", "window"), ("observation_window", 5), ("evict_every", 7)),
-)  # fmt: skip
+    (PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
+    (PREFIXES, *SNAPKV, ("num_sink_tokens", 3)),
+    (PREFIXES, *SNAPKV, *PAGE),
+    (PREFIXES, ("name", "full")),
+    (PREFIXES, *SNAPKV, ("evict_every", 7)),
+)
 """Beside a budget in slots."""
 FRACTIONS = (("prompt", 0.3), ("request", 0.3), ("prompt", 0.2))
 """Budgets that depend on the request."""
@@ -66,10 +70,10 @@ def random_schedules(
     size: float = budget
     if ("name", "full") in options:
         size, num_pages = 1.0, max(num_pages, 20)
-    elif ("granularity", "block") in options:
-        size, num_pages = max(budget, 40), max(num_pages, 20)
-    elif ("positions", "rolling") in options:
+    elif options in ROLLING:
         size, max_batched = BUDGET, 8
+    elif ("evict_every", "page") in options:
+        size, num_pages = max(budget, PAGE_BUDGET), max(num_pages, 20)
     elif fraction is not None:
         options, size = (*options, ("budget_basis", fraction[0])), fraction[1]
     # A window of 5 queries in one chunk, whatever the other 7 sequences take.
@@ -86,7 +90,7 @@ def test_no_page_is_lost_shared_or_freed_twice() -> None:
     totals.clear()
     random_schedules()
     events = "add chunk decode preempt resume abort finish pack evict reset together renumber"
-    for event in (*events.split(), "pack within a prompt", "next_offset", "move", "hit"):
+    for event in (*events.split(), "pack within a prompt", "page", "restore", "move", "hit"):
         assert totals[event] >= 100, (event, totals)
 
 
@@ -163,11 +167,12 @@ def test_a_streaming_input_begins_again_at_each_part(depth: int) -> None:
     assert simulation.num_free == simulation.num_total
 
 
-CHUNKED = (("prefill", "chunked"),)
-
-
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("options", [CHUNKED, ROLLING[0]], ids=["chunked", "rolling"])
+@pytest.mark.parametrize(
+    "options",
+    [(CHUNK,), ROLLING[0], (CHUNK, ("evict_every", "page"))],
+    ids=["chunk", "roll", "page"],
+)
 @pytest.mark.parametrize("generated", [1, 7])
 def test_a_streaming_input_goes_on(depth: int, options: Any, generated: int) -> None:
     """Where chunks are packed: each part follows what is resident, however it was left."""
@@ -182,7 +187,10 @@ def test_a_streaming_input_goes_on(depth: int, options: Any, generated: int) -> 
             ends += [plan.logical_end] if plan else []
         assert starts == ends[:-1]
         held = simulation.scheduler.ledger.states[session].resident_len
-        assert held == min(BUDGET - (generated == 1), ends[-1])
+        if ("evict_every", "page") in options:
+            assert BUDGET - BLOCK_SIZE <= held < BUDGET
+        else:
+            assert held == min(BUDGET - (generated == 1), ends[-1])
         simulation.add(length, generated, resumable=True, request_id=session)
     simulation.abort([session, other])
     assert simulation.num_free == simulation.num_total
@@ -190,7 +198,7 @@ def test_a_streaming_input_goes_on(depth: int, options: Any, generated: int) -> 
 
 def test_a_streaming_input_with_a_token_too_many_begins_again() -> None:
     """A token that came after the one that stops, and was computed before that was known."""
-    config = vllm_config(BUDGET, 64, 8, "fcfs", True, CHUNKED)
+    config = vllm_config(BUDGET, 64, 8, "fcfs", True, (CHUNK,))
     simulation = Simulation(config, 40, depth=2)
     simulation.stop_rate = 1.0
     session = simulation.add(30, 9, resumable=True)
@@ -206,9 +214,9 @@ def test_a_streaming_input_with_a_token_too_many_begins_again() -> None:
 @pytest.mark.parametrize(
     ("options", "pages"),
     [
-        ((*CHUNKED, ("merge", 0.9)), 40),  # a chunk takes each token for one
-        (CHUNKED, -(-(BUDGET - 1 + 9) // BLOCK_SIZE)),  # of a chunk and the survivors, no more
-        ((*CHUNKED, ("positions", "rolling"), ("position_limit", BUDGET - 1 + 9)), 40),
+        ((CHUNK, ("merge", 0.9)), 40),  # a chunk attends to a merged token as to one
+        ((CHUNK,), -(-(BUDGET - 1 + 9) // BLOCK_SIZE)),  # of a chunk and the survivors, no more
+        ((CHUNK, ("positions", BUDGET - 1 + 9)), 40),
     ],
     ids=["merged", "no pages", "no positions"],
 )
@@ -271,7 +279,7 @@ def test_lengths_outlive_nothing() -> None:
 
 def test_a_prompt_of_three_times_the_pool() -> None:
     """Packed after each chunk, a request holds C - 1 tokens and a chunk at the most."""
-    config = vllm_config(BUDGET, 8, 8, "fcfs", False, (("prefill", "chunked"),))
+    config = vllm_config(BUDGET, 8, 8, "fcfs", False, (CHUNK,))
     num_pages = -(-(BUDGET - 1 + 9) // BLOCK_SIZE)
     simulation = Simulation(config, 1 + num_pages, depth=1)
     request = simulation.add(prompt_len=60, max_tokens=4)
@@ -286,24 +294,32 @@ def test_a_prompt_of_three_times_the_pool() -> None:
     assert simulation.num_free == simulation.num_total
 
 
-@pytest.mark.parametrize(("options", "most"), [((), 64), ((("prefill", "chunked"),), 19)])
+@pytest.mark.parametrize(
+    ("options", "most"), [((), 64), ((CHUNK,), 19), ((CHUNK, ("evict_every", "page")), 19)]
+)
 def test_the_memory_that_one_longest_request_needs(options: tuple, most: int) -> None:
     """vLLM refuses to start with less: a whole prompt, or what is left of it and one chunk."""
     config = vllm_config(BUDGET, 8, 8, "fcfs", False, options)
-    spec = Simulation(config, 40, depth=1).scheduler.manager.kv_cache_spec
+    spec = Simulation(config, 40, depth=1).scheduler.block_manager.kv_cache_spec
     pages = -(-most // BLOCK_SIZE)
     assert spec.max_memory_usage_bytes(config) == pages * spec.page_size_bytes
 
 
 @pytest.mark.parametrize(
-    ("basis", "prompt_len", "max_tokens", "capacity"),
-    [("prompt", 40, 20, 20), ("request", 20, 20, 20), ("prompt", 3, 20, 4), ("prompt", 4, 50, 4)],
+    ("basis", "prompt_len", "max_tokens", "options", "capacity"),
+    [
+        ("prompt", 40, 20, (), 20),
+        ("request", 20, 20, (), 20),
+        ("prompt", 3, 20, (), 4),
+        ("prompt", 4, 50, (), 4),
+        ("prompt", 4, 50, PAGE, 8),  # a page that stays, and one that is filled
+    ],
 )
 def test_a_budget_of_the_request_itself(
-    basis: str, prompt_len: int, max_tokens: int, capacity: int
+    basis: str, prompt_len: int, max_tokens: int, options: tuple[Option, ...], capacity: int
 ) -> None:
     """Half of its prompt, or of its prompt and what may follow; a resumed request keeps it."""
-    config = vllm_config(0.5, 64, 8, "fcfs", False, (("budget_basis", basis),))
+    config = vllm_config(0.5, 64, 8, "fcfs", False, (("budget_basis", basis), *options))
     simulation = Simulation(config, 40, depth=1)
     request = simulation.add(prompt_len, max_tokens)
     for _ in range(12):
@@ -316,16 +332,6 @@ def test_a_budget_of_the_request_itself(
         simulation.step()
     assert states[request].budget.capacity == capacity
     assert states[request].prompt_end > prompt_len
-
-
-@pytest.mark.parametrize(("prompt_len", "num_sinks"), [(40, 8), (5, 5), (2, 2)])
-def test_protected_prompt_tokens(prompt_len: int, num_sinks: int) -> None:
-    """Those of a shorter prompt all, and none of what follows it."""
-    config = vllm_config(BUDGET, 64, 8, "fcfs", False, (("protect_prompt_tokens", 8),))
-    simulation = Simulation(config, 40, depth=1)
-    request = simulation.add(prompt_len, 20)
-    plan = simulation.step().residency_plan.requests[request]
-    assert (plan.num_sinks, plan.capacity) == (num_sinks, BUDGET)
 
 
 def test_what_was_published_for_a_step_that_never_ran() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, make_scheduler, vllm_config
 from tests.scheduler.observed import COUNTERS, Observed
-from tests.scheduler.schedules import OPTIONS, Schedule, many, schedules
+from tests.scheduler.schedules import OPTIONS, PAGE_BUDGET, Schedule, many, schedules
 from vllm_h2o.wire import PolicyStats
 
 totals: Counter[str] = Counter()
@@ -50,8 +50,8 @@ def random_schedules(
     depth: int,
 ) -> None:
     """Through preemption, abort, resumption and failed allocation: each event counts once."""
-    if ("granularity", "block") in options:
-        budget, num_pages = 40, max(num_pages, 20)
+    if ("evict_every", "page") in options:
+        budget, num_pages = PAGE_BUDGET, max(num_pages, 20)
     config = vllm_config(budget, max_batched, 8, schedule.policy, depth == 2, options)
     simulation = schedule.play(Observed, config, schedule.num_blocks(num_pages), depth)
     simulation.compare()

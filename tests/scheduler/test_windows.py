@@ -20,7 +20,15 @@ from vllm.v1.kv_cache_interface import (
 
 from tests.scheduler.harness import BLOCK_SIZE, MAX_MODEL_LEN, Simulation, vllm_config
 from tests.scheduler.observed import Observed
-from tests.scheduler.schedules import OPTIONS, Schedule, many, overlaps, schedules
+from tests.scheduler.schedules import (
+    OPTIONS,
+    PAGE_BUDGET,
+    SNAPKV,
+    Schedule,
+    many,
+    overlaps,
+    schedules,
+)
 from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.scheduler.footprint import Pool
@@ -52,8 +60,8 @@ def random_schedules(
     overlap: tuple[int, bool],
 ) -> None:
     """Every window finds its tokens, every number is right, and all pages come back."""
-    if ("granularity", "block") in options:
-        budget = 40
+    if ("evict_every", "page") in options:
+        budget = PAGE_BUDGET
     config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], options)
     # vLLM does not start with less than what one longest request may hold.
     pool, most = Pool(0, schedule.block_size), overlap[0] * max_batched
@@ -68,9 +76,9 @@ def random_schedules(
 SHARED = tuple(
     (("prefix_caching", True), *rest)
     for rest in (
-        (("prefill", "window"), ("observation_window", 5), ("protect_prompt_tokens", 3)),
+        (*SNAPKV, ("num_sink_tokens", 3)),
         (("name", "streaming"), ("num_sink_tokens", 2)),
-        (("name", "random"),),
+        (("name", "local"),),
     )
 )
 
@@ -131,7 +139,7 @@ def test_every_window_finds_its_tokens() -> None:
     totals.clear()
     random_schedules()
     events = "add chunk decode preempt resume abort finish pack evict reset"
-    for event in (*events.split(), "pack within a prompt", "next_offset"):
+    for event in (*events.split(), "pack within a prompt", "page"):
         assert totals[event] >= 50, (event, totals)
     assert totals["fall back"] >= 20
 
@@ -186,9 +194,9 @@ def test_a_page_of_two_groups_is_seen() -> None:
     """No page is K and V to one layer and scores to another."""
     simulation = held()
     scheduler = simulation.scheduler
-    (own, *_) = scheduler.manager.req_to_blocks["r0"]
+    (own, *_) = scheduler.block_manager.req_to_blocks["r0"]
     scheduler.windows.managers[0].req_to_blocks["r1"][0] = own
-    with pytest.raises(IntegrityError, match=f"one rewrites them: .*{own.block_id}"):
+    with pytest.raises(IntegrityError, match=f"written by a holder: .*{own.block_id}"):
         scheduler.check_integrity()
 
 
@@ -200,11 +208,11 @@ WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=6)
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ([WINDOW], "these caches: SlidingWindowSpec; why not: the policy works on one group"),
+        ([WINDOW], "these caches: SlidingWindowSpec"),
         ([OWN, OWN, WINDOW], "these caches: HeavyHitterSpec, HeavyHitterSpec, SlidingWindowSpec"),
         (
             [OWN, ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8)],
-            "why not: next to full attention the policy works with sliding windows alone",
+            "Next to full attention the policy supports sliding windows only",
         ),
         ([OWN, replace(WINDOW, block_size=8)], "pages of 256 bytes in 4 slots, 512 bytes in 8"),
         ([OWN, replace(WINDOW, num_kv_heads=2)], "pages of 256 bytes in 4 slots, 512 bytes in 4"),
@@ -220,7 +228,7 @@ def test_groups_that_do_not_go(specs: list[KVCacheSpec], message: str) -> None:
 def test_drafts_go_with_one_group() -> None:
     """And prefix caching before vLLM 0.33, also where a config does not tell of windows."""
     groups = [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate([OWN, WINDOW])]
-    with pytest.raises(UnsupportedError, match="of which its configuration does not tell"):
+    with pytest.raises(UnsupportedError, match="that its configuration does not name"):
         policy_group(KVCacheConfig(9, [], groups), alone=True)
 
 

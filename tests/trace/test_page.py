@@ -29,15 +29,15 @@ PROMPT = (
     "The keeper of the lighthouse wrote </script><b>it</b> & 'all' down —\n"
     "日本 🙂 the storm, the ships, and the names of those who came ashore."
 )
-OPTIONS = {"score": "combined", "observation_window": 8, "merge": 0.2}
+OPTIONS = {"recent_ratio": 0.5, "observation_window": 8, "merge": 0.2, "split": "none"}
 ARGUMENTS = (
     *("--max-tokens", "40", "--every", "9", "--budget", "32", "--dtype", "float32"),
-    *("--kv-policy-config", json.dumps(OPTIONS)),
+    *("--kv-policy", "h2o2", "--kv-policy-config", json.dumps(OPTIONS)),
 )
 
 
 class Elements(HTMLParser):
-    """What a browser's parser makes of a page: its elements, and the text of the data's."""
+    """A page as a browser's parser reads it: its elements, and the text of the data's."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Elements(HTMLParser):
 
 
 def decode(page: str) -> tuple[dict[str, Any], list[Frame]]:
-    """What a page carries, read without the code that wrote it."""
+    """Read a page's data without the code that wrote it."""
     data = json.loads(Elements(page).data)
     blob = zlib.decompress(base64.b64decode(data["data"]))
     num_layers, heads = len(data["layers"]), data["heads"]
@@ -129,11 +129,11 @@ def trace(model: str) -> Trace:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt = tokenizer(PROMPT)["input_ids"]
     settings = {"block_size": 16, "max_model_len": len(prompt) + 40}
-    with engine(model, "h2o", {"budget": 32, **OPTIONS}, **settings) as llm:
+    with engine(model, "h2o2", {"budget": 32, **OPTIONS}, **settings) as llm:
         layers, token_ids, frames = record(llm, prompt, every=9, max_tokens=40)
     frames = [frame.ranked_by_age() for frame in frames]
     pieces = texts(tokenizer, token_ids)
-    return Trace("a <model>, h2o", pieces, len(prompt), layers, 16, 0, True, frames)
+    return Trace("a <model>, h2o2", pieces, len(prompt), layers, 16, 0, True, frames)
 
 
 def test_round_trip(trace: Trace) -> None:
@@ -175,7 +175,7 @@ def test_its_size() -> None:
 
 
 def traced(model: str, folder: Path, *options: str) -> tuple[dict[str, Any], list[Frame]]:
-    """What the page of ``vllm-h2o trace`` carries."""
+    """Read the data of the page that ``vllm-h2o trace`` writes."""
     (folder / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     page = folder / "trace.html"
     files = ("--prompt-file", str(folder / "prompt.txt"), "--out", str(page))
@@ -194,7 +194,7 @@ def test_the_command(
     assert "7 steps of 3 layers x 2 KV heads" in capsys.readouterr().out
     assert data["tokens"] == trace.tokens
     assert data["title"].endswith(
-        ", h2o: 32 tokens a head (15 heavy, 16 recent, 0 sinks, 1 for the incoming token)"
+        ", h2o2: 32 tokens a head (15 heavy, 16 recent, 0 sinks, 1 for the incoming token)"
     )
     assert same(frames, trace.frames)
 

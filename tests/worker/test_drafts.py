@@ -10,13 +10,19 @@ import torch
 from tests.kernels.harness import Shape, builder
 from tests.kernels.metadata import common_metadata
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.policy import Budget
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
+from vllm_h2o.worker.drafts import DraftQueries
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
-from vllm_h2o.worker.step import DraftQueries, Step, publish
+from vllm_h2o.worker.step import Step, publish
 
 SHAPE = Shape(num_kv_heads=2, block_size=16)
 DRAFTED = RequestPlan(
-    logical_start=50, num_new=4, in_prompt=False, resident_start=20, capacity=40, evict_every=9
+    logical_start=50,
+    num_new=4,
+    prompt_end=40,
+    resident_start=20,
+    budget=Budget(40, 31, 0, 0, evict_every=9),
 )
 NEXT = replace(DRAFTED, logical_start=53, num_new=1, resident_start=23, num_unscored=3)
 TABLE = torch.tensor([[8, 9, 1, 2, 3, 0], [5, 6, 7, 0, 0, 0]], dtype=torch.int32)
@@ -38,16 +44,16 @@ def test_kept_and_used(first_block_idx: int) -> None:
     kept: DraftQueries = {}
     start = {"first_block_idx": first_block_idx}
     metadata = build(kept, {"a": replace(DRAFTED, **start)})
-    ((tokens, queries),) = metadata.drafted
-    assert (tokens, queries, metadata.accepted) == (slice(0, 4), {}, [])
+    ((tokens, queries),) = metadata.drafts.drafted
+    assert (tokens, queries, metadata.drafts.accepted) == (slice(0, 4), {}, [])
     assert [chunk.first_scoring_query for chunk in metadata.prompts] == [4]
     assert not any(metadata.asked)
     queries["layer"] = torch.ones(4, 2, 64)
     # A step without the request changes nothing.
     build(kept, {"b": replace(NEXT, num_unscored=0)})
     metadata = build(kept, {"a": replace(NEXT, **start)})
-    ((chunk, found),) = metadata.accepted
-    assert found is queries and metadata.drafted == [] and not kept
+    ((chunk, found),) = metadata.drafts.accepted
+    assert found is queries and metadata.drafts.drafted == [] and not kept
     assert (chunk.num_tokens, chunk.resident_start, chunk.logical_start) == (3, 20, 50)
     assert chunk.block_table[:2].tolist() == TABLE[0, first_block_idx:][:2].tolist()
 
@@ -64,8 +70,8 @@ def test_nothing_is_kept_that_would_not_score() -> None:
     for policy, fits in (("streaming", False), ("h2o", True)):
         for plan in (DRAFTED, NEXT):
             metadata = build(kept, {"a": replace(plan, fits=fits)}, policy)
-            assert (metadata.drafted, metadata.accepted, kept) == ([], [], {})
+            assert (metadata.drafts.drafted, metadata.drafts.accepted, kept) == ([], [], {})
     build(kept, {"a": DRAFTED})
     assert [*kept] == ["a"]
-    again = RequestPlan(logical_start=0, num_new=9, in_prompt=True, resident_start=0, capacity=40)
-    assert build(kept, {"a": again}).accepted == [] and not kept
+    again = replace(DRAFTED, logical_start=0, num_new=9, resident_start=0)
+    assert build(kept, {"a": again}).drafts.accepted == [] and not kept

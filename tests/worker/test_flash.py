@@ -66,7 +66,7 @@ def prefilled(
     varlen = Varlen()
     flash = TritonKernels(CPU, 8, 6, 2, 64, FlashPrompt(varlen, 3))
     for kernels, cache, out in zip((TorchKernels(), flash), (theirs, ours), outs, strict=True):
-        tensors = StepTensors(query, key, value, out, None, 0.2, sink_logits)
+        tensors = StepTensors(query, key, value, out, 0.2, sink_logits)
         kernels.prefill(cache, chunks, tensors, Scoring())
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
     same(ours, theirs, 20)
@@ -93,7 +93,7 @@ def test_sent_once_a_step() -> None:
     flash, chunks = FlashPrompt(Varlen(), 3), [chunk_at(0, 9, 0, 0)]
     cache, query = filled(SHAPE, 20, seed=1), torch.randn(9, 6, 64)
     key = torch.randn(9, 2, 64)
-    tensors = StepTensors(query, key, key, torch.empty_like(query), None, 0.2)
+    tensors = StepTensors(query, key, key, torch.empty_like(query), 0.2)
     seen = set()
     for _ in range(2):
         flash(cache, chunks, tensors)

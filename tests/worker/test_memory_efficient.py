@@ -78,7 +78,7 @@ def test_prompts(name: str, num_heads: int) -> None:
     attention = MemoryEfficientPrompt.of(FUNCTIONS, MASKS)
     own = TritonKernels(CPU, 8, num_heads, 2, 64, attention)
     for kernels, cache, out in zip((TorchKernels(), own), (theirs, ours), outs, strict=True):
-        tensors = StepTensors(query, key, value, out, None, 0.2)
+        tensors = StepTensors(query, key, value, out, 0.2)
         kernels.prefill(cache, chunks, tensors, Scoring())
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
     same(ours, theirs, 20)

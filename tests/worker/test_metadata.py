@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.paths import WORKER
+from vllm_h2o.policy import Budget
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.batching import MAX_BATCH_ELEMENTS, Batching, CopiedBatches, PersistentBatch
 from vllm_h2o.worker.metadata import HeavyHitterMetadata, HeavyHitterMetadataBuilder
@@ -26,39 +28,32 @@ from vllm_h2o.worker.step import Step, WarmUp, publish
 SHAPE = Shape(num_kv_heads=2, block_size=16)
 
 
-def decoding(**numbers: int) -> RequestPlan:
-    """One token after the prompt, of a request of 32 slots unless told otherwise."""
-    return RequestPlan(**{"num_new": 1, "in_prompt": False, "capacity": 32, **numbers})
+def budget(capacity: int = 32, num_recent: int = 0, num_sinks: int = 0) -> Budget:
+    """Slots of a request that evicts a token with each new one."""
+    return Budget(capacity, capacity - 1 - num_recent - num_sinks, num_recent, num_sinks)
+
+
+def decoding(**numbers: Any) -> RequestPlan:
+    """One token after a prompt of one token, of a request of 32 slots unless told otherwise."""
+    return RequestPlan(**{"num_new": 1, "prompt_end": 1, "budget": budget(), **numbers})
 
 
 LAST_CHUNK = RequestPlan(
     logical_start=40,
     num_new=5,
-    in_prompt=True,
+    prompt_end=45,
     resident_start=40,
-    capacity=32,
+    budget=budget(32, 10, 2),
     num_survivors=31,
-    num_recent=10,
-    num_sinks=2,
-    seed=9,
 )
 PLANS = {
     "first chunk": RequestPlan(
-        logical_start=0,
-        num_new=20,
-        in_prompt=True,
-        resident_start=0,
-        capacity=32,
-        num_recent=10,
-        num_sinks=2,
-        seed=7,
+        logical_start=0, num_new=20, prompt_end=30, resident_start=0, budget=budget(32, 10, 2)
     ),
-    "full": decoding(logical_start=90, resident_start=32, num_recent=12, num_sinks=3, seed=8),
+    "full": decoding(logical_start=90, resident_start=32, budget=budget(32, 12, 3)),
     "last chunk": LAST_CHUNK,
-    "growing": decoding(
-        logical_start=17, resident_start=17, capacity=48, num_recent=12, num_sinks=0, seed=1
-    ),
-    "becomes full": decoding(logical_start=60, resident_start=31, num_sinks=4, seed=2),
+    "growing": decoding(logical_start=17, resident_start=17, budget=budget(48, 12)),
+    "becomes full": decoding(logical_start=60, resident_start=31, budget=budget(num_sinks=4)),
 }
 TABLE = torch.tensor(
     [
@@ -85,16 +80,16 @@ def build(
         return (made or copied()).build(0, common)
 
 
-def copied() -> HeavyHitterMetadataBuilder:
+def copied(policy: str = "h2o") -> HeavyHitterMetadataBuilder:
     """A builder for kernels that copy K of a whole batch."""
-    made = builder(SHAPE, "h2o")
+    made = builder(SHAPE, policy)
     made.use(TorchKernels())
     return made
 
 
-def in_place() -> HeavyHitterMetadataBuilder:
+def in_place(policy: str = "h2o") -> HeavyHitterMetadataBuilder:
     """A builder for kernels that copy nothing, as a graph holds them."""
-    made = builder(SHAPE, "h2o")
+    made = builder(SHAPE, policy)
     made.use(SimpleNamespace(copies_kv=False))
     return made
 
@@ -128,7 +123,7 @@ def test_prompts_one_by_one() -> None:
         40,
         31,
     )
-    assert (last.recent_start, last.num_sinks, last.seed) == (35, 2, 9)
+    assert (last.recent_start, last.num_sinks) == (35, 2)
 
 
 FIELDS = {
@@ -139,11 +134,7 @@ FIELDS = {
     "logical_start": [90, 17, 60],
     "recent_start": [91 - 12, 18 - 12, 61],
     "num_sinks": [3, 0, 4],
-    "seed": [8, 1, 2],
-    "next_offset": [0, 0, 0],
-    "num_free_slots": [0, 0, 0],
     "scores": [1, 1, 1],
-    "in_prompt": [0, 0, 0],
     "split": [0, 0, 0],
 }
 
@@ -162,9 +153,9 @@ def test_decodes_together(make: Callable[[], HeavyHitterMetadataBuilder]) -> Non
 def test_what_fits_is_not_scored() -> None:
     """Its decoding query adds to no score, nor does any query of its prompt; others score."""
     plans = {
-        "chunk": replace(LAST_CHUNK, num_survivors=0, capacity=64, fits=True),
-        "token": decoding(logical_start=17, resident_start=17, capacity=64, fits=True),
-        "other": decoding(logical_start=17, resident_start=17, capacity=64),
+        "chunk": replace(LAST_CHUNK, num_survivors=0, budget=budget(64), fits=True),
+        "token": decoding(logical_start=17, resident_start=17, budget=budget(64), fits=True),
+        "other": decoding(logical_start=17, resident_start=17, budget=budget(64)),
     }
     with publish(Step(ResidencyPlan(plans), lambda _: list(plans))):
         metadata = in_place().build(0, common_metadata([5, 1, 1], TABLE[[2, 3, 4]]))
@@ -180,8 +171,7 @@ def test_one_token_of_a_prompt() -> None:
         metadata = copied().build(0, common_metadata([1], TABLE[2:3]))
     fields = fields_of(metadata.decodes[0])
     assert (fields["attended_len"], fields["overwrites"], fields["selects"]) == ([41], [0], [0])
-    assert fields["in_prompt"] == [1]
-    assert metadata.prompts == [] and len(step.packings) == 1
+    assert metadata.prompts == [] and step.after.pack is not None
 
 
 def test_padding_of_a_graph() -> None:
@@ -211,20 +201,22 @@ def test_a_graphs_buffers_stay() -> None:
 
 
 @pytest.mark.parametrize("make", [in_place, copied])
-def test_where_pages_are_shared(make: Callable[[], HeavyHitterMetadataBuilder]) -> None:
+def test_where_pages_are_shared(make: Callable[..., HeavyHitterMetadataBuilder]) -> None:
     """Decoding begins at a request's own pages; survivors go after those of the prompt."""
-    made = make()
+    made = make("snapkv")
     made.batching = replace_prefix_caching(made.batching)
     plans = {
         "moves": replace(
             LAST_CHUNK,
             logical_start=29,
             num_new=3,
+            prompt_end=32,
             resident_start=29,
-            scoring_start=20,
             pack_block_idx=2,
         ),
-        "moved": decoding(logical_start=60, resident_start=20, num_sinks=4, first_block_idx=2),
+        "moved": decoding(
+            logical_start=60, resident_start=20, budget=budget(num_sinks=4), first_block_idx=2
+        ),
     }
     tables = []
     for _ in range(2):
@@ -236,7 +228,7 @@ def test_where_pages_are_shared(make: Callable[[], HeavyHitterMetadataBuilder]) 
     assert (tables[0].data_ptr() == tables[1].data_ptr()) == (not made.kernels.copies_kv)
     (chunk,) = metadata.prompts
     assert chunk.destination_blocks is not None and chunk.destination_blocks.tolist() == [4, 95]
-    assert (chunk.first_scoring_query, chunk.first_window_query) == (3, 0)
+    assert chunk.first_window_query == 0 and metadata.asked == [[chunk]]
     assert chunk.window_scores is not None and chunk.window_scores.shape == (1, 2, 32)
 
 
@@ -254,20 +246,19 @@ def test_packing_waits_for_the_forward_pass() -> None:
     step = Step(ResidencyPlan(PLANS), lambda _: list(PLANS))
     made, packed = in_place(), []
     made.kernels.pack_survivors = lambda *args: packed.append(args)
-    made.layer_names = ["one", "two"]
-    layers = made.vllm_config.compilation_config.static_forward_context
-    for name in made.layer_names:
+    layers = made.layers.context
+    made.layers = replace(made.layers, names=["one", "two"])
+    for name in made.layers.names:
         impl = SimpleNamespace(cache_of=lambda kv_cache: LayerCache.of(kv_cache, SHAPE.head_size))
         layers[name] = SimpleNamespace(kv_cache=empty_cache(SHAPE, 3), impl=impl)
     lengths = [plan.num_new for plan in PLANS.values()]
     with publish(step):
         made.build(0, common_metadata(lengths, TABLE[:5]))
     assert packed == []
-    for packing in step.packings:
-        packing.run()
+    step.after.run()
     ((caches, chunks, scoring),) = packed
     assert [cache.key.data_ptr() for cache in caches] == [
-        layers[name].kv_cache.data_ptr() for name in made.layer_names
+        layers[name].kv_cache.data_ptr() for name in made.layers.names
     ]
     assert [(chunk.attended_len, chunk.num_survivors) for chunk in chunks] == [(45, 31)]
     assert scoring == made.scoring
@@ -288,7 +279,7 @@ def test_padding_is_no_request() -> None:
 def test_a_page_more_at_its_first_slot() -> None:
     """A page belongs to the batch from the step in which its first slot is taken."""
     for resident, pages in ((15, [5]), (16, [5, 6]), (31, [5, 6]), (32, [5, 6, 91])):
-        plan = decoding(logical_start=resident, resident_start=resident, capacity=48, num_recent=12)
+        plan = decoding(logical_start=resident, resident_start=resident, budget=budget(48, 12))
         with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
             (batch,) = copied().build(0, common_metadata([1], TABLE[:1])).decodes
         assert batch.block_table.tolist() == [pages]
@@ -297,7 +288,7 @@ def test_a_page_more_at_its_first_slot() -> None:
 @pytest.mark.parametrize(("resident", "selects"), [(46, False), (47, True), (48, True)])
 def test_selection_starts_when_full(resident: int, selects: bool) -> None:
     """A victim is chosen from the step on that takes the last slot; before it, none is."""
-    plan = decoding(logical_start=resident, resident_start=resident, capacity=48, num_recent=12)
+    plan = decoding(logical_start=resident, resident_start=resident, budget=budget(48, 12))
     with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
         (batch,) = copied().build(0, common_metadata([1], TABLE[:1])).decodes
     assert batch.field("selects").tolist() == [selects]
@@ -329,7 +320,7 @@ def test_a_warm_up_leaves_zeros(make: Callable[[Shape], Kernels]) -> None:
 
 def test_neither_step_nor_warm_up_is_refused() -> None:
     """A real step whose plan got lost on the way must not pass for a warm-up."""
-    with pytest.raises(IntegrityError, match="outside a step"):
+    with pytest.raises(IntegrityError, match="outside execute_model"):
         copied().build(0, common_metadata([3, 1], TABLE[:2]))
 
 
@@ -338,7 +329,7 @@ def test_a_long_request_pads_no_short_one() -> None:
     lengths = [1, 9, 1, 70, 2, 64]  # pages
     plans = {
         str(i): decoding(
-            logical_start=16 * n - 1, resident_start=16 * n - 1, capacity=2048, num_recent=12
+            logical_start=16 * n - 1, resident_start=16 * n - 1, budget=budget(2048, 12)
         )
         for i, n in enumerate(lengths)
     }

@@ -17,9 +17,12 @@ from vllm.platforms import current_platform
 
 from tests.kernels.harness import LAYER_NAME, Shape, vllm_config
 from tests.tiny_models import engine_config, folder
-from vllm_h2o.kernels.batch import MEAN_SECOND_PASS, PromptChunk
+from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.triton import moving
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.policy import Term
+from vllm_h2o.policy.h2o import SUM
+from vllm_h2o.policy.h2o2 import COMBINED
 from vllm_h2o.worker import peak
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.peak import Peak
@@ -88,7 +91,7 @@ def test_a_profile_run_meets_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("second_pass", "caches", "expected", "splits_layers"),
+    ("rotates", "caches", "expected", "splits_layers"),
     [
         (False, True, (4096, False), False),
         (False, False, (0, False), False),
@@ -97,7 +100,7 @@ def test_a_profile_run_meets_the_peak() -> None:
     ],
 )
 def test_of_an_engine(
-    second_pass: bool, caches: bool, expected: tuple[int, bool], splits_layers: bool
+    rotates: bool, caches: bool, expected: tuple[int, bool], splits_layers: bool
 ) -> None:
     """Scores lie outside pages with prefix caching alone; a second pass rotates queries."""
     config: Any = SimpleNamespace(
@@ -107,21 +110,20 @@ def test_of_an_engine(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
     )
     policy: Any = SimpleNamespace(
-        score_power=1,
         kernels="auto",
-        splits=second_pass,
+        splits=rotates,
         splits_layers=splits_layers,
         max_budget=0.25,
         resolve_request=lambda longest, block_size, prompt_len, max_tokens, asked: SimpleNamespace(
             capacity=int(longest * asked)
         ),
-        ranking=SimpleNamespace(second_pass="mean" if second_pass else None, reads_again=False),
+        ranking=COMBINED if rotates else SUM,
     )
     found = Peak.of(config, policy)
     assert (found.max_len, found.rotates, found.max_tokens) == (*expected, 512)
     assert found.passing(6, 2, 64, 2) >= peak.SURVIVORS == 4 * moving.MAX_SURVIVORS
     # K, V and three words of a layer's survivors, where heads share slots, or of all layers'.
-    assert found.shared_len == (1024 if second_pass else 0) * (30 if splits_layers else 1)
+    assert found.shared_len == (1024 if rotates else 0) * (30 if splits_layers else 1)
     more = replace(found, shared_len=4096 * 64).passing(6, 2, 64, 2)
     assert more == peak.SURVIVORS + 4096 * 64 * 2 * (2 * 64 * 2 + 12)
 
@@ -188,11 +190,11 @@ def test_rotated_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     query = torch.randn(700, 6, 64, dtype=torch.bfloat16)
     table = torch.arange(50, dtype=torch.int32)
     chunk = PromptChunk(tokens=slice(20, 690), block_table=table, resident_start=0, logical_start=0)
-    whole = impl._rotated([chunk], query, MEAN_SECOND_PASS)[chunk.tokens]
+    whole = impl._rotated([chunk], query, Term("rotated", "max"))[chunk.tokens]
     tile = 16 * 6 * 64
     monkeypatch.setattr(peak, "MAX_ROTATED", tile)
     with Counts() as counts:
-        tiled = impl._rotated([chunk], query, MEAN_SECOND_PASS)[chunk.tokens]
+        tiled = impl._rotated([chunk], query, Term("rotated", "max"))[chunk.tokens]
     assert torch.equal(tiled, whole)
     own = query.untyped_storage().nbytes()
     assert counts.sizes.count(own) == 1

@@ -8,15 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.kernels.batch import RECONSTRUCTION_PASS, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.kernels import TorchKernels
-from vllm_h2o.worker.reconstruction import Reader, Reconstruction, blocks_of
+from vllm_h2o.policy import Term
+from vllm_h2o.worker.reconstruction import Reader, Reconstruction, Rereading, blocks_of
 
 HEADS, GROUP, SIZE, PAGE = 2, 3, 16, 4
-WHICH = replace(RECONSTRUCTION_PASS, block=8).in_pages(PAGE)
+TERM = Term("reread", "max", power=2, weight=0.1, block=8)
 TABLE = torch.tensor([5, 2, 7, 1, 3, 6], dtype=torch.int32)
 
 
@@ -34,9 +36,9 @@ def chunk(start: int, stop: int, row: int = 0, skip: int = 0) -> PromptChunk:
 
 def reading(*prompts: tuple[str, PromptChunk], max_position: int = 64) -> Reconstruction:
     """Of these prompts, with nobody to read them."""
-    blocks = list(blocks_of(prompts, WHICH))
+    blocks = list(blocks_of(prompts, TERM, PAGE))
     chunks = [each for _, each in prompts]
-    return Reconstruction(blocks, chunks, TorchKernels(), WHICH, ["layer"], max_position, None)
+    return Reconstruction(blocks, chunks, TorchKernels(), TERM, True, max_position)
 
 
 def test_blocks() -> None:
@@ -60,7 +62,7 @@ def test_positions(most: int, starts: list[int]) -> None:
 def test_nobody_reads() -> None:
     """A step that was published without what runs the model."""
     with pytest.raises(IntegrityError, match="is to be read again, and nothing runs the model"):
-        reading(("a", chunk(0, 10))).run()
+        Rereading(reading(("a", chunk(0, 10))), AttentionMetadata(), ["layer"], None).run()
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
@@ -90,7 +92,7 @@ def test_attention(dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(18, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
     prompt = chunk(0, 18)
     kernels = TorchKernels()
-    tensors = StepTensors(query, key, value, torch.empty_like(query), None, 0.3)
+    tensors = StepTensors(query, key, value, torch.empty_like(query), 0.3)
     kernels.prefill(cache, [prompt], tensors, Scoring(2))
     found = reading(("a", prompt))
     again = tuple(torch.randn(x.shape) for x in (query, key, value))
@@ -113,11 +115,11 @@ def test_attention(dtype: torch.dtype) -> None:
     without, rows = cache.score_without_window, cache.rows(TABLE[:5])
     assert without is not None
     cache.score[rows], without[rows] = 0.0, 0.0
-    found.score(cache, again[0], 0.3)
+    found.score(cache, replace(tensors, query=again[0]))
     given = without[rows].clone()
     assert (given.flatten(1)[:, :18] > 0).all()
     assert torch.equal(cache.score[rows], given)
     cache.score[rows] = 1e6
-    found.score(cache, again[0], 0.3)
+    found.score(cache, replace(tensors, query=again[0]))
     assert torch.equal(without[rows], 2 * given)
     torch.testing.assert_close(cache.score[rows], 1e6 + given)

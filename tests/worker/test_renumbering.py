@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.policy import Budget
 from vllm_h2o.wire import RequestPlan
-from vllm_h2o.worker.renumbering import Renumbering, Rolled
+from vllm_h2o.worker.after_step import Layers
+from vllm_h2o.worker.renumbering import Rolled, renumber
 
 
 def plan(start: int, num_new: int, offset: int) -> RequestPlan:
     """Of a prompt's chunk."""
     return RequestPlan(
-        logical_start=start, num_new=num_new, in_prompt=True, resident_start=8, capacity=16,
+        logical_start=start,
+        num_new=num_new,
+        prompt_end=start + num_new,
+        resident_start=8,
+        budget=Budget(16, 15, 0, 0),
         offset=offset,
-    )  # fmt: skip
+    )
 
 
 PLANS = [plan(30, 3, 22), plan(5, 2, 0), plan(90, 1, 71)]
@@ -71,8 +80,8 @@ def test_what_must_not_be(positions: list[int] | None, limit: int, message: str)
 
 def test_keys_that_nothing_rotates() -> None:
     """Who forgot to look for an embedding when the model was loaded is told so."""
-    impl = type("Impl", (), {"rotate_back": None})()
-    layer = type("Layer", (), {"impl": impl})()
-    renumbering = Renumbering(PLANS[0], torch.zeros(1), ["layer 0"], {"layer 0": layer})
+    impl = SimpleNamespace(rotate_back=None, cache_of=lambda cache: cache)
+    layer = SimpleNamespace(impl=impl, kv_cache=None)
+    layers = Layers(["layer 0"], {"layer 0": layer})
     with pytest.raises(IntegrityError, match="nothing rotates the keys of layer 0"):
-        renumbering.run(accumulates=False)
+        renumber(PLANS[0], torch.zeros(1), layers, TorchKernels(), accumulates=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from tests.e2e.harness import engine, tiny_opt
 from vllm_h2o.worker import rotary
 from vllm_h2o.worker.rotary import RopeShift, RotateBack
 
@@ -75,17 +73,6 @@ def test_what_scales_does_not_add_up() -> None:
         "original_max_position_embeddings": 64,
     }
     assert not rotary._adds_up(rope(scaled))
-
-
-def test_a_model_without(tmp_path: Path) -> None:
-    """OPT learns its positions; without a rotation the policy would be another one, silently."""
-    with (
-        pytest.raises(
-            Exception, match=r"score='second_pass'; is: .* has no rotary embedding next to"
-        ),
-        engine(tiny_opt(tmp_path), "h2o", {"budget": 32, "score": "second_pass"}),
-    ):
-        pass
 
 
 ROTATED: dict[str, dict[str, Any]] = {

@@ -24,11 +24,11 @@ SHAPE, ODD = Shape(), Shape(head_size=24)
 
 
 def choose(
-    asked: str = "auto", shape: Shape = SHAPE, device: str = "cpu", granularity: str = "token"
+    asked: str = "auto", shape: Shape = SHAPE, device: str = "cpu", every: int | str = 1
 ) -> Kernels:
     """For a layer of that shape."""
     spec = builder(shape, "h2o").kv_cache_spec
-    config = KVPolicyConfig(kernels=asked, granularity=granularity)
+    config = KVPolicyConfig(kernels=asked, evict_every=every)
     settings = vllm_config("h2o", float8=shape.float8)
     return select_kernels(settings, spec, torch.device(device), config)
 
@@ -74,6 +74,6 @@ def test_a_cache_of_another_dtype() -> None:
 def test_cuda_has_its_own() -> None:
     """Kernels for a CPU are refused by name on a GPU, and pages that it could not sum."""
     with pytest.raises(UnsupportedError, match="powers of two"):
-        choose(shape=Shape(block_size=48), device="cuda", granularity="block")
-    with pytest.raises(UnsupportedError, match="they compute on a CPU"):
+        choose(shape=Shape(block_size=48), device="cuda", every="page")
+    with pytest.raises(UnsupportedError, match="They compute on a CPU"):
         choose("torch", device="cuda")

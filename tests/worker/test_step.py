@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.kernels.metadata import common_metadata
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.policy import Budget
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.step import (
     PublishesSteps,
@@ -39,10 +40,9 @@ def plans(**lengths: int) -> ResidencyPlan:
             request_id: RequestPlan(
                 logical_start=0,
                 num_new=num_new,
-                in_prompt=True,
+                prompt_end=num_new,
                 resident_start=0,
-                capacity=64,
-                num_recent=4,
+                budget=Budget(64, 59, 4, 0),
             )
             for request_id, num_new in lengths.items()
         }
@@ -186,7 +186,7 @@ def test_a_step_is_published_while_it_runs(v2: bool) -> None:
 
 def nothing_is_published() -> None:
     """Neither a step nor a warm-up."""
-    with pytest.raises(IntegrityError, match="outside a step"):
+    with pytest.raises(IntegrityError, match="outside execute_model"):
         current_step()
 
 
@@ -212,16 +212,18 @@ def test_publish_is_undone_after_an_error() -> None:
     nothing_is_published()
 
 
-def test_what_is_left_is_done_after_the_forward_pass() -> None:
-    """What a step has to pack is packed once, in order, when vLLM's worker is through."""
+def test_after_step_runs_in_one_order_once() -> None:
+    """Work for the end of a step runs when vLLM is through; each kind is there once."""
     done: list[str] = []
 
     class Runs(Stock):
         def execute_model(self, scheduler_output: Any) -> Any:
             step = current_step()
             assert step is not None
-            for name in ("first", "second"):
-                step.packings.append(SimpleNamespace(run=partial(done.append, name)))
+            for name in ("unroll", "restore", "pack", "reread"):
+                step.after.add(name, SimpleNamespace(run=partial(done.append, name)))
+            with pytest.raises(IntegrityError, match="two pieces of work to pack"):
+                step.after.add("pack", SimpleNamespace())
             assert done == []
             return "answer"
 
@@ -231,4 +233,4 @@ def test_what_is_left_is_done_after_the_forward_pass() -> None:
 
     worker = Leaving()
     assert worker.execute_model(scheduled(plans(a=1))) == "answer"
-    assert done == ["first", "second"]
+    assert done == ["reread", "pack", "restore", "unroll"]

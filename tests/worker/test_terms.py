@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from tests.kernels.caches import SHAPE, filled, number
-from vllm_h2o.kernels.batch import LARGEST_SECOND_PASS, WINDOW_PASS, PromptChunk
+from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.policy import Term
 from vllm_h2o.worker.terms import PromptTerms
 
 BLOCKS = torch.tensor([3, 1], dtype=torch.int32)
@@ -37,11 +38,11 @@ def test_chunks_add_up() -> None:
     for _ in range(2):
         cache.score.zero_()
         for part in chunks:
-            for more, which in ((1.0, None), (0.25, LARGEST_SECOND_PASS)):
+            for more, which in ((1.0, None), (0.25, Term("rotated", "max"))):
                 score(cache, part.attended_len, more)
                 terms.add("layer", cache, [part], which)
         score(cache, 24, 4.0)
-        terms.add("layer", cache, chunks[-1:], WINDOW_PASS)
+        terms.add("layer", cache, chunks[-1:], Term("window", "max"))
         found = terms.of(3, ["layer", "layer"])
         twice, once = torch.full((2, 2, 12), 2.0), torch.ones(2, 2, 12)
         expected = {

@@ -5,17 +5,17 @@ Per (block, KV head), contiguous, N slots of head size D::
     K [N, D] | V [N, D] | score [N] float32 | position [N] int32
         [| mass [N] float32] [| score_without_window [N] float32]
 
-Masses are there where victims are merged: see merge.py; the other score where what an observation
-window gave has a lifetime: see lifetime.py. Elements of K and V may be float8: see float8.py.
+There are masses where victims are merged: see merge.py; and a second score where a term of the
+ranking has a lifetime: see torch/rare.py. Elements of K and V may be float8: see float8.py.
 
 A *row* is one (block, KV head): ``row = block_id * rows_per_block + first_head + head``. As a rule
 a block has the KV heads of one layer: ``rows_per_block = num_kv_heads``, ``first_head = 0``. Where
-layers share slots, it has those of all layers, one layer after the other.
+layers share slots, it has the KV heads of all layers, one layer after the other.
 
 Page i of a KV head is row ``first_row + i * row_step`` of its request, which counts the rows of its
 blocks one block after the other. As a rule each head has its own row of every block: ``first_row =
 first_head + head``, ``row_step = rows_per_block``. Where heads share slots, of a layer or of all,
-each has rows that follow one another, ``row_step = 1``, and how many it has is its own.
+each has its own number of rows, which follow one another: ``row_step = 1``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 from vllm_h2o.kernels.float8 import quantised
 
 SHARED_TENTHS, SHARED_TENTHS_OF_ALL = 7, 9
-"""Of the slots for heavy hitters that KV heads share, of a layer or of all layers: tenths that go
-by how many of the best tokens a head has; of the rest each has as many as any other."""
+"""Tenths of the slots for heavy hitters that KV heads share, of a layer or of all layers, which go
+by how many of the best tokens a head has; heads get equal parts of the rest."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LayerCache:
         mass: [R, N], float32: tokens that the one in each slot stands for; None where none are
             merged.
         score_without_window: [R, N], float32: of a prompt's token, the score that it gets back when
-            the observation window's lifetime is over; None where that lasts.
+            the lifetime of a term is over; None where no term has one.
         scales: of keys and of values: what is stored times its scale is what attention reads; ones
             but for float8.
         first_head: of a block's rows, the layer's first.
@@ -99,7 +99,7 @@ class LayerCache:
 
     @property
     def shared_tenths(self) -> int:
-        """Of the slots that heads share, those that go by how many of the best tokens each has."""
+        """Tenths of the shared slots that go by how many of the best tokens each head has."""
         return SHARED_TENTHS_OF_ALL if self.num_heads_of_all else SHARED_TENTHS
 
     def rows(self, block_table: torch.Tensor) -> torch.Tensor:
@@ -121,12 +121,12 @@ class LayerCache:
 
         Args:
             kv_cache: [num_blocks, num_kv_heads, N, C] as vLLM binds it, head-major, where C
-                elements hold one slot's K, V, score and position, and what else there is; dense,
-                or of blocks that have all layers' rows.
+                elements hold one slot's K, V, score, position and further words; dense, or of
+                blocks that have all layers' rows.
             head_size: D, of K and of V.
             splits: whether heads may share slots; allocates ``first_rows`` then.
             merges: whether slots have masses.
-            keeps_scores: whether they have scores without the observation window.
+            keeps_scores: whether they have scores without the term that has a lifetime.
             dtype: of K and V, where vLLM binds bytes: float8.
             scales: of keys and of values.
 
@@ -191,10 +191,10 @@ class LayerCache:
 
 
 def _all_rows(kv_cache: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """[num_blocks * rows_per_block, N * C] of all layers in these blocks; how many, whose is first.
+    """[num_blocks * rows_per_block, N * C], rows_per_block, and the layer's first head.
 
     Raises:
-        ValueError: when a block has not the dense rows of so many KV heads, or a multiple of them.
+        ValueError: when a block's rows are not dense, or not those of whole layers.
 
     """
     num_blocks, num_kv_heads, block_size, content = kv_cache.shape
@@ -240,7 +240,7 @@ def first_slots(
     Args:
         cache: of the layer.
         blocks: [P], integers: block ids.
-        num_slots: those.
+        num_slots: of the first slots.
 
     Returns:
         [H, num_slots] rows, and offsets in them.

@@ -16,11 +16,11 @@ DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""Of the cache, by what vLLM calls them."""
+"""The cache's types, by vLLM's names."""
 
 
 def quantised(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """What is stored of ``x``, of any shape and type: of its shape, ``dtype``.
+    """Round ``x``, of any shape and type, to ``dtype``: as a cache stores it.
 
     Args:
         x: keys or values.
@@ -33,7 +33,7 @@ def quantised(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor
 
 
 def as_read(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """The truth: what attention reads of ``x`` when it has been stored, in float64.
+    """Round ``x`` as a cache does, and scale it back: as attention reads it, in float64.
 
     Args:
         x: keys or values, of any shape.

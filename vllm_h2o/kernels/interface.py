@@ -1,4 +1,8 @@
-"""What every set of kernels offers: the same four stages, for whatever device."""
+"""Every stage that the worker asks of a set of kernels, whatever the device.
+
+The first five are where time goes: each set has its own. The others are rare, once in a prompt or a
+turn: :class:`~vllm_h2o.kernels.torch.rare.RareStages` has them for all sets.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,23 @@ from typing import Protocol
 
 import torch
 
-from vllm_h2o.kernels.batch import (
-    DecodeBatch,
-    PromptChunk,
-    Scoring,
-    ScoringPass,
-    StepTensors,
-)
+from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.sinks import SinkLogits
+from vllm_h2o.kernels.strip import Rotation
+from vllm_h2o.policy import Term
+
+
+class Held(Protocol):
+    """What one request's slots hold, of one layer, in order of position: a copy."""
+
+    def store(self, cache: LayerCache, blocks: torch.Tensor) -> None:
+        """Write it to the first slots of some blocks.
+
+        Args:
+            cache: written.
+            blocks: [P], integers: the blocks that hold the slots from now on.
+
+        """
 
 
 class Kernels(Protocol):
@@ -42,7 +54,7 @@ class Kernels(Protocol):
             victims: [num_blocks, H], int32: slots of the victims, by their request's first block;
                 read where a token overwrites, written where a victim is selected.
             tensors: ``out`` is written in the rows of the batch's tokens.
-            scoring: what is added to scores, and what is ranked; whether victims are merged.
+            scoring: what is added to scores, and how they are ranked; whether victims are merged.
 
         """
 
@@ -55,33 +67,37 @@ class Kernels(Protocol):
     ) -> None:
         """Store chunks of prompts after the slots in use, attend causally, score.
 
+        Queries from ``first_scoring_query`` on add to the pages' scores.
+
         Args:
             cache: written: the new tokens, scores.
-            chunks: of different requests; ``window_scores``, where there are any, are written.
+            chunks: of different requests.
             tensors: ``out`` is written in the rows of the chunks' tokens.
             scoring: what is added to scores.
 
         """
 
-    def score_pass(
+    def score_term(
         self,
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        scale: float,
-        which: ScoringPass,
-        sink_logits: SinkLogits = None,
+        tensors: StepTensors,
+        term: Term,
+        by_age: bool,
     ) -> None:
-        """Score tokens up to each chunk's end once more.
+        """Add one term of a ranking to the scores of tokens up to each chunk's end.
+
+        ``score[j] += weight * (age[j] if by_age else 1) * value[j]``: see policy/ranking.py. Of a
+        chunk with ``window_scores``, the right side is stored there instead, at ``layer_index``.
 
         Args:
             cache: the chunks are stored; scores are written.
-            chunks: their queries that score in this pass are used.
-            query: [T, Hq, D], the step's queries; in a rotated pass, a chunk's are as many
-                positions further as it has tokens.
-            scale: of the logits.
-            which: which queries score, and what.
-            sink_logits: [Hq], float32, of the layer's attention sinks.
+            chunks: their queries from ``first_query(term)`` on are used. Those of a rotated or
+                reread term see all slots of the chunk's table, others see slots up to their own.
+            tensors: ``query``, ``scale``, ``sink_logits`` and ``layer_index`` are read; queries of
+                a rotated term are rotated already.
+            term: which of ``sum`` and ``max``, and its numbers.
+            by_age: whether scores are ranked as means.
 
         """
 
@@ -93,7 +109,7 @@ class Kernels(Protocol):
         Args:
             caches: of every layer; rewritten in place.
             chunks: those with survivors, which stay in their own blocks.
-            scoring: what is ranked.
+            scoring: how scores are ranked, and whether by whole pages.
 
         """
 
@@ -104,12 +120,68 @@ class Kernels(Protocol):
         scoring: Scoring,
         scores: torch.Tensor,
     ) -> None:
-        """Copy each KV head's survivors out of pages that others read.
+        """Copy each KV head's survivors out of pages that other requests read.
 
         Args:
             caches: of some layers; written in the blocks ``chunk.destination_blocks``.
             chunk: with survivors.
-            scoring: what is ranked.
+            scoring: how scores are ranked.
             scores: [len(caches), H, attended_len], float32: of all slots; may be overwritten.
+
+        """
+
+    def keep_scores(self, cache: LayerCache, chunks: Sequence[PromptChunk]) -> None:
+        """Before a term with a lifetime is added: keep each token's score without it.
+
+        Args:
+            cache: its ``score_without_window`` is written.
+            chunks: the last ones of their prompts; all other terms have been added.
+
+        """
+
+    def restore_scores(
+        self, cache: LayerCache, blocks: torch.Tensor, prompt_ends: torch.Tensor
+    ) -> None:
+        """When a term's lifetime is over: give the tokens of prompts the scores without it.
+
+        Args:
+            cache: scores are written.
+            blocks: [P], integers: of some requests.
+            prompt_ends: [P], integers: tokens of the prompt, of each block's request.
+
+        """
+
+    def renumber(
+        self,
+        cache: LayerCache,
+        blocks: torch.Tensor,
+        num_slots: int,
+        end: int,
+        rotate_back: Rotation,
+        accumulates: bool = False,
+    ) -> None:
+        """Give the tokens of one request positions [0, num_slots) in each KV head, in their order.
+
+        Args:
+            cache: K, positions and, with ``accumulates``, scores are written.
+            blocks: [P], integers: the blocks that hold the request's slots.
+            num_slots: slots in use.
+            end: one past the position of the newest token, before.
+            rotate_back: what the layer's rotary embedding makes of a key some positions earlier.
+            accumulates: whether scores are of attention: a token keeps its score per query.
+
+        """
+
+    def hold(
+        self, cache: LayerCache, blocks: torch.Tensor, num_slots: int, restored_end: int = 0
+    ) -> Held:
+        """Copy what the slots of one request hold, in order of position.
+
+        Args:
+            cache: read.
+            blocks: [P], integers: the blocks that hold the slots.
+            num_slots: slots in use.
+            restored_end: tokens at positions below get the scores that they had without the term
+                with a lifetime; 0: all keep theirs.
 
         """

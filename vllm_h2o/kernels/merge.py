@@ -1,7 +1,7 @@
-"""The truth, where a victim is merged into the key nearest to it: see reference.py.
+"""The definition where a victim is merged into the key nearest to it: see reference.py.
 
 Not of the paper. A token that took others in stands for all of them: its K and V are their means,
-its *mass* is their number, and its logit gains the logarithm of that, as if it were there so often.
+its *mass* is their number, and its logit gains the logarithm of that: it counts that many times.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Attention sinks: a logit that each query head has learned, of a token that is not there.
 
-It has no V: it takes part in the sum of a softmax, and what it gets no token gets. gpt-oss has one
-for each head (arXiv 2508.10925). The first tokens of a sequence are called sinks, too; they are
-tokens.
+It has no V: it takes part in the sum of a softmax, and no token gets its share. gpt-oss has one for
+each head (arXiv 2508.10925). The first tokens of a sequence are called sinks, too; they are tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import torch
 
 SinkLogits = torch.Tensor | None
-"""Of a layer's query heads, [Hq], float32, added to no product and scaled by nothing; or None."""
+"""[Hq], float32, of a layer's query heads, added to no product and scaled by nothing; or None."""
 
 
 def softmax(logits: torch.Tensor, sink_logits: SinkLogits) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""What a user may set, and what is refused."""
+"""Options of a policy: their values, their checks, and what they go together with."""

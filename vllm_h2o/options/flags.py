@@ -11,7 +11,7 @@ from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.option import help_line
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
-from vllm_h2o.policy import POLICIES
+from vllm_h2o.policy import policies
 
 
 def add_flags(parser: Any) -> Any:
@@ -20,14 +20,14 @@ def add_flags(parser: Any) -> Any:
         title="KVPolicyConfig",
         description="KV-cache eviction (vllm-h2o): which tokens of a sequence stay in the cache.",
     )
-    policies = "\n".join(f"- {policy.name}: {policy.summary}" for policy in POLICIES.values())
+    shelf = "\n".join(f"- {policy.name}: {policy.summary}" for policy in policies().values())
     options = [field for field in fields(KVPolicyConfig) if field.name != "name"]
     lines = "\n".join(f"- {help_line(field)}".replace("%", "%%") for field in options)
     group.add_argument(
         "--kv-policy",
         default=None,
         metavar="NAME",
-        help=f"Eviction policy. Off by default.\n{policies}",
+        help=f"Eviction policy. Off by default.\n{shelf}".replace("%", "%%"),
     )
     group.add_argument(
         "--kv-policy-config",
@@ -41,7 +41,7 @@ def add_flags(parser: Any) -> Any:
 
 
 class _Merged(argparse.Action):
-    """Options given as JSON and one by one, in any number: none is lost, the last of a key wins."""
+    """Merges options given as JSON and one by one; the last value of a key wins."""
 
     def __call__(
         self,
@@ -50,7 +50,7 @@ class _Merged(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Merge one more JSON object; text that is none is kept, to be refused."""
+        """Merge one more JSON object; keep other text, which is refused later."""
         try:
             given, new = _as_mapping(getattr(namespace, self.dest)), _as_mapping(values)
         except json.JSONDecodeError:
@@ -63,7 +63,7 @@ def fold_policy(engine_args: Any, name: Any, options: Any) -> Any:
     """Fold the two arguments into ``engine_args.additional_config``.
 
     Args:
-        engine_args: vLLM's EngineArgs; changed when a policy is named.
+        engine_args: vLLM's EngineArgs, which change when a policy is named.
         name: ``kv_policy``, or None.
         options: ``kv_policy_config``: a mapping, JSON text, or None.
 
@@ -80,17 +80,17 @@ def fold_policy(engine_args: Any, name: Any, options: Any) -> Any:
     if name is None and "name" not in _as_mapping(options):
         raise ConfigError(
             f"kv_policy_config={options!r}",
-            "no kv_policy",
-            "options without a policy would be a silent no-op",
-            "name one: --kv-policy h2o",
+            "no kv_policy is given",
+            "the options would have no effect",
+            "name a policy: --kv-policy h2o",
         )
     given = engine_args.additional_config or {}
     if KVPolicyConfig.from_additional_config(given) not in (None, config):
         raise ConfigError(
             f"kv_policy={name!r}",
             f"additional_config holds {given[ADDITIONAL_CONFIG_KEY]!r}",
-            "the policy is given twice, differently",
-            "give it once",
+            "these are two configurations",
+            "give one of them",
         )
     engine_args.additional_config = {**given, ADDITIONAL_CONFIG_KEY: config.to_dict()}
     return engine_args

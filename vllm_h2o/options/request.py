@@ -1,7 +1,6 @@
 """A request's own budget: ``extra_args={"kv_budget": 0.1}``; over HTTP, ``vllm_xargs``.
 
-Checked where a request enters (a refusal there is HTTP 400 and harms no other), and read again
-where it is scheduled.
+The front end checks it when a request enters, and answers HTTP 400; the scheduler reads it again.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ KEY = "kv_budget"
 
 
 class RefusedRequestError(ConfigError, VLLMClientError):
-    """A request cannot be served as it asks: HTTP 400. Of a mere ValueError vLLM makes 500."""
+    """A request cannot be served as it asks: HTTP 400. vLLM answers a ValueError with 500."""
 
 
 def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | None:
-    """What a request asks for; None where it asks for nothing.
+    """Return the budget that a request asks for; None where it asks for none.
 
     Raises:
-        ConfigError: for what is neither a number nor a word, or a key that is almost the right one.
+        ConfigError: for a value that is no budget, or a key that is almost the right one.
 
     """
     for key in extra_args or ():
         if misspells(key, KEY):
             raise ConfigError(
                 f"{key!r} in a request",
-                f"its budget is read from {KEY!r} alone",
-                "a key that nothing reads would be a silent no-op",
+                f"the key of a request's budget is {KEY!r}",
+                "the budget would be ignored",
                 f"name it {KEY!r}",
             )
     asked = number((extra_args or {}).get(KEY))
@@ -46,9 +45,9 @@ def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | No
         return asked
     raise ConfigError(
         f"{KEY}={asked!r}",
-        f"a {type(asked).__name__}",
-        "a budget is an int > 0 (slots), a float in (0, 1] (a fraction), or 'full'",
-        "give e.g. 512, 0.2 or 'full'",
+        f"its type is {type(asked).__name__}",
+        "a budget is a whole number from 1 (tokens), a fraction in (0, 1], or full",
+        "give e.g. 512, 0.2 or full",
     )
 
 
@@ -62,10 +61,10 @@ def budget_of(
     max_tokens: int,
     asked: int | float | str | None,
 ) -> Budget | None:
-    """``KVPolicyConfig.resolve_request``, worked out once for the many times it is asked.
+    """Return and remember ``KVPolicyConfig.resolve_request``.
 
     Raises:
-        ConfigError: which names what the request asked for.
+        ConfigError: with the request's own budget.
 
     """
     try:
@@ -81,20 +80,20 @@ def check_request(
     encoder_room: int = 0,
     images: Any = None,
 ) -> Any:
-    """Refuse a request whose own budget cannot be used, or that would wait for ever.
+    """Refuse a request whose budget cannot be used, or that could never be scheduled.
 
     Args:
         request: vLLM's EngineCoreRequest, complete.
-        vllm_config: of the engine that will get it.
-        window_pages: pages, in layers with a sliding window, of a sequence of so many tokens.
+        vllm_config: the engine's VllmConfig.
+        window_pages: pages of a sequence in layers with a sliding window, by its tokens.
         encoder_room: embeddings of images that the encoder's cache holds.
-        images: vLLM's cache of those that the engine has been sent, if it has one.
+        images: vLLM's cache of images that the engine has received, if it has one.
 
     Returns:
         ``request``.
 
     Raises:
-        RefusedRequestError: in four parts.
+        RefusedRequestError: for such a request.
 
     """
     try:
@@ -102,19 +101,17 @@ def check_request(
         return _checked(request, vllm_config, window_pages)
     except ConfigError as error:
         for image in request.mm_features or ():
-            # The engine is never sent it: it must not pass for sent when it is asked about again.
+            # The engine never receives it: a later request must send it again.
             if images is not None and image.data is not None:
                 images.invalidate(image.mm_hash)
         raise RefusedRequestError(*error.args) from error
 
 
 def _check_images(request: Any, vllm_config: Any, room: int) -> None:
-    """Those that the observation window reaches are embedded in one step."""
+    """Refuse images in the observation window that the encoder's cache cannot hold at once."""
     config = KVPolicyConfig.of(vllm_config) if request.mm_features else None
     if config is None or not config.num_window_queries:
         return
-    if config.ranking.second_pass is None and not vllm_config.cache_config.enable_prefix_caching:
-        return  # the window may be computed in several steps
     start = len(request.prompt_token_ids) - config.num_window_queries
     reached = {
         image.identifier: image.mm_position.get_num_embeds()
@@ -123,16 +120,16 @@ def _check_images(request: Any, vllm_config: Any, room: int) -> None:
     }
     if sum(reached.values()) > room:
         raise ConfigError(
-            f"{len(reached)} images within the last {config.num_window_queries} tokens of a prompt",
-            f"they are {sum(reached.values())} embeddings, and the encoder's cache has {room}",
-            "these tokens score together, in one step: the request would wait for ever",
+            f"a prompt with {len(reached)} images in its last {config.num_window_queries} tokens",
+            f"they are {sum(reached.values())} embeddings, and the encoder's cache holds {room}",
+            "the observation window is computed in one step",
             "move images forward, or start the server with a smaller observation_window or a "
             "larger --max-num-batched-tokens",
         )
 
 
 def _pages_of_an_engine(vllm_config: Any) -> int:
-    """0 before they are known; vLLM adds up those of all engines that a front end speaks to."""
+    """Return the pages of one engine; vLLM's count is for all engines of a front end."""
     parallel, pages = vllm_config.parallel_config, vllm_config.cache_config.num_gpu_blocks or 0
     if parallel.data_parallel_rank_local is not None:  # offline, with an engine of its own
         return pages
@@ -149,9 +146,9 @@ def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int])
     if config is None:
         raise ConfigError(
             f"{KEY}={asked!r}",
-            "this engine runs without a kv-policy",
-            "every token stays: the budget would be a silent no-op",
-            f"start it with --kv-policy h2o, or leave {KEY} out",
+            "the engine has no kv-policy",
+            "the budget would have no effect",
+            f"start the engine with --kv-policy h2o, or leave {KEY} out",
         )
     max_model_len = vllm_config.model_config.max_model_len
     block_size, pages = vllm_config.cache_config.block_size, _pages_of_an_engine(vllm_config)
@@ -162,15 +159,15 @@ def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int])
     longest = max_model_len if request.resumable else prompt_len + params.max_tokens
     if budget is not None:
         check_positions(config, f"{KEY}={asked!r}", budget, chunk, longest)
-    if config.prefill == "chunked" and budget is not None and pages:
-        # Elsewhere the pool is known to hold a longest sequence whole.
+    if config.eviction == "chunk" and budget is not None and pages:
+        # With other schedules the pool holds a longest sequence whole.
         needed = num_pages(min(budget.most_slots(chunk), longest), block_size)
         needed += window_pages(longest)
         if needed > pages - 1:
             raise ConfigError(
                 f"{KEY}={asked!r}",
-                f"the request may come to {needed} pages, and the pool has {pages - 1}",
-                "it would wait for ever",
+                f"the request may need {needed} pages",
+                f"the pool has {pages - 1}",
                 "ask for a smaller budget or fewer tokens, or give the server a larger pool",
             )
     return request

@@ -1,1 +1,1 @@
-"""How many sequences fit, from a model's config alone: no engine, no vLLM, no weights."""
+"""Count the sequences that fit, from a model's config: no engine, no vLLM, no weights."""

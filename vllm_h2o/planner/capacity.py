@@ -1,4 +1,4 @@
-"""How many sequences fit into a memory: with stock vLLM, and with each budget."""
+"""Count the sequences that fit into a memory, with stock vLLM and with each budget."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from vllm_h2o.scheduler.footprint import CacheShape, Pool
 
 @dataclass(frozen=True)
 class Workload:
-    """What the engine is to hold, and in which pages.
+    """The sequences that the engine holds, and its pages.
 
     Args:
         max_model_len: longest sequence, in tokens.
         prompt_len: longest prompt, in tokens.
         block_size: slots of a page.
-        max_num_batched_tokens: most tokens of one step; read where ``prefill`` is ``chunked``, and
-            where layers slide.
-        in_flight: steps on their way at once; with asynchronous scheduling two. Read where layers
-            slide.
+        max_num_batched_tokens: most tokens of one step; read with ``eviction=chunk``, and with
+            sliding windows.
+        in_flight: steps in flight, two with asynchronous scheduling; read with sliding windows.
 
     """
 
@@ -37,14 +36,14 @@ class Row:
     """One engine.
 
     Args:
-        label: how it is called.
+        label: its name in the table.
         pool: the pages of its memory.
-        slots: most tokens that a sequence holds past its prompt.
-        slot_bytes: bytes of a token.
-        prompt_slots: tokens that the longest prompt holds until its end.
-        start_slots: tokens for which vLLM wants room before it starts.
-        window_pages: pages of a sequence in layers that slide, past its prompt.
-        window_start_pages: the same before it starts.
+        slots: most slots of a sequence past its prompt.
+        slot_bytes: bytes of a slot.
+        prompt_slots: most slots of the longest prompt until its end.
+        start_slots: slots that vLLM needs before it starts.
+        window_pages: pages of a sequence past its prompt in layers with a sliding window.
+        window_start_pages: pages in these layers that vLLM needs before it starts.
 
     """
 
@@ -64,12 +63,12 @@ class Row:
 
     @property
     def prompt_pages(self) -> int:
-        """Pages of the longest prompt until its end, at its peak."""
+        """Most pages of the longest prompt until its end."""
         return self.pool.pages_of(self.prompt_slots) + self.window_start_pages
 
     @property
     def start_pages(self) -> int:
-        """Pages of the longest sequence, as vLLM counts them before it starts."""
+        """Pages of the longest sequence, which vLLM needs before it starts."""
         return self.pool.pages_of(self.start_slots) + self.window_start_pages
 
     @property
@@ -91,17 +90,17 @@ class Row:
 
     @property
     def starts(self) -> bool:
-        """Whether vLLM starts: it wants room for one longest sequence."""
+        """Whether vLLM starts: it needs room for one longest sequence."""
         return self.pool.num_pages >= self.start_pages
 
     @property
     def concurrency(self) -> float:
-        """What vLLM itself logs as its maximum concurrency."""
+        """The maximum concurrency that vLLM logs."""
         return self.pool.num_blocks / self.start_pages
 
 
 def _window_pages(pool: Pool, shape: CacheShape, work: Workload) -> tuple[int, int]:
-    """Of a sequence past its prompt, and of one that vLLM wants room for."""
+    """Return the window pages of a sequence past its prompt, and of one before vLLM starts."""
     longest, chunks = work.max_model_len, work.in_flight * work.max_num_batched_tokens
     return (
         pool.pages_of_windows(shape.windows, longest, work.in_flight),
@@ -110,12 +109,12 @@ def _window_pages(pool: Pool, shape: CacheShape, work: Workload) -> tuple[int, i
 
 
 def stock_row(shape: CacheShape, memory: int, work: Workload) -> Row:
-    """Stock vLLM.
+    """Count for stock vLLM.
 
     Args:
         shape: the model's cache.
         memory: bytes for the cache.
-        work: what it is to hold.
+        work: the sequences.
 
     """
     pool = Pool(memory // (shape.stock_slot_bytes * work.block_size), work.block_size)
@@ -127,23 +126,23 @@ def stock_row(shape: CacheShape, memory: int, work: Workload) -> Row:
 
 
 def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyConfig) -> Row:
-    """An engine with a policy.
+    """Count for an engine with a policy.
 
     Args:
         shape: the model's cache.
         memory: bytes for the cache.
-        work: what it is to hold.
+        work: the sequences.
         config: the policy.
 
     Raises:
-        ConfigError: when the budget comes to too few slots.
+        ConfigError: when the budget has too few slots.
 
     """
     slot_bytes = shape.slot_bytes(config.extra_words)
     pool = Pool(memory // (slot_bytes * work.block_size), work.block_size)
     budget = config.resolve(work.max_model_len, work.block_size)
     longest, prompt = work.max_model_len, work.prompt_len
-    if config.prefill == "chunked":
+    if config.eviction == "chunk":
         limit = budget.most_slots(work.max_num_batched_tokens)
         longest, prompt = min(longest, limit), min(prompt, limit)
     slots = min(_own(config, work, budget).capacity, work.max_model_len)
@@ -154,16 +153,16 @@ def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyC
 def plan(
     shape: CacheShape, memory: int, work: Workload, configs: Sequence[KVPolicyConfig]
 ) -> list[Row]:
-    """Stock vLLM, and then each policy; with ``eviction=pressure`` at both its ends.
+    """Count for stock vLLM, and for each policy; with ``eviction=pressure`` before and after it.
 
     Args:
         shape: the model's cache.
         memory: bytes for the cache.
-        work: what it is to hold.
+        work: the sequences.
         configs: the policies.
 
     Raises:
-        ConfigError: when a budget comes to too few slots.
+        ConfigError: when a budget has too few slots.
 
     """
     rows = [policy_row(shape, memory, work, config) for config in configs]
@@ -177,7 +176,7 @@ def plan(
 
 
 def _own(config: KVPolicyConfig, work: Workload, budget: Budget) -> Budget:
-    """The budget of a request with the longest prompt, where it depends on the request."""
+    """Return the budget of a request with the longest prompt."""
     rest = work.max_model_len - work.prompt_len
     own = config.resolve_request(work.max_model_len, work.block_size, work.prompt_len, rest)
     return own or budget

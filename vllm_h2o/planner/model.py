@@ -1,4 +1,4 @@
-"""A model from its config alone: what it caches, how long it runs, how large it is."""
+"""Read a model's cache, longest sequence and size from its config."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.options.capabilities import Setup
+from vllm_h2o.options.options import Options
 from vllm_h2o.options.refusals import ANOTHER_MODEL, MODEL_REFUSALS, ONE_GROUP, refuse
 from vllm_h2o.options.traits import FLOAT8
 from vllm_h2o.pages import num_pages
@@ -27,11 +29,11 @@ _STATE_SPACE_KEYS = {"layers_block_type", "hybrid_override_pattern", "attn_layer
 
 @dataclass(frozen=True)
 class Model:
-    """What a config says.
+    """A model by its config.
 
     Args:
         config: transformers' config.
-        dtype: name of the type that it runs in.
+        dtype: name of the dtype in which it runs.
 
     """
 
@@ -40,7 +42,7 @@ class Model:
 
     @property
     def text(self) -> Any:
-        """The config of the part that writes text."""
+        """The config of the language model."""
         return self.config.get_text_config()
 
     @property
@@ -74,19 +76,19 @@ class Model:
 
     @property
     def num_sliding(self) -> int:
-        """Those of them that have a sliding window."""
+        """Layers with a sliding window."""
         kinds: list[str] = _first(self.text, ("layer_types",)) or []
         return kinds.count("sliding_attention") if _first(self.text, ("sliding_window",)) else 0
 
     @property
     def window(self) -> int:
-        """Tokens that such a layer attends to; Cohere's count is of those before a token's own."""
+        """Tokens that such a layer attends to; Cohere does not count a token itself."""
         own = self.text.model_type.startswith("cohere")
         return int(_first(self.text, ("sliding_window",)) or 0) + own
 
     @property
     def num_group_layers(self) -> int:
-        """Layers that share pages: groups of vLLM's are of one kind, and most of one size."""
+        """Layers of a group of vLLM's: of one kind, and of one size where possible."""
         few, many = sorted((self.num_layers - self.num_sliding, self.num_sliding))
         return many if many < 1.5 * few or not few else few
 
@@ -98,18 +100,18 @@ class Model:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Tokens of the window, of each group of layers that slide."""
+        """Tokens of the window of each group of layers with a sliding window."""
         return (self.window,) * (self.num_groups - 1)
 
     def cache(self, kv_dtype: str) -> CacheShape:
-        """What it keeps of each token, in elements of ``kv_dtype`` ("auto": as it runs)."""
+        """Return the cache of a token, in elements of ``kv_dtype`` ("auto": the model's dtype)."""
         element_size = ELEMENT_SIZES[self.dtype if kv_dtype == "auto" else kv_dtype]
         return CacheShape(
             self.num_group_layers, self.num_kv_heads, self.head_size, element_size, self.windows
         )
 
     def parameter_bytes(self) -> int:
-        """Bytes of its parameters, counted without any memory for them.
+        """Count the bytes of its parameters, without allocating them.
 
         Raises:
             UnsupportedError: when transformers does not know the architecture, or the weights are
@@ -120,37 +122,37 @@ class Model:
         from transformers import AutoModelForCausalLM
 
         if _first(self.config, ("quantization_config",)):
-            raise _uncounted("its weights are quantised", "their size is not in the config")
+            raise _uncounted("the weights are quantised", "their size is not in the config")
         try:
             with torch.device("meta"), warnings.catch_warnings(action="ignore"):
                 model = AutoModelForCausalLM.from_config(self.text)
         except ValueError as error:
             raise _uncounted(
-                str(error).splitlines()[0], "its parameters are counted by it"
+                str(error).splitlines()[0], "transformers counts the parameters"
             ) from error
         return sum(p.numel() for p in model.parameters()) * ELEMENT_SIZES[self.dtype]
 
     def refuse(self) -> None:
-        """Stop at what the plugin refuses in this model.
+        """Refuse the model if every policy refuses it.
 
         Raises:
-            UnsupportedError: as the engine would, as far as the config shows it.
+            UnsupportedError: like the engine, as far as the config tells.
 
         """
-        shown = SimpleNamespace(model_config=self._as_vllm_sees_it())
+        engine = SimpleNamespace(model_config=self._as_vllm_sees_it())
         asked = f"a kv-policy for {_name(self.config)}"
-        refuse(MODEL_REFUSALS, shown, asked, "it has or is")
+        refuse(MODEL_REFUSALS, Setup(Options(), engine=engine), asked, "the model has or is")
         if (full := self.num_layers - self.num_sliding) > self.num_group_layers:
             raise UnsupportedError(
                 asked,
-                f"its {full} layers with full attention are more than one group next to "
+                f"its {full} layers with full attention form several groups next to "
                 f"{self.num_sliding} with sliding windows",
                 ONE_GROUP,
                 ANOTHER_MODEL,
             )
 
     def _as_vllm_sees_it(self) -> SimpleNamespace:
-        """What :data:`MODEL_REFUSALS` read of vLLM's ModelConfig."""
+        """Return the fields of vLLM's ModelConfig that :data:`MODEL_REFUSALS` read."""
         text, names = self.text, self.config.architectures or ()
         kinds = set(_first(text, ("layer_types",)) or ())
         states = {key for key in text.to_dict() if key.startswith(("mamba_", "ssm_"))}
@@ -177,7 +179,7 @@ def load(name: str, dtype: str = "auto") -> Model:
 
     Args:
         name: a folder, or a model's name on its hub.
-        dtype: name of the type that it runs in; "auto" is vLLM's choice.
+        dtype: name of the dtype in which it runs; "auto" is vLLM's choice.
 
     Raises:
         UnsupportedError: when there is no config to read.
@@ -191,19 +193,19 @@ def load(name: str, dtype: str = "auto") -> Model:
         said = str(error).strip().splitlines()[0]
         raise UnsupportedError(
             f"the model {name!r}",
-            said if Path(name).is_dir() else f"no folder has that name; nor is it known: {said}",
-            "its config says what it keeps of each token",
+            said if Path(name).is_dir() else f"no folder and no known model has that name ({said})",
+            "the plan needs the model's config",
             "give a folder with a config.json, or the name of a model that transformers knows",
         ) from error
     return Model(config, _running_dtype(config) if dtype == "auto" else dtype)
 
 
 def window_pages(vllm_config: Any, num_tokens: int) -> int:
-    """Pages that a request holds at the most in layers with a sliding window.
+    """Return the most pages of a request in layers with a sliding window.
 
     Args:
-        vllm_config: of the engine.
-        num_tokens: of the request, in the end.
+        vllm_config: the engine's VllmConfig.
+        num_tokens: tokens of the complete request.
 
     """
     windows = Model(vllm_config.model_config.hf_config, "auto").windows
@@ -214,14 +216,14 @@ def window_pages(vllm_config: Any, num_tokens: int) -> int:
 
 
 def _running_dtype(config: Any) -> str:
-    """VLLM's choice: what the weights are in, but no float32."""
+    """Return vLLM's choice: the dtype of the weights, or bfloat16 for float32."""
     written = _first(config, ("dtype",)) or _first(config.get_text_config(), ("dtype",))
     name = str(written).removeprefix("torch.")
     return name if name in ("bfloat16", "float16") else "bfloat16"
 
 
 def _first(config: Any, names: tuple[str, ...]) -> Any:
-    """The first of these attributes that a config has; configs translate names themselves."""
+    """Return the first of these attributes that a config has; configs translate names."""
     values = (getattr(config, name) for name in names if hasattr(config, name))
     return next((value for value in values if value is not None), None)
 
@@ -232,7 +234,7 @@ def _name(config: Any) -> str:
 
 def _uncounted(found: str, why: str) -> UnsupportedError:
     return UnsupportedError(
-        "a plan for --gpu-memory, less the model's parameters",
+        "a plan by --gpu-memory",
         found,
         why,
         "give the memory for the cache itself: --kv-memory 4GiB",

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal, and as a picture."""
+"""Show a plan as text for a terminal, and as a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TITLES = ("", "slots", "pages", "a sequence", "at once", "x stock", "and a prom
 
 
 def memory_text(num_bytes: float) -> str:
-    """Bytes in the unit that leaves a number below 1024."""
+    """Write bytes in the unit that leaves a number below 1024."""
     for unit in _UNITS[:-1]:
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -22,7 +22,7 @@ def memory_text(num_bytes: float) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One line a row; the first row is stock vLLM."""
+    """Write one line a row; the first row is stock vLLM."""
     stock = rows[0].sequences
     lines: list[tuple[str, ...]] = [_TITLES]
     for row in rows:
@@ -38,7 +38,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def bars(rows: Sequence[Row], columns: int) -> str:
-    """Sequences at once as bars.
+    """Draw the sequences that fit as bars.
 
     Args:
         rows: stock vLLM first.
@@ -55,19 +55,19 @@ def bars(rows: Sequence[Row], columns: int) -> str:
 
 
 def notes(rows: Sequence[Row], work: Workload) -> str:
-    """What the numbers mean, and what does not start."""
+    """Explain the numbers, and name the engines that do not start."""
     peaks = {row.prompt_pages for row in rows}
     held = ", ".join(f"{row.label} {row.prompt_pages}" for row in rows)
     peak = f"{max(peaks)} pages" if len(peaks) == 1 else f"these pages: {held}"
     lines = [
-        f"at once: sequences that grow to {work.max_model_len} tokens, past their prompts",
-        f"and a prompt: while one of them is a prompt of {work.prompt_len} tokens just before its "
-        f"end, when it holds {peak}",
+        f"at once: sequences of {work.max_model_len} tokens that fit, past their prompts",
+        f"and a prompt: the same while one of them computes a prompt of {work.prompt_len} tokens, "
+        f"which holds {peak}",
         f"stock vLLM will log a maximum concurrency of {rows[0].concurrency:.2f}x",
     ]
     lines += [
-        f"{row.label} does not start: vLLM wants room for one longest sequence, "
-        f"{row.start_pages} pages, and there are {row.pool.num_pages}"
+        f"{row.label} does not start: vLLM needs {row.start_pages} pages for one longest sequence, "
+        f"and there are {row.pool.num_pages}"
         for row in rows
         if not row.starts
     ]
@@ -75,10 +75,10 @@ def notes(rows: Sequence[Row], work: Workload) -> str:
 
 
 def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Write the bars as a picture; the file's ending says in which form.
+    """Write the bars as a picture, in the format of the file's suffix.
 
     Raises:
-        UnsupportedError: without matplotlib, or for an ending that it does not write.
+        UnsupportedError: without matplotlib, or for a suffix that it does not write.
 
     """
     try:
@@ -87,8 +87,8 @@ def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
         raise UnsupportedError(
             f"--plot {path}",
             "matplotlib is not installed",
-            "it draws the picture",
-            "pip install matplotlib, or leave --plot out: the bars are printed, too",
+            "the picture is drawn with it",
+            "pip install matplotlib, or leave --plot out",
         ) from error
     figure = Figure(figsize=(7, 1.2 + 0.4 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
@@ -107,6 +107,6 @@ def save_plot(rows: Sequence[Row], title: str, path: Path) -> None:
         raise UnsupportedError(
             f"--plot {path}",
             str(error).splitlines()[0],
-            "the ending names the form of the picture",
-            "end the name in .png or .svg",
+            "the suffix names the format of the picture",
+            "use a name that ends in .png or .svg",
         ) from error

@@ -2,68 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
+from vllm_h2o.policy.ranking import Ranking
 
-class ScoreKind(str, Enum):
-    """Where the score that ranks tokens comes from."""
-
-    ATTENTION = "attention"
-    """Accumulated attention, float32; how is one of :data:`~vllm_h2o.policy.scores.SCORES`."""
-    RANDOM = "random"
-    """A pseudo-random number per (seed, layer, KV head, position), drawn when a token is stored."""
-    NONE = "none"
-    """No score: position alone decides."""
-
-
-BUDGET_OPTIONS = frozenset(
-    {
-        "budget",
-        "budget_basis",
-        "min_budget",
-        "max_budget",
-        "num_sink_tokens",
-        "protect_prompt_tokens",
-        "prefill",
-        "eviction",
-        "pressure_watermark",
-        "merge",
-        "evict_every",
-        "positions",
-        "position_limit",
-        "continuation",
-    }
-)
-"""What every policy reads that evicts."""
+Split = Literal["none", "heads", "layers"]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One eviction policy.
+    """One eviction policy: how it ranks tokens, and its defaults.
 
     Args:
         name: the value of ``--kv-policy``.
         summary: one line for ``--help``.
-        score: what ranks the tokens that are neither sinks nor recent.
-        keeps_heavy: whether a part of the budget goes to the best-scored tokens;
-            otherwise everything but the sinks is the recent window.
-        default_num_sink_tokens: sinks when the user names none.
-        default_recent_ratio: fraction of the budget that is recent when the user names none.
-        splits: whether KV heads share a layer's slots when the user does not say.
-        default_score: how attention accumulates and ranks when the user does not say.
+        ranking: what ranks the tokens that are neither sinks nor recent. Without terms, position
+            alone decides: everything but the sinks is the recent window.
+        scores: other rankings, by the value of the option ``score``.
+        score: the name of ``ranking`` among them.
+        num_sink_tokens: sinks when the user names none.
+        recent_ratio: fraction of the budget that is recent when the user names none.
+        split: which KV heads share slots when the user does not say.
         evicts: False for the policy that keeps every token.
-        options: fields of the configuration that it reads; any other would be a silent no-op.
+
+    Raises:
+        ValueError: for defaults that are no fraction, no count, or contradict each other.
 
     """
 
     name: str
     summary: str
-    score: ScoreKind
-    keeps_heavy: bool
-    default_num_sink_tokens: int = 0
-    default_recent_ratio: float = 0.5
-    splits: bool = False
-    default_score: str = "sum"
+    ranking: Ranking = field(default_factory=Ranking)
+    scores: Mapping[str, Ranking] = field(default_factory=dict)
+    score: str | None = None
+    num_sink_tokens: int = 0
+    recent_ratio: float = 0.5
+    split: Split = "none"
     evicts: bool = True
-    options: frozenset[str] = BUDGET_OPTIONS
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"a policy's name is letters, digits and underscores: {self.name!r}")
+        if not 0 <= self.recent_ratio <= 1 or self.num_sink_tokens < 0:
+            raise ValueError(f"recent_ratio is in [0, 1], num_sink_tokens at least 0: {self}")
+        if self.score is not None and self.scores.get(self.score) != self.ranking:
+            raise ValueError(
+                f"score={self.score!r} names another ranking than the policy's: {self}"
+            )
+
+    @property
+    def keeps_heavy(self) -> bool:
+        """Whether a part of the budget goes to the best-ranked tokens."""
+        return bool(self.ranking.terms)

@@ -3,13 +3,13 @@
 ::
 
     position   0 ..                                                        .. n-1
-               |-sinks-|------ heavy hitters: the best scores ------|--recent--|
-               |<------------------------- kept = C - 1 ---------------------->| next |
-               |<--------------------------- capacity C ---------------------------->|
+               |-sinks-|------ heavy hitters: the best ranks -------|--recent--|
+               |<-------------- kept = C - evict_every tokens ---------------->| next |
+               |<------------------------- capacity C slots ------------------------>|
 
-``kept = sinks + heavy + recent`` tokens survive each step; the one slot that is left takes the next
-token (the paper's H + R, with the slot that the new token needs). Where tokens are evicted ``s`` at
-a time, ``s`` slots are left: a sequence grows from ``kept`` to ``kept + s``, and ``s`` of them go.
+``kept = sinks + heavy + recent`` tokens survive an eviction. The ``evict_every`` slots that are
+left take the next tokens (the paper's H + R, with the slot that the new token needs). Whole pages
+are evicted where ``unit`` is the page size: the page that is not full yet survives as well.
 """
 
 from __future__ import annotations
@@ -17,18 +17,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from vllm_h2o.pages import num_pages
+from vllm_h2o.policy.eviction import Eviction
+
 
 @dataclass(frozen=True)
 class Budget:
     """The slots of one sequence.
 
     Args:
-        capacity: slots that a sequence may hold once it is full; a whole number of pages where
-            ``evict_every`` is 1.
-        num_heavy: heavy hitters kept, by score.
+        capacity: slots that a sequence may hold after its prompt; whole pages where
+            ``evict_every`` is 1 or whole pages are evicted.
+        num_heavy: heavy hitters kept, by rank.
         num_recent: most recent positions kept.
         num_sinks: first positions kept.
-        evict_every: tokens that fill the slots which are left, and how many are evicted then.
+        evict_every: tokens that are evicted at a time in decode.
+        unit: tokens that are ranked and evicted together: 1, or the page size.
+
+    Raises:
+        ValueError: when the parts do not add up.
 
     """
 
@@ -37,6 +44,7 @@ class Budget:
     num_recent: int
     num_sinks: int
     evict_every: int = 1
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if min(self.num_heavy, self.num_recent, self.num_sinks) < 0:
@@ -45,11 +53,18 @@ class Budget:
             raise ValueError(f"no slot is left for the next token: {self}")
         if self.num_sinks + self.num_heavy + self.num_recent != self.kept:
             raise ValueError(f"sinks + heavy + recent must be capacity - evict_every: {self}")
+        if self.capacity % self.unit or self.evict_every % self.unit:
+            raise ValueError(f"capacity and evict_every are whole units: {self}")
 
     @property
     def kept(self) -> int:
-        """Tokens that survive an eviction: ``capacity - evict_every``."""
+        """Tokens that survive an eviction: ``capacity - evict_every``; see :meth:`survivors`."""
         return self.capacity - self.evict_every
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the next token takes its victim's slot: nothing moves in decode."""
+        return self.evict_every == 1
 
     @property
     def parts(self) -> str:
@@ -59,6 +74,13 @@ class Budget:
             left = f"{self.evict_every} for incoming tokens"
         return f"{self.num_heavy} heavy, {self.num_recent} recent, {self.num_sinks} sinks, {left}"
 
+    def survivors(self, length: int) -> int:
+        """Tokens that survive when survivors are chosen among ``length`` resident tokens.
+
+        With whole pages the last page, which is not full, survives next to ``kept`` tokens.
+        """
+        return min(length, self.kept + (length - self.kept) % self.unit)
+
     def holds(self, prompt_len: int, max_len: int) -> bool:
         """Whether a request is never evicted from, at its prompt's end or after it.
 
@@ -67,21 +89,33 @@ class Budget:
             max_len: those, and all that may follow.
 
         """
-        return prompt_len <= self.kept and max_len <= self.capacity
+        return self.survivors(prompt_len) == prompt_len and max_len <= self.capacity
 
     def most_slots(self, chunk: int) -> int:
-        """Most slots of a sequence whose prompt is packed after each of its chunks.
+        """Most slots of a sequence that is evicted from after each chunk of its prompt.
 
         Args:
             chunk: most tokens of one.
 
         """
-        return max(self.kept + chunk, self.capacity)
+        return max(self.kept + self.unit - 1 + chunk, self.capacity)
 
 
-def minimum_slots(recent_ratio: float, num_sinks: int) -> int:
-    """Fewest slots with which a sequence goes on: sinks, a recent token if any, the next token."""
-    return num_sinks + (1 if recent_ratio > 0 else 0) + 1
+def minimum_slots(
+    recent_ratio: float,
+    num_sinks: int,
+    eviction: Eviction = Eviction(),  # noqa: B008 (frozen)
+    block_size: int = 1,
+) -> int:
+    """Fewest slots with which a sequence goes on: sinks, a recent token if any, the next tokens.
+
+    Where whole pages are evicted, each of these takes pages of its own.
+    """
+    recent = 1 if recent_ratio > 0 else 0
+    if eviction.by_page:
+        pages = num_pages(num_sinks, block_size) + recent + eviction.every
+        return pages * block_size
+    return num_sinks + recent + 1
 
 
 def split_budget(
@@ -89,29 +123,39 @@ def split_budget(
     block_size: int,
     recent_ratio: float,
     num_sinks: int,
-    evict_every: int = 1,
+    eviction: Eviction = Eviction(),  # noqa: B008 (frozen)
     max_len: int | None = None,
 ) -> Budget:
-    """Round ``slots`` up to whole pages and divide them; ``evict_every - 1`` more come on top.
+    """Round ``slots`` up to whole pages and divide them.
+
+    With ``eviction.every`` tokens at a time, ``every - 1`` slots come on top. Where whole pages are
+    evicted, none do: the pages that the next tokens fill are part of the budget.
 
     Args:
-        slots: slots asked for, at least ``minimum_slots(recent_ratio, num_sinks)``.
+        slots: slots asked for, at least :func:`minimum_slots`.
         block_size: slots of a page.
         recent_ratio: fraction of the kept tokens beyond the sinks that is the recent window, in
             [0, 1]; a half rounds in favour of the recent window, and no ratio above 0 leaves it
             empty.
         num_sinks: first positions that are never evicted.
-        evict_every: tokens that are evicted at a time.
-        max_len: longest sequence: its pages are the most that any takes, so ``evict_every`` is
-            smaller where it would come to more; None: nothing limits it.
+        eviction: how many tokens are evicted at a time, and in which unit.
+        max_len: longest sequence: its pages are the most that any takes, so fewer tokens are
+            evicted at a time where those would come to more; None: nothing limits it.
 
     """
-    capacity = math.ceil(slots / block_size) * block_size
-    rest = capacity - 1 - num_sinks
-    if max_len is not None:
-        most = math.ceil(max_len / block_size) * block_size
-        evict_every = min(evict_every, max(most - capacity, 0) + 1)
+    capacity = num_pages(slots, block_size) * block_size
     least = 1 if recent_ratio > 0 else 0
+    if eviction.by_page:
+        every = eviction.every * block_size
+        rest = capacity - every - num_sinks
+        # A page with a sink or a recent token is protected whole.
+        most_recent = capacity - every - num_pages(num_sinks, block_size) * block_size
+        num_recent = min(most_recent, max(least, math.floor(recent_ratio * rest + 0.5)))
+        return Budget(capacity, rest - num_recent, num_recent, num_sinks, every, block_size)
+    every = eviction.every
+    if max_len is not None:
+        most = num_pages(max_len, block_size) * block_size
+        every = min(every, max(most - capacity, 0) + 1)
+    rest = capacity - 1 - num_sinks
     num_recent = min(rest, max(least, math.floor(recent_ratio * rest + 0.5)))
-    slots = capacity + evict_every - 1
-    return Budget(slots, rest - num_recent, num_recent, num_sinks, evict_every)
+    return Budget(capacity + every - 1, rest - num_recent, num_recent, num_sinks, every)

@@ -1,26 +1,23 @@
 """H2O: heavy hitters by accumulated attention, and the recent window (arXiv 2306.14048).
 
-The paper's is ``score=sum``. Others: squares, so that one query that needs a token counts for more
-than many that graze it; means, since a sum favours old tokens, which have met more queries.
+The paper's score is the sum. With squares, one query that needs a token counts for more than many
+that graze it; a mean does not favour old tokens, which have met more queries.
 """
 
-from vllm_h2o.policy.base import BUDGET_OPTIONS, Policy, ScoreKind
+from vllm_h2o.policy.base import Policy
+from vllm_h2o.policy.ranking import Ranking, Term
+
+SUM = Ranking(Term("all", "sum"))
 
 H2O = Policy(
     name="h2o",
     summary="heavy hitters by accumulated attention + recent tokens (the paper)",
-    score=ScoreKind.ATTENTION,
-    keeps_heavy=True,
-    options=BUDGET_OPTIONS
-    | {
-        "recent_ratio",
-        "granularity",
-        "observation_window",
-        "window_lifetime",
-        "window_score",
-        "score",
-        "score_skip_recent",
-        "split",
-        "split_layers",
+    ranking=SUM,
+    score="sum",
+    scores={
+        "sum": SUM,
+        "sum_squares": Ranking(Term("all", "sum", power=2)),
+        "mean": Ranking(Term("all", "mean")),
+        "mean_squares": Ranking(Term("all", "mean", power=2)),
     },
 )

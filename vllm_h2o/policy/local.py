@@ -1,10 +1,5 @@
 """Recent tokens only: a sliding window. The H2O paper's failing baseline, kept for comparison."""
 
-from vllm_h2o.policy.base import Policy, ScoreKind
+from vllm_h2o.policy.base import Policy
 
-LOCAL = Policy(
-    name="local",
-    summary="recent tokens only (a baseline that degenerates)",
-    score=ScoreKind.NONE,
-    keeps_heavy=False,
-)
+LOCAL = Policy(name="local", summary="recent tokens only (a baseline that degenerates)")

@@ -1,16 +1,14 @@
-"""Attention sinks and the recent window.
+"""Attention sinks and the recent window: no scores.
 
-Differs from the paper of StreamingLLM (arXiv 2309.17453): positions are the original ones, so the
-model must be able to reach as far as the text is long; with ``positions=rolling`` they are
-re-assigned inside the cache when they run out, not at every step.
+Differs from StreamingLLM (arXiv 2309.17453): positions are the original ones, so the model must
+reach as far as the text is long. With ``positions=rolling`` they are counted anew when they run
+out, not at every step.
 """
 
-from vllm_h2o.policy.base import Policy, ScoreKind
+from vllm_h2o.policy.base import Policy
 
 STREAMING = Policy(
     name="streaming",
     summary="the first tokens (sinks, 4 by default) + recent tokens",
-    score=ScoreKind.NONE,
-    keeps_heavy=False,
-    default_num_sink_tokens=4,
+    num_sink_tokens=4,
 )

@@ -1,4 +1,4 @@
-"""Where the chunks of a prompt end: what is scored together is computed in one step."""
+"""Ends the chunks of a prompt so that queries that score together are computed in one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_h2o.scheduler.ledger import Ledger
 
 
 class CutsChunks(AsyncScheduler):
-    """vLLM's scheduler, whose two seams for the size of a chunk ask the ledger."""
+    """vLLM's scheduler, which asks the ledger for the size of a chunk in two places."""
 
     ledger: Ledger
 
@@ -22,7 +22,7 @@ class CutsChunks(AsyncScheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Keep what is scored together in one chunk, and drafts within what there is room for."""
+        """Keep queries that score together in one chunk, and drafts within free slots."""
         start = request.num_computed_tokens + num_new_local_computed_tokens
         prompt_len = request.num_tokens
         return self.ledger.align_chunk(request.request_id, start, num_new_tokens, prompt_len)
@@ -30,10 +30,10 @@ class CutsChunks(AsyncScheduler):
     def _try_schedule_encoder_inputs(
         self, request: Request, start: int, num_new: int, budget: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Where the encoder has no room for an image, a chunk ends before it or the window.
+        """End a chunk before an image without room in the encoder, or before the window.
 
-        A chunk that begins at an image and must end within it is computed, also where images are
-        not to be cut (``--disable-chunked-mm-input``): put off, it would be so for ever.
+        A chunk that begins at an image and must end within it is computed even with
+        ``--disable-chunked-mm-input``: it would be put off forever.
         """
         ends_chunks = self.need_mamba_block_aligned_split
         asked = (request, start, num_new, budget)
@@ -50,6 +50,6 @@ class CutsChunks(AsyncScheduler):
         cut = self.ledger.align_chunk(request.request_id, start, cut, request.num_tokens, True)
         if cut:
             return images, cut, *rest
-        # Who waits for room in the encoder's cache holds none: two would wait for each other.
+        # A request that waits for the encoder's cache holds no room: two would wait for each other.
         self.encoder_cache_manager.free(request)
         return [], 0, budget, [], []

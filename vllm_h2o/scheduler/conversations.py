@@ -1,17 +1,17 @@
-"""What requests leave when they end, for those that go on from there.
+"""Keeps the caches of finished requests, for requests that continue from there.
 
-An *entry* is what one request held: its pages, and how many tokens they stand for. The pages go
-back to the pool as all do, at the end of its queue, and each is marked as one that vLLM's prefix
-cache knows: with a hash, of which there is no other. Whatever makes vLLM forget a cached page
-forgets the mark: when the page is taken, and when all of the cache is reset. An entry is there as
-long as all its marks are.
+An *entry* is the cache of one request: its blocks, and the tokens that they stand for. The blocks
+return to the end of the pool's queue as all do, and each is marked as one of vLLM's prefix cache,
+with a hash that no other block has. Whatever makes vLLM forget a cached block forgets the mark:
+the block is taken, or the whole cache is reset. An entry is valid while all its marks are there.
 
-Who continues gets pages of its own, and the workers copy. Steps run in the order of scheduling, so
-nobody has to hold an entry: it may be taken, even by who continues from it, in the same step.
+A request that continues gets blocks of its own, and the workers copy. Steps run in the order of
+scheduling, so an entry needs no holder: its blocks may be taken in the same step, even by the
+request that continues from it.
 
-An entry's key is the hash that vLLM makes of its last whole block and all before it, which takes in
-adapter and salt, the tokens after it as they are, and the budget. As with vLLM's own cache, two
-texts of one hash are taken for the same.
+The key of an entry is vLLM's hash of its last whole block and all before it, which includes adapter
+and salt, the tokens after that block, and the budget. As in vLLM's own cache, two texts of one hash
+pass for the same.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ WHOLE = (
     RequestStatus.FINISHED_ABORTED,
     RequestStatus.FINISHED_REPETITION,
 )
-"""How requests end whose tokens are what their pages hold."""
+"""Status of finished requests whose blocks hold exactly their tokens."""
 
-Start = tuple[BlockHash | None, Budget, int]
-"""Of an entry's key: the whole blocks, the budget, and the seed where it counts."""
+Start = tuple[BlockHash | None, Budget]
+"""First half of a key: the whole blocks and the budget."""
 End = tuple[tuple[int, ...], Hashable]
-"""The tokens after those, and what vLLM would hash with them."""
+"""Second half: the tokens after those blocks, and the keys that vLLM would hash with them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What one request has left.
+    """The cache of one finished request.
 
     Args:
-        turn: in numbers.
-        blocks: its pages, in their order.
-        marks: what each bears.
+        turn: its lengths.
+        blocks: its blocks, in order.
+        marks: the hash of each block.
         key: under which it is found.
 
     """
@@ -71,23 +71,22 @@ class Entry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no page was taken, or forgotten."""
+        """Whether the pool has taken or forgotten none of its blocks."""
         pairs = zip(self.blocks, self.marks, strict=True)
         return all(block.block_hash == mark for block, mark in pairs)
 
     def continued(self, blocks: Sequence[KVCacheBlock]) -> Continuation:
-        """What is copied, for the workers.
+        """The copy that the workers make.
 
         Args:
-            blocks: pages of who continues, from its first slot on.
+            blocks: blocks of the request that continues, from its first slot on.
 
         """
         turn = self.turn
         return Continuation(
             source=tuple(block.block_id for block in self.blocks),
             blocks=tuple(block.block_id for block in blocks[: len(self.blocks)]),
-            num_slots=turn.num_slots,
-            num_free_slots=turn.num_free_slots,
+            num_slots=turn.resident_len,
             restored_end=turn.restored_end,
         )
 
@@ -96,43 +95,36 @@ class Conversations:
     """The entries of one pool.
 
     Args:
-        pool: vLLM's; it keeps marks from now on, whether prefixes are cached or not.
+        pool: vLLM's pool; it keeps hashes from now on, with prefix caching or without.
         group_id: of the policy's layers.
-        hash_fn: vLLM's, of the prefix cache.
-        by_seed: whether it depends on the seed which tokens stay.
+        hash_fn: vLLM's function of the prefix cache.
 
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        group_id: int,
-        hash_fn: Callable[[object], bytes],
-        by_seed: bool = False,
-    ) -> None:
-        # A liberty: pages that bear a hash are taken last, and lose it then.
+    def __init__(self, pool: BlockPool, group_id: int, hash_fn: Callable[[object], bytes]) -> None:
+        # A liberty: blocks with a hash are taken last, and lose it then.
         pool.enable_caching = True
         init_none_hash(hash_fn)
         self._block_size: int = pool.hash_block_size
         self._hasher = get_request_block_hasher(self._block_size, hash_fn)
-        self._group_id, self._by_seed = group_id, by_seed
+        self._group_id = group_id
         self._numbers = count()
         self._found: dict[Start, dict[End, Entry]] = {}
         self._owners: dict[int, Entry] = {}
-        self._num_blocks: Counter[int] = Counter()  # of how many entries, by their whole blocks
+        self._num_blocks: Counter[int] = Counter()  # entries, by the number of their whole blocks
 
     def add(
         self, request: Request, state: RequestState, turn: Left, blocks: Sequence[KVCacheBlock]
     ) -> None:
-        """Remember what a request leaves, before its pages are freed.
+        """Remember the cache of a request, before its blocks are freed.
 
-        Nothing is, where tokens were computed that are not the request's: after its last one.
+        A request of which tokens after its last one were computed leaves no entry.
 
         Args:
-            request: one that ends.
+            request: a request that ends.
             state: its lengths and limits.
-            turn: what it leaves.
-            blocks: its pages that hold this.
+            turn: the lengths of the entry.
+            blocks: its blocks with these tokens.
 
         """
         if request.status not in WHOLE or request.resumable:
@@ -141,7 +133,7 @@ class Conversations:
             return
         if any(block.is_null or block.ref_cnt != 1 or block.block_hash for block in blocks):
             return
-        start, end = self._key(request, state.budget, state.seed, turn.logical_len)
+        start, end = self._key(request, state.budget, turn.logical_len)
         if before := self._found.get(start, {}).get(end):
             self._forget(before)
         number = next(self._numbers).to_bytes(8, "big")
@@ -160,13 +152,12 @@ class Conversations:
         self._found.setdefault(start, {})[end] = entry
         self._num_blocks[turn.logical_len // self._block_size] += 1
 
-    def find(self, request: Request, budget: Budget, seed: int) -> Entry | None:
-        """The longest entry that a request's tokens begin with, and have more.
+    def find(self, request: Request, budget: Budget) -> Entry | None:
+        """Find the longest entry that is shorter than a request's tokens and begins them.
 
         Args:
-            request: one that holds nothing.
-            budget: its own, or that of all.
-            seed: likewise.
+            request: a request that holds nothing.
+            budget: its own, or the engine's.
 
         """
         if not self._found or request.resumable or request.skip_reading_prefix_cache:
@@ -176,7 +167,7 @@ class Conversations:
         for num_blocks in sorted(self._num_blocks, reverse=True):
             if num_blocks > longest // self._block_size:
                 continue
-            known = self._found.get(self._start(request, budget, seed, num_blocks), {})
+            known = self._found.get(self._start(request, budget, num_blocks), {})
             for end in sorted(known, key=lambda end: -len(end[0])):
                 length = num_blocks * self._block_size + len(end[0])
                 if length > longest or end != self._end(request, length):
@@ -186,38 +177,38 @@ class Conversations:
         return None
 
     def check_integrity(self) -> None:
-        """Whether the pages of entries are free.
+        """Check that the blocks of entries are free.
 
         Raises:
-            IntegrityError: when somebody holds one.
+            IntegrityError: when a request holds one.
 
         """
         entries = [entry for known in self._found.values() for entry in known.values()]
         held = [b.block_id for e in entries if e.is_whole for b in e.blocks if b.ref_cnt]
         if held:
-            raise IntegrityError(f"pages {held} are remembered, and somebody holds them")
+            raise IntegrityError(f"blocks {held} belong to an entry, but a request holds them")
 
-    def _key(self, request: Request, budget: Budget, seed: int, length: int) -> tuple[Start, End]:
+    def _key(self, request: Request, budget: Budget, length: int) -> tuple[Start, End]:
         self._update_hashes(request)
-        start = self._start(request, budget, seed, length // self._block_size)
+        start = self._start(request, budget, length // self._block_size)
         return start, self._end(request, length)
 
-    def _start(self, request: Request, budget: Budget, seed: int, num_blocks: int) -> Start:
+    def _start(self, request: Request, budget: Budget, num_blocks: int) -> Start:
         whole = request.block_hashes[num_blocks - 1] if num_blocks else None
-        return whole, budget, seed if self._by_seed else 0
+        return whole, budget
 
     def _end(self, request: Request, length: int) -> End:
-        """Of its first ``length`` tokens, those after the whole blocks."""
+        """Tokens after the whole blocks of a request's first ``length`` tokens."""
         start = length // self._block_size * self._block_size
         extra_keys, _ = generate_block_hash_extra_keys(request, start, length, 0)
         return tuple(request.all_token_ids[start:length]), extra_keys
 
     def _update_hashes(self, request: Request) -> None:
-        """vLLM hashes where prefixes are cached; elsewhere it is done when somebody asks."""
+        """Hash a request's whole blocks. vLLM does this itself only with prefix caching."""
         request.block_hashes.extend(self._hasher(request))
 
     def _forget(self, entry: Entry) -> None:
-        """Drop an entry; its pages stay where they are in the pool's queue."""
+        """Drop an entry; its blocks keep their places in the pool's queue."""
         start, end = entry.key
         known = self._found.get(start, {})
         if known.get(end) is entry:

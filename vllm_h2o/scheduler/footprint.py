@@ -12,7 +12,7 @@ SCORE_AND_POSITION_BYTES = 8
 
 
 def slot_extra_bytes(extra_words: int = 0) -> int:
-    """What a slot of one KV head holds next to K and V: score, position and so many words more."""
+    """Bytes of a slot of one KV head next to K and V: score, position and ``extra_words``."""
     return SCORE_AND_POSITION_BYTES + 4 * extra_words
 
 
@@ -21,7 +21,7 @@ class Pool:
     """The pages of a memory.
 
     Args:
-        num_blocks: pages, among them the null page, which is nobody's.
+        num_blocks: pages, among them the null page, which no sequence holds.
         block_size: slots of a page.
 
     """
@@ -39,16 +39,16 @@ class Pool:
         return num_pages(num_slots, self.block_size)
 
     def num_sequences(self, num_slots: int, num_others: int = 0) -> int:
-        """Sequences of ``num_slots`` slots, and so many pages next to them, that fit at once."""
+        """Sequences of ``num_slots`` slots and ``num_others`` more pages that fit at once."""
         return self.num_pages // (self.pages_of(num_slots) + num_others)
 
     def pages_of_windows(self, sizes: Iterable[int], max_len: int, in_flight: int) -> int:
-        """Pages that a sequence past its prompt holds in layers with a sliding window, at the most.
+        """Most pages that a sequence past its prompt holds in layers with a sliding window.
 
         Args:
             sizes: tokens of the window, of each group of such layers.
             max_len: longest sequence, in tokens.
-            in_flight: steps whose tokens are on their way: vLLM keeps what the first of them reads.
+            in_flight: steps in flight: vLLM keeps the pages that the first of them reads.
 
         """
         lengths = [min(size - 1 + in_flight, max_len) for size in sizes]
@@ -56,12 +56,12 @@ class Pool:
         return sum(min(self.pages_of(n - 1) + 1, self.pages_of(max_len)) for n in lengths)
 
     def pages_of_windows_in_prompts(self, sizes: Iterable[int], max_len: int, chunks: int) -> int:
-        """The same with tokens of a prompt on their way: vLLM reserves so much, and a page more.
+        """The same with chunks of a prompt in flight: vLLM reserves these pages, and one more.
 
         Args:
             sizes: tokens of the window, of each group of such layers.
             max_len: longest sequence, in tokens.
-            chunks: most tokens on their way.
+            chunks: most tokens in flight.
 
         """
         return sum(self.pages_of(min(size - 1 + chunks, max_len)) + 1 for size in sizes)
@@ -69,11 +69,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model keeps of each token.
+    """The KV cache of a model, for each token.
 
     Args:
-        num_layers: layers that keep K and V; next to sliding windows, those of one group, which
-            share pages.
+        num_layers: layers that keep K and V; next to sliding windows, the layers of one group,
+            which share pages.
         num_kv_heads: KV heads of a layer.
         head_size: elements of K, and of V, of one head.
         element_size: bytes of an element.
@@ -93,15 +93,15 @@ class CacheShape:
         return self.num_layers * self.num_kv_heads * 2 * self.head_size * self.element_size
 
     def slot_bytes(self, extra_words: int = 0) -> int:
-        """Bytes of a token in these layers: K, V, score, position, and what a policy may add."""
+        """Bytes of a token in these layers: K, V, score, position and ``extra_words``."""
         extra = slot_extra_bytes(extra_words)
         return self.stock_slot_bytes + self.num_layers * self.num_kv_heads * extra
 
 
 def row_bytes(num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """Bytes that a model runner of vLLM's keeps for the rows of its batch, however short they are.
+    """Bytes that vLLM's model runner keeps for the rows of its batch, however short they are.
 
-    A token's id and whether it is one; a page's id, on the host and on the device.
+    A row has the id of each token, a flag, and the id of each page on the host and the device.
 
     Args:
         num_seqs: most sequences of a step.

@@ -1,13 +1,13 @@
-"""Who falls back to its budget when the pool runs short: ``eviction=pressure``.
+"""``eviction=pressure``: chooses requests that fall back to their budget when the pool runs short.
 
-Integers only: no torch, no vLLM. Before each step the scheduler adds up what running requests take
-in their next two steps, and what the first waiting requests need. Where that is more than is free,
-requests that hold more than their budget are chosen::
+No torch, no vLLM. Before each step the scheduler adds up the pages that running requests take in
+their next two steps, and those that the first waiting requests need. If fewer are free, it chooses
+requests that hold more than their budget::
 
     this step    computes a token of each, in a slot of its own, and packs the survivors
     the next     starts with the pages after the survivors back in the pool
 
-Hence the two steps: who has no page in the next one could be helped in this one alone.
+Two steps, because a request without a page in the next step can only be helped in this one.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.state import RequestInfo, RequestState
 
 MAX_PACKS = 8
-"""Requests that fall back in one step for the sake of those that wait: packing stays a small part
-of a step."""
+"""Most requests that fall back in one step for waiting ones: packing stays a small part of it."""
+SPARE = Fraction(2, 100)
+"""Part of the pool that is freed besides, once pages are short: else every step would evict."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a running request takes from the pool soon, and what it could give back.
+    """Pages that a running request takes soon, and that it could give back.
 
     Args:
         request_id: the request.
         priority: the larger, the sooner it falls back.
-        takes: pages of its next two tokens, or of what is left of its prompt and the next token.
+        takes: pages of its next two tokens, or of the rest of its prompt and the next token.
         gives: pages that come back because it falls back already.
-        saves: pages that come back or are not taken if it is chosen; 0 where it cannot be.
-        loses: tokens that go then.
+        saves: pages that come back or are not taken if it is chosen; 0: it cannot be chosen.
+        loses: tokens that it loses then.
 
     """
 
@@ -54,13 +55,13 @@ class Forecast:
         falling_back: bool = False,
         priority: int = 0,
     ) -> Forecast:
-        """That of a request.
+        """The forecast of a request.
 
         Args:
             request_id: the request.
             state: what it holds.
             block_size: slots of a page.
-            falling_back: whether it has been chosen already, and its step has not come yet.
+            falling_back: whether it has been chosen already, and its step is still to come.
             priority: the larger, the sooner it falls back.
 
         """
@@ -83,17 +84,17 @@ class Forecast:
             priority=priority,
             takes=max(pages - held, 0),
             saves=max(pages - full, 0) if able else 0,
-            loses=next_len - state.budget.kept,
+            loses=next_len - state.budget.survivors(next_len),
         )
 
 
 @dataclass(frozen=True)
 class Relief:
-    """What is done in a step.
+    """The requests that fall back in a step.
 
     Args:
-        falling_back: requests that fall back to their budget, in the order of their choice.
-        is_short: whether that is not enough: prompts that end in this step are packed, too.
+        falling_back: their ids, in the order of choice.
+        is_short: whether they are not enough, so that prompts that end in this step are packed.
 
     """
 
@@ -108,23 +109,23 @@ def pages_to_admit(info: RequestInfo, block_size: int) -> int:
 
 
 def most_taken(states: Iterable[RequestState], block_size: int) -> int:
-    """Pages that running requests take soon at the most, quickly: no forecast says more."""
+    """An upper bound of the pages that forecasts say running requests take, computed quickly."""
     return sum(num_pages(s.prompt_end + 1, block_size) if s.in_prompt else 2 for s in states)
 
 
 def relieve(free: int, forecasts: Sequence[Forecast], waiting: Iterable[int], spare: int) -> Relief:
-    """Choose as few requests as are enough.
+    """Choose the fewest requests that free enough pages.
 
-    The lowest priority first; then those that lose the fewest tokens for each page; then the latest
-    of ``forecasts``. Nobody is chosen for a waiting request that would not be admitted even if all
-    fell back. For the next step of those that run, as many are chosen as are needed; for others
-    that wait, and for ``spare``, at most ``MAX_PACKS`` in a step.
+    The lowest priority goes first; then the fewest tokens lost for each page; then the latest of
+    ``forecasts``. No request is chosen for a waiting one that would not be admitted even if all
+    fell back. The next step of running requests may take any number; waiting requests and
+    ``spare`` take at most ``MAX_PACKS`` in a step.
 
     Args:
-        free: pages.
+        free: free pages.
         forecasts: of the running requests, the oldest first.
-        waiting: pages that each waiting request needs, the first in the queue first.
-        spare: pages that are left free besides, once there are not enough.
+        waiting: pages that each waiting request needs, in the order of the queue.
+        spare: pages that are freed besides, once there are not enough.
 
     """
     able = [forecast for forecast in forecasts if forecast.saves > 0]
@@ -150,7 +151,7 @@ def relieve(free: int, forecasts: Sequence[Forecast], waiting: Iterable[int], sp
 
 
 def _needed(chosen: Sequence[Forecast], excess: int) -> tuple[str, ...]:
-    """Those without which it would not be enough; of the last one's priority others may go."""
+    """Drop choices that are not needed, among those with the priority of the last one."""
     kept = []
     for forecast in chosen:
         if forecast.saves <= excess and forecast.priority == chosen[-1].priority:

@@ -1,4 +1,4 @@
-"""The page that vLLM accounts for: K, V, and the score and position of each slot, perhaps more."""
+"""The page that vLLM accounts for: K, V, score and position of each slot, perhaps more."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from vllm_h2o.scheduler.footprint import slot_extra_bytes
 class HeavyHitterSpec(FullAttentionSpec):
     """A full-attention page with the score and the position of each slot next to K and V.
 
-    A prompt is kept whole until its end, so the memory of one longest request is that of full
-    attention, unless survivors are packed after each chunk.
+    A prompt is kept whole until its end, so one longest request needs the memory of full attention,
+    unless survivors are packed after each chunk.
     """
 
     def __post_init__(self) -> None:
-        """Refuse to be padded, which vLLM does where other layers have larger pages."""
+        """Refuse padding, which vLLM adds if other layers have larger pages."""
         super().__post_init__()
         if self.page_size_padded is not None:
             raise UnsupportedError(
                 "a kv-policy for this model",
                 f"layers with full attention have pages of {self.unpadded_page_size_bytes} bytes, "
                 f"others of {self.page_size_padded}",
-                "the kernels take pages that lie next to one another",
+                "the kernels read pages without padding between them",
                 ANOTHER_MODEL,
             )
 
@@ -39,7 +39,7 @@ class HeavyHitterSpec(FullAttentionSpec):
         """Bytes of one longest request, which vLLM asks for at the start."""
         max_len = vllm_config.model_config.max_model_len
         config = KVPolicyConfig.of(vllm_config)
-        if config is not None and config.prefill == "chunked":
+        if config is not None and config.schedule.at == "chunk":
             budget = config.resolve(max_len, self.block_size)
             chunk = vllm_config.scheduler_config.max_num_batched_tokens
             max_len = min(max_len, budget.most_slots(chunk))
@@ -47,16 +47,16 @@ class HeavyHitterSpec(FullAttentionSpec):
 
     @property
     def stock_page_size_bytes(self) -> int:
-        """Bytes of stock vLLM's page of as many slots: K and V alone."""
+        """Bytes of stock vLLM's page with the same slots: K and V alone."""
         slots = self.unpadded_page_size_bytes // self.state_content_size_bytes
         return slots * _kv_bytes(self)
 
     @classmethod
     def of(cls, spec: AttentionSpec, extra_words: int = 0) -> HeavyHitterSpec:
-        """``spec`` with what a slot holds next to K and V.
+        """``spec`` with room for scores and positions.
 
         Args:
-            spec: the full-attention spec that vLLM's layer made.
+            spec: the full-attention spec of vLLM's layer.
             extra_words: of each slot, next to score and position.
 
         """
@@ -67,5 +67,5 @@ class HeavyHitterSpec(FullAttentionSpec):
 
 
 def _kv_bytes(spec: AttentionSpec) -> int:
-    """Of one slot of one KV head."""
+    """Bytes of K and V of one slot of one KV head."""
     return (spec.head_size + spec.head_size_v) * get_dtype_size(spec.dtype)

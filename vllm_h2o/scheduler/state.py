@@ -1,4 +1,4 @@
-"""What the ledger holds of each request, and what it counts. Integers only: no torch, no vLLM."""
+"""What the ledger holds of each request, and what it counts: no torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -7,55 +7,47 @@ from dataclasses import dataclass, replace
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.rules import Rules
 from vllm_h2o.wire import RequestPlan
 
 
 @dataclass(frozen=True)
 class Left:
-    """What an earlier request has left, from which one continues.
+    """Lengths of a finished request from which another may continue.
 
     Args:
         logical_len: tokens computed.
-        num_slots: slots in use, free ones of a victim block included.
-        num_free_slots: those.
-        restored_end: tokens of its prompt, where they are to be ranked without what its observation
-            window gave: its lifetime ends here. 0: they are already.
+        resident_len: slots in use.
+        restored_end: tokens of its prompt, if they have to be ranked without the term whose
+            lifetime ends with the request. 0: no term has to go.
 
     """
 
     logical_len: int
-    num_slots: int
-    num_free_slots: int = 0
+    resident_len: int
     restored_end: int = 0
-
-    @property
-    def resident_len(self) -> int:
-        """Slots that a copy takes: it has none that are free."""
-        return self.num_slots - self.num_free_slots
 
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """What a request brings.
+    """What a request brings before it holds pages.
 
     Args:
-        prompt_len: tokens of its prompt. For a resumed request this counts what it had generated,
-            too: all of it is computed again.
-        max_len: tokens of its prompt and all that may follow; None where nothing limits it.
-        seed: its own, if it has one.
-        budget: its own, if it has one.
-        turn: from what it continues; None: from nothing.
+        prompt_len: tokens of its prompt; of a resumed request, also those that it had generated:
+            all of them are computed again.
+        max_len: tokens of its prompt and of all that may follow; None: no limit.
+        budget: its own budget; None: the engine's.
+        turn: the lengths that it continues from; None: it begins anew.
 
     """
 
     prompt_len: int
     max_len: int | None = None
-    seed: int | None = None
     budget: Budget | None = None
     turn: Left | None = None
 
     def continues_at(self, num_computed: int) -> bool:
-        """Whether it brings so many tokens of an earlier request, and has more of its own."""
+        """Whether it continues after ``num_computed`` tokens, and has more of its own."""
         turn = self.turn
         return turn is not None and turn.logical_len == num_computed < self.prompt_len
 
@@ -70,23 +62,20 @@ class RequestState:
         held_len: slots whose pages are held.
         prompt_end: ``RequestInfo.prompt_len``.
         budget: slots of this request.
-        seed: of the ``random`` policy.
-        fits: whether nothing of it is ever evicted: it is not scored, and all of it may be shared.
-        shared_end: tokens [0, shared_end) may lie in pages that others read: nothing is scored or
-            evicted there. 0 where prefixes are not shared.
-        next_offset: where pages are evicted, the offset in the victim block that the next token
-            takes; 0: in another block.
+        fits: whether nothing of it is ever evicted: it is not scored, and may be shared whole.
+        shared_end: tokens [0, shared_end) may lie in pages that other requests read: nothing is
+            scored or evicted there. 0 without prefix caching.
         first_block_idx: column of the block table's row in which its slots begin.
-        is_split: whether the KV heads of a layer hold unequal numbers of slots.
-        grows: whether it keeps every token for as long as there is room; never again once it has
-            fallen back to its budget.
+        is_split: whether KV heads hold unequal numbers of slots.
+        grows: whether it keeps every token while there is room; False for good once it has fallen
+            back to its budget.
         max_len: ``RequestInfo.max_len``.
-        num_unscored: tokens of its last step, where that had drafts: those that were accepted, as
-            soon as it is known; their queries have not scored yet.
-        offset: what a token's position is less than its index.
-        ongoing_end: tokens computed until which each step is as its last one, a token later.
-        num_found: tokens that it began with, from one cache or another.
-        turn_start: the same, where it continues a conversation; else 0.
+        num_unscored: tokens of its last step, if that had drafts: accepted ones, once they are
+            known; their queries have not scored yet.
+        offset: a token's index less its position.
+        ongoing_end: tokens computed until which each step repeats its last one, a token later.
+        num_found: tokens that it began with, from the prefix cache or an earlier request.
+        turn_start: the same if it continues an earlier request; else 0.
 
     """
 
@@ -95,10 +84,8 @@ class RequestState:
     held_len: int
     prompt_end: int
     budget: Budget
-    seed: int
     fits: bool = False
     shared_end: int = 0
-    next_offset: int = 0
     first_block_idx: int = 0
     is_split: bool = False
     grows: bool = False
@@ -116,19 +103,19 @@ class RequestState:
 
     @property
     def is_full(self) -> bool:
-        """Whether every slot that the request may hold is taken: new tokens evict others."""
+        """Whether new tokens evict others, now or when the slots that are free again are taken."""
         if self.in_prompt or self.grows:
             return False
-        if self.budget.evict_every > 1:  # some slots are free again as soon as all are taken
+        if not self.budget.overwrites:
             return self.resident_len < self.logical_len
         return self.resident_len == self.budget.capacity
 
     def goes_on(self, num_computed: int, num_tokens: int) -> bool:
-        """Whether computing tokens [num_computed, num_tokens) is as its last step was."""
+        """Whether computing tokens [num_computed, num_tokens) repeats its last step."""
         return num_computed == self.logical_len == num_tokens - 1 and num_tokens <= self.ongoing_end
 
     def go_on(self) -> int:
-        """Hold another token; how many are evicted for it."""
+        """Hold another token. Returns the number of tokens that are evicted for it."""
         self.logical_len += 1
         if self.resident_len == self.budget.capacity:
             return 1
@@ -136,35 +123,34 @@ class RequestState:
         self.held_len = max(self.held_len, self.resident_len)
         return 0
 
-    def max_new(self, num_drafts: int) -> int:
-        """Most tokens of its next step: drafts leave the last slot to a token that is certain.
+    def max_new(self, rules: Rules) -> int:
+        """Most tokens of its next step.
 
-        So survivors are packed in a step without drafts, after as many tokens as without any.
-
-        Args:
-            num_drafts: most drafts of a step.
-
+        A token after which survivors are packed, or scores are restored, is computed without
+        drafts: this happens after as many tokens as it would without speculation.
         """
         if self.in_prompt:
             return self.prompt_end - self.logical_len
         room = self.budget.capacity - self.resident_len - (0 if self.fits else 1)
-        return max(min(room, 1 + num_drafts), 1)
+        if self.logical_len < (window_end := self.window_end(rules.lifetime)):
+            room = min(room, window_end - 1 - self.logical_len)
+        return max(min(room, 1 + rules.num_drafts), 1)
 
     def settled(self, num_computed: int) -> RequestState:
-        """The same without the drafts that were rejected: of its last step's tokens.
+        """The same without the rejected drafts of its last step.
 
         Args:
             num_computed: tokens computed, without those.
 
         Raises:
-            IntegrityError: when that is not after the first of them, or more than there are.
+            IntegrityError: when its last step did not end that many tokens later.
 
         """
         num_rejected = self.logical_len - num_computed
         if not 0 <= num_rejected < self.num_unscored:
             raise IntegrityError(
-                f"{num_computed} tokens are said to be computed after a step of "
-                f"{self.num_unscored} that ends at {self.logical_len}"
+                f"vLLM counts {num_computed} computed tokens after a step of {self.num_unscored} "
+                f"that ends at {self.logical_len}"
             )
         return replace(
             self,
@@ -174,17 +160,17 @@ class RequestState:
         )
 
     def extend(self, num_computed: int, info: RequestInfo, budget: Budget, fits: bool) -> bool:
-        """Go on with a longer prompt, as if that were one more chunk of it.
+        """Go on with a longer prompt, as with one more chunk of it.
 
         Args:
             num_computed: tokens computed, as vLLM counts them.
-            info: what the request brings now; its prompt is all that it had, and more.
-            budget: what it may hold now.
+            info: what the request brings now; its prompt begins with all that it had.
+            budget: slots that it may hold now.
             fits: whether nothing of it is ever evicted now.
 
         Returns:
-            Whether it does. Not where what is held was computed for another budget, or not scored,
-            because it fitted, or has a token that vLLM has dropped since.
+            False if it has to begin anew: its resident tokens were chosen for another budget, were
+            not scored because they fitted, or include a token that vLLM has dropped since.
 
         """
         follows = num_computed == self.logical_len < info.prompt_len
@@ -194,11 +180,11 @@ class RequestState:
         return True
 
     def with_positions(self, plan: RequestPlan, position_limit: int | None) -> RequestPlan:
-        """The plan of its next step, with an offset; a larger one renumbers what it holds.
+        """The plan of its next step with an offset; a larger offset renumbers resident tokens.
 
         Args:
-            plan: without.
-            position_limit: one past the last position; None: there is none.
+            plan: without an offset.
+            position_limit: one past the last position; None: no limit.
 
         """
         if position_limit is None:
@@ -209,69 +195,64 @@ class RequestState:
         return replace(plan, offset=offset, renumbers_from=self.logical_len - self.offset)
 
     def window_end(self, lifetime: int) -> int:
-        """Tokens computed when what its observation window gave counts no more; 0: there is none.
+        """Tokens computed when a term's lifetime is over; 0: no such term has scored.
 
         Args:
-            lifetime: tokens after the prompt for which it counts; 0: for good.
+            lifetime: of the term, in tokens after the prompt; 0: it counts always.
 
         """
         scored = lifetime > 0 and self.prompt_end - self.turn_start > 1 and not self.fits
         return self.prompt_end + lifetime if scored else 0
 
     def restored_end(self, num_tokens: int, lifetime: int) -> int:
-        """Tokens of its prompt, where the window's lifetime ends in its next step; else 0.
+        """Tokens of its prompt, if a term's lifetime ends in its next step; else 0.
 
         Args:
             num_tokens: computed after that step.
-            lifetime: in tokens after the prompt; 0: for good.
+            lifetime: as in :meth:`window_end`.
 
         """
         ends = self.logical_len < self.window_end(lifetime) <= num_tokens
         return self.prompt_end if ends else 0
 
     def end_of_ongoing(self, plan: RequestPlan, lifetime: int) -> int:
-        """Tokens until which its steps are as the one of this plan, each a token later; or 0.
+        """Tokens computed until which its steps repeat this one, each a token later; or 0.
 
         Args:
             plan: of its last step.
-            lifetime: of what an observation window gives, in tokens after the prompt; 0: for good.
+            lifetime: as in :meth:`window_end`.
 
         """
         moves = plan.num_survivors or plan.restored_end or plan.grows or plan.num_new > 1
-        if plan.in_prompt or moves or self.budget.evict_every > 1:
+        if plan.in_prompt or moves:
             return 0
         window_end = self.window_end(lifetime)
         end = window_end - 1 if plan.logical_end < window_end else sys.maxsize
-        # The step that takes the last slot selects a victim, unlike those before it.
-        left = sys.maxsize if plan.overwrites else plan.capacity - 1 - plan.resident_end
+        # The step that takes the last slot selects a victim or packs, unlike those before it.
+        left = sys.maxsize if plan.overwrites else self.budget.capacity - 1 - plan.resident_end
         return min(end, plan.logical_end + left)
 
-    def left(self, block_size: int, lifetime: int) -> Left:
-        """What another request may continue from; the prompt is complete.
+    def left(self, lifetime: int) -> Left:
+        """The lengths from which another request may continue; the prompt is complete.
 
         Args:
-            block_size: slots that are evicted together.
-            lifetime: of what an observation window gives, in tokens after the prompt; 0: for good.
+            lifetime: as in :meth:`window_end`.
 
         """
         counts = self.logical_len < self.window_end(lifetime)
-        return Left(
-            self.logical_len,
-            self.resident_len,
-            -self.next_offset % block_size,
-            self.prompt_end if counts else 0,
-        )
+        return Left(self.logical_len, self.resident_len, self.prompt_end if counts else 0)
 
     def num_sharable(self, num_tokens: int) -> int:
-        """Of the first ``num_tokens`` tokens, those that may lie in pages that others read."""
+        """How many of the first ``num_tokens`` tokens may lie in pages that others read."""
         return num_tokens if self.fits else min(num_tokens, self.shared_end)
 
 
 @dataclass
 class LedgerStats:
-    """What has happened since somebody asked last; see :class:`~vllm_h2o.wire.PolicyStats`.
+    """Counts since the last report; see :class:`~vllm_h2o.wire.PolicyStats`.
 
-    Tokens are counted when a step's plan is taken: it is certain to run then. Pages, as they go.
+    Tokens are counted when a step's plan is taken, because the step is certain to run then; pages
+    when they are freed.
     """
 
     evicted_tokens: int = 0
@@ -283,7 +264,7 @@ class LedgerStats:
     continuation_hits: int = 0
 
     def count(self, plan: RequestPlan) -> None:
-        """What one request gives up in a step."""
+        """Count what one request evicts in a step."""
         self.evicted_tokens += plan.num_evicted
         self.packs += plan.num_survivors > 0
         if plan.falls_back:
@@ -291,23 +272,23 @@ class LedgerStats:
             self.pressure_evicted_tokens += plan.num_evicted
 
     def count_begun(self, plan: RequestPlan, state: RequestState) -> None:
-        """Of a request that is admitted in this step, its tokens, and those it continues from."""
+        """Count the tokens of a request that this step admits, and those that it continues from."""
         if plan.in_prompt and plan.logical_start == state.num_found:
             self.continuation_queries += state.prompt_end
             self.continuation_hits += state.turn_start
 
 
 def check_span(
-    request_id: str, held: RequestState, num_computed: int, num_tokens: int, num_drafts: int
+    request_id: str, held: RequestState, num_computed: int, num_tokens: int, rules: Rules
 ) -> None:
-    """Whether tokens [num_computed, num_tokens) may follow what a request holds.
+    """Check that tokens [num_computed, num_tokens) may follow what a request holds.
 
     Args:
         request_id: the request.
         held: what it holds.
         num_computed: tokens computed.
         num_tokens: tokens computed after the step.
-        num_drafts: most drafts of a step.
+        rules: of the engine.
 
     Raises:
         IntegrityError: when the lengths contradict each other.
@@ -318,19 +299,18 @@ def check_span(
             f"request {request_id}: tokens [{num_computed}, {num_tokens}) are scheduled while "
             f"{held.logical_len} are computed"
         )
-    if num_tokens > num_computed + held.max_new(num_drafts):
+    if num_tokens > num_computed + held.max_new(rules):
         raise IntegrityError(
             f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
-            f"prompt at {held.prompt_end}, or are more than one past it and the drafts there is "
-            "room for"
+            f"prompt at {held.prompt_end}, or are more drafts than there is room for"
         )
 
 
 def check_position_end(request_id: str, position_end: int, position_limit: int | None) -> None:
-    """Whether a step's last token has a position that the model knows.
+    """Check that a step's last token has a position that the model knows.
 
     Raises:
-        IntegrityError: when what is resident and the step's tokens are more than there are.
+        IntegrityError: when resident tokens and the step's need more positions than there are.
 
     """
     if position_limit is not None and position_end > position_limit:
@@ -341,14 +321,14 @@ def check_position_end(request_id: str, position_end: int, position_limit: int |
 
 
 def check_evicts(request_id: str, held: RequestState, num_tokens: int) -> None:
-    """Whether a request may lose tokens when token ``num_tokens`` is computed.
+    """Check that a request may lose tokens when token ``num_tokens`` is computed.
 
     Raises:
-        IntegrityError: when all of it was said to fit.
+        IntegrityError: when all of it was expected to fit.
 
     """
     if held.fits:
         raise IntegrityError(
             f"request {request_id}: token {num_tokens} does not fit into {held.budget.capacity} "
-            "slots, and was said to"
+            "slots, but the request was admitted as one that fits"
         )

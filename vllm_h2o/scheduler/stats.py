@@ -1,10 +1,10 @@
-"""What the policy has done since the last report, and how things stand."""
+"""Reports counts since the last report, and current levels."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
-from vllm_h2o.scheduler.manager import HeavyHitterManager
+from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import LedgerStats
 from vllm_h2o.scheduler.windows import Windows
@@ -12,10 +12,10 @@ from vllm_h2o.wire import PolicyStats
 
 
 class StatsReporter:
-    """Adds up, when it is asked, what ledger and manager know.
+    """Adds up the numbers of ledger and block manager.
 
     Args:
-        manager: the pages; its ledger must be bound.
+        manager: the block manager; its ledger must be bound.
         num_layers: layers whose pages one block id names, on one worker.
         windows: the groups of layers with a sliding window.
 
@@ -29,19 +29,19 @@ class StatsReporter:
         self._stock_page_bytes = spec.stock_page_size_bytes * num_layers
 
     def report(self) -> PolicyStats:
-        """What has happened since the last call, and how things stand now.
+        """Count since the last call, and measure levels now.
 
-        Bytes are those of one worker: with tensor parallelism, each saves as many.
+        Bytes are of one worker; with tensor parallelism each saves the same.
         """
         manager, ledger = self._manager, self._manager.ledger
         stats, ledger.stats = ledger.stats, LedgerStats()
-        # Of windows stock holds as many, without room for scores.
+        # Stock vLLM holds the same pages of sliding windows, without room for scores.
         others = self._windows.num_held()
         at_capacity = resident = logical = 0
         stock_pages, pages = others, manager.num_held() + others
-        for held in ledger.states.values():  # in one pass: this is done after every step
+        for held in ledger.states.values():  # in one pass, because it runs after every step
             at_capacity += held.is_full
-            resident += ledger.resident_tokens(held)
+            resident += held.resident_len
             logical += held.logical_len
             stock_pages += ledger.num_pages(held.logical_len)
         return PolicyStats(

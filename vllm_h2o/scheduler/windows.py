@@ -1,8 +1,8 @@
-"""Layers with a sliding window next to the policy's: vLLM keeps their pages, out of the same pool.
+"""Layers with a sliding window next to the policy's: vLLM manages their blocks, in the same pool.
 
-vLLM puts layers into groups of one kind and one number; a request has a row of blocks in each. One
-group is the policy's. In a group of sliding windows a row grows by position, and blocks that the
-window has left are null::
+vLLM puts layers of one kind into groups of one size; a request has a row of blocks in each group.
+One group is the policy's. In a group of sliding windows a row grows by position, and blocks behind
+the window are null::
 
     the policy's group     | survivors |                      pages follow resident tokens
     a window's group       | null | null | null | window |    pages follow positions
@@ -27,10 +27,10 @@ from vllm_h2o.scheduler.state import RequestInfo, RequestState
 
 @dataclass(frozen=True)
 class Windows:
-    """The pages of all groups of sliding windows; none where every layer is full attention.
+    """The blocks of all groups of sliding windows, which may be none.
 
     Args:
-        managers: vLLM's, one for each group.
+        managers: vLLM's managers, one for each group.
 
     """
 
@@ -47,18 +47,18 @@ class Windows:
             yield from manager.req_to_blocks.values()
 
     def private_rows(self) -> Iterator[list[KVCacheBlock]]:
-        """Of those, the blocks that nobody else may hold: all that vLLM has not published."""
+        """Blocks that only one request may hold: all that vLLM has not published."""
         for row in self.rows():
             yield [block for block in row if block.block_hash is None and not block.is_null]
 
     def num_held(self) -> int:
-        """Pages that requests hold; a shared one counts for each of them."""
+        """Blocks that requests hold; a shared block counts for each of them."""
         return sum(map(_held, self.rows()))
 
     def num_taken(self, states: Mapping[str, RequestState]) -> int:
-        """Pages that running requests take soon, at the most: for two tokens, or the prompt's rest.
+        """Most blocks that running requests take for two tokens, or for the rest of the prompt.
 
-        What windows leave comes back sooner or later, and is not counted.
+        Blocks behind the windows, which are freed some steps later, are not subtracted.
         """
         return sum(
             self._taken(manager, request_id, state)
@@ -67,14 +67,14 @@ class Windows:
         )
 
     def num_to_admit(self, info: RequestInfo) -> int:
-        """Pages without which vLLM does not admit a request."""
+        """Blocks without which vLLM does not admit a request."""
         return sum(
             min(num_pages(info.prompt_len + 1, manager.block_size), _most(manager))
             for manager in self.managers
         )
 
     def misfits(self, states: Mapping[str, RequestState]) -> list[tuple[int, str, int]]:
-        """(group, request, blocks of its row) where the row is not that of its tokens."""
+        """(group, request, blocks of its row) of rows that do not fit their tokens."""
         lengths = {request_id: state.logical_len for request_id, state in states.items()}
         return [
             (manager.kv_cache_group_id, request_id, len(row))
@@ -93,27 +93,27 @@ class Windows:
 
 
 def _held(row: Sequence[KVCacheBlock]) -> int:
-    """Pages of a row, which follow the null ones: few, however long the row."""
+    """Blocks of a row. They follow the null blocks: few, however long the row."""
     return sum(1 for _ in takewhile(lambda block: not block.is_null, reversed(row)))
 
 
 def _most(manager: SlidingWindowManager) -> int:
-    """Pages of one request, among them those of a chunk of its prompt."""
+    """Most blocks of one request, among them the blocks of a chunk of its prompt."""
     most = manager.max_admission_blocks_per_request
     assert most is not None
     return most
 
 
 def policy_group(kv_cache_config: KVCacheConfig, alone: bool = False) -> int:
-    """Index of the one group whose pages the policy keeps.
+    """Index of the one group whose blocks the policy manages.
 
     Args:
         kv_cache_config: vLLM's groups.
-        alone: whether there may be no other: with drafts, and on vLLM 0.32 with prefix caching.
+        alone: whether an option needs every layer in this group.
 
     Raises:
-        UnsupportedError: when there is none, or more than one; when a group is neither that nor of
-            sliding windows in pages of as many slots, heads and bytes.
+        UnsupportedError: when there is no such group or more than one, or when another group has
+            no sliding window or has pages of another shape.
 
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -125,22 +125,22 @@ def policy_group(kv_cache_config: KVCacheConfig, alone: bool = False) -> int:
     others = [other for other in specs if other is not spec]
     if others and alone:
         raise _unsupported(
-            "it has sliding windows, of which its configuration does not tell",
-            "prefix caching (before vLLM 0.33), speculative decoding, continuation, positions that "
-            "roll, score=reconstruction and split_layers do not go with those",
+            "it has sliding windows that its configuration does not name",
+            "prefix caching (before vLLM 0.33), speculative decoding, continuation, rolling "
+            "positions, score=reconstruction and split=layers need full attention in every layer",
             "leave --enable-prefix-caching, --speculative-config and these options out",
         )
     if not all(type(other) is SlidingWindowSpec for other in others):
         raise _unsupported(
             f"its layers keep these caches: {kinds}",
-            "next to full attention the policy works with sliding windows alone",
+            "next to full attention the policy supports sliding windows only",
         )
     shapes = [(spec.block_size, spec.stock_page_size_bytes), *_shapes(others)]
     if len(set(shapes)) != 1:
         raise _unsupported(
             f"its layers have pages of {', '.join(f'{b} bytes in {n} slots' for n, b in shapes)}",
-            "layers with full attention and those with sliding windows share pages of one shape",
-            "give a --block-size that both take, or run this model without --kv-policy",
+            "all layers share one pool, whose pages have one shape",
+            "give a --block-size that both kinds support, or run this model without --kv-policy",
         )
     return index
 

@@ -1,1 +1,1 @@
-"""What the cache kept of one prompt, step by step, and a page that shows it."""
+"""Record the tokens that the cache keeps, step by step, and write a page that shows them."""

@@ -1,15 +1,15 @@
-"""A trace as one HTML page: the template next to this file, with the data inside.
+"""Write a trace as one HTML page: the template next to this file, with the data inside.
 
 The data is JSON, and in it one blob: frame after frame, deflated, in base64::
 
     kept, a bit a position [pairs, ceil(len / 8)] | score's high bytes [pairs, kept] | low bytes
 
-for the pairs of layer and KV head, layer by layer; ``kept`` is what the one with most tokens holds,
-and the scores of others end with -inf. A bit mask has the positions in order, and the
+for the pairs of layer and KV head, layer by layer. ``kept`` is the largest number of tokens of a
+pair; the scores of pairs with fewer end with -inf. A bit mask has the positions in order, and the
 scores follow that order, as bfloat16: two to three digits, in planes that deflate well. Where
-tokens are merged, two more planes say for how many each stands, as a uint16. After the frames,
-where a prompt's scores have several terms: which one is the largest, a byte a token of the prompt
-[pairs, prompt_len].
+tokens are merged, two more planes have the number of tokens that each stands for, as a uint16.
+Where a prompt's scores have several terms, the index of each token's largest term follows the
+frames, a byte for each token of the prompt [pairs, prompt_len].
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 from vllm_h2o.trace.record import Frame, Trace
 
 PLACE = "__TRACE__"
-"""Where the template takes the data."""
+"""The place of the data in the template."""
 
 
 def render(trace: Trace) -> str:
-    """The page. It needs no network, and no text of a prompt is markup in it."""
+    """Return the page. It needs no network, and no text of a prompt becomes markup."""
     template = resources.files("vllm_h2o.trace").joinpath("page.html").read_text(encoding="utf-8")
     before, after = template.split(PLACE)
     # In JSON, so that no text ends the element that it stands in.
@@ -36,7 +36,7 @@ def render(trace: Trace) -> str:
 
 
 def payload(trace: Trace) -> dict[str, object]:
-    """What the page is given."""
+    """Return the data of the page."""
     terms = next((f.terms for f in reversed(trace.frames) if len(f.terms) > 1), {})
     blob = b"".join(encode(frame) for frame in trace.frames)
     if terms:
@@ -58,7 +58,7 @@ def payload(trace: Trace) -> dict[str, object]:
 
 
 def encode(frame: Frame) -> bytes:
-    """One frame: the mask, then the scores, then the masses if there are any."""
+    """Encode a frame: the mask, the scores, and the masses if there are any."""
     pairs = frame.position.reshape(-1, frame.position.shape[2])
     kept = np.zeros((len(pairs), frame.logical_len + 1), dtype=bool)
     at = np.minimum(pairs.astype(np.int64), frame.logical_len)  # the last: where there is nothing
@@ -71,5 +71,5 @@ def encode(frame: Frame) -> bytes:
 
 
 def _planes(numbers: np.ndarray) -> bytes:
-    """Of 16 bits each: all high bytes, then all low bytes."""
+    """Encode 16-bit numbers: all high bytes, then all low bytes."""
     return (numbers >> 8).astype(np.uint8).tobytes() + (numbers & 0xFF).astype(np.uint8).tobytes()

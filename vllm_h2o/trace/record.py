@@ -1,4 +1,4 @@
-"""One prompt through the real engine, and what its pages held after each recorded step."""
+"""Run one prompt through the real engine, and record which tokens its pages hold."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 NOTHING = 2**31 - 1
-"""In the place of a position, where a KV head holds no token: the worker's own word for it."""
+"""The worker's mark, in place of a position, where a KV head holds no token."""
 
 FRAMES = 60
-"""Steps that are recorded when nobody says how many."""
+"""Number of steps that are recorded by default."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What all layers and KV heads held after one step.
+    """The tokens of all layers and KV heads after one step.
 
     Args:
         logical_len: tokens computed by then.
         position: [layers, heads, kept], int32, ascending; :data:`NOTHING` after the tokens of a
-            head that holds less than another.
-        score: [layers, heads, kept], float32, as the pages hold it; -inf where there is nothing.
-        terms: [layers, heads, logical_len], float32, by name: what the scores of a prompt's tokens
-            were made of when it was packed; elsewhere empty.
-        mass: [layers, heads, kept], float32: tokens that each stands for, 0 where there is nothing;
-            None where none are merged.
+            head that holds fewer than another.
+        score: [layers, heads, kept], float32, as the pages hold it; -inf where there is no token.
+        terms: [layers, heads, logical_len], float32, by name: the terms of the scores of a prompt's
+            tokens when it was packed; empty in other frames.
+        mass: [layers, heads, kept], float32: number of tokens that each stands for, 0 where there
+            is no token; None where none are merged.
 
     """
 
@@ -49,7 +49,7 @@ class Frame:
     mass: np.ndarray | None = None
 
     def ranked_by_age(self) -> Frame:
-        """With means over the queries since each token came, where those are what ranks."""
+        """Return the frame with scores divided by the tokens' ages, as means are ranked."""
         age = np.maximum(self.logical_len - self.position, 1)
         return replace(self, score=self.score / age)
 
@@ -59,13 +59,13 @@ class Trace:
     """A run.
 
     Args:
-        title: the model and the policy, for people.
+        title: the model and the policy, in words.
         tokens: the text of each token, prompt first; joined they are the whole text.
         prompt_len: tokens of the prompt.
         layers: indices of the layers.
         num_recent: most recent positions that are never evicted.
         num_sinks: first positions that are never evicted.
-        scored: whether the scores mean anything: what fits into its budget is not scored.
+        scored: whether tokens have scores: a sequence that fits into its budget is not scored.
         frames: the steps.
 
     """
@@ -104,14 +104,14 @@ def run(
         text: the prompt.
         config: the policy.
         max_tokens: most tokens to generate.
-        every: record each so-manyth token; None: so that there are about :data:`FRAMES`.
+        every: record every ``every``-th token; None: about :data:`FRAMES` in all.
         temperature: of the sampling; 0 is greedy.
-        max_model_len: longest sequence; None is just enough.
+        max_model_len: longest sequence; None: as long as needed.
         block_size: slots of a page.
         dtype: in which the model runs; "auto" is vLLM's choice.
 
     Raises:
-        KVPolicyError: for a prompt that does not fit, and for what the engine refuses.
+        KVPolicyError: for a prompt that does not fit, or a model or option that is refused.
 
     """
     loaded = load(model, dtype)
@@ -129,9 +129,9 @@ def run(
     if not frames:
         raise ConfigError(
             f"a trace with --max-tokens {max_tokens}",
-            "nothing was evicted from the prompt, and its one token was the last",
-            "there is no step to show",
-            "give a larger --max-tokens, or a smaller budget",
+            "nothing was evicted from the prompt, and one token followed",
+            "a trace has at least one step after the prompt or one eviction",
+            "choose a larger --max-tokens or a smaller budget",
         )
     budget = config.resolve_request(longest, block_size, len(prompt), max_tokens)
     budget = budget or config.resolve(longest, block_size)
@@ -142,7 +142,7 @@ def run(
         layers=layers,
         num_recent=budget.num_recent,
         num_sinks=budget.num_sinks,
-        scored=config.score_power > 0 and not budget.holds(len(prompt), len(prompt) + max_tokens),
+        scored=config.ranking.power > 0 and not budget.holds(len(prompt), len(prompt) + max_tokens),
         frames=[frame.ranked_by_age() for frame in frames] if config.ranking.by_age else frames,
     )
 
@@ -155,10 +155,10 @@ def _meaning(budget: Budget, splits: bool) -> str:
 def _check_fit(prompt_len: int, max_tokens: int, max_len: int) -> None:
     if not prompt_len or prompt_len + max_tokens > max_len:
         raise ConfigError(
-            f"a trace of {prompt_len} tokens of prompt and {max_tokens} more",
+            f"a trace of {prompt_len} prompt tokens and {max_tokens} more",
             f"a sequence may have {max_len}",
-            "the two do not fit" if prompt_len else "there is nothing to run",
-            "give another prompt, fewer --max-tokens or a larger --max-model-len",
+            "the prompt and its output must fit" if prompt_len else "the prompt is empty",
+            "use another prompt, fewer --max-tokens or a larger --max-model-len",
         )
 
 
@@ -171,15 +171,15 @@ def _tokenizer(model: str) -> Any:
         raise UnsupportedError(
             f"a trace of {model!r}",
             str(error).strip().splitlines()[0],
-            "the prompt is text, and needs the model's tokenizer",
-            "give a folder with a model and its tokenizer, or the name of one",
+            "the prompt is text, which needs the model's tokenizer",
+            "use a folder that also has the tokenizer, or a model's name",
         ) from error
 
 
 def _engine(
     loaded: Model, model: str, config: KVPolicyConfig, longest: int, block_size: int
 ) -> LLM:
-    """An engine for one sequence, with no more memory than that needs."""
+    """Start an engine for one sequence, with just enough memory."""
     from vllm import LLM
 
     shape = loaded.cache("auto")
@@ -210,7 +210,7 @@ def record(
     Args:
         llm: the engine; it runs nothing else meanwhile.
         prompt: token ids.
-        every: record each so-manyth token past the prompt.
+        every: record every ``every``-th token past the prompt.
         max_tokens: most tokens to generate.
         temperature: of the sampling; 0 is greedy.
 
@@ -231,10 +231,10 @@ def record(
 
 
 def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[Frame]]:
-    """What the workers recorded, as one model: pipeline ranks have layers, tensor ranks heads.
+    """Join the workers' records: pipeline ranks have layers, tensor ranks have heads.
 
     Args:
-        ranks: what each worker's ``take_recording`` returned.
+        ranks: the result of each worker's ``take_recording``.
 
     Returns:
         Indices of the layers, and the frames.
@@ -280,7 +280,7 @@ def merge(ranks: Sequence[Sequence[dict[str, Any]]]) -> tuple[list[int], list[Fr
 
 
 def texts(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    """The text that each token adds; none for one that is only part of a character."""
+    """Return the text that each token adds; empty for a part of a character."""
     from vllm.tokenizers.detokenizer_utils import detokenize_incrementally
 
     pieces: list[str] = []

@@ -12,22 +12,20 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_h2o.errors import IntegrityError, UnsupportedError
-from vllm_h2o.kernels.batch import PromptChunk, ScoringPass, StepTensors
+from vllm_h2o.kernels.batch import PromptChunk, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import DTYPES
 from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.strip import Rotation
-from vllm_h2o.kernels.torch.lifetime import keep_scores
-from vllm_h2o.kernels.torch.prefill import add_to_scores, column_scores
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
+from vllm_h2o.policy import Term
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
 from vllm_h2o.worker.peak import Peak, tiles_of
-from vllm_h2o.worker.random import RandomScores
 from vllm_h2o.worker.reconstruction import Reconstruction
 
-Watch = Callable[[str, LayerCache, Sequence[PromptChunk], ScoringPass | None], None]
-"""(layer, cache, chunks, which): told when a scoring pass, or attention (None), has scored."""
+Watch = Callable[[str, LayerCache, Sequence[PromptChunk], Term | None], None]
+"""(layer, cache, chunks, term): told when a term, or attention (None), has been added to scores."""
 
 
 class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
@@ -76,9 +74,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.sinks = sinks
         self.num_kv_heads = num_kv_heads or num_heads
         vllm_config = get_current_vllm_config()
-        self.random_scores = RandomScores.of(vllm_config, self.num_kv_heads)
         config = KVPolicyConfig.required(vllm_config)
-        if sinks is not None and config.ranking.reads_again:
+        if sinks is not None and config.ranking.term("reread"):
             raise UnsupportedError(
                 "score=reconstruction",
                 "a layer has attention sinks",
@@ -102,7 +99,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: HeavyHitterMetadata | Reconstruction | None,
+        attn_metadata: HeavyHitterMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -115,7 +112,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             key: [num_tokens, num_kv_heads, head_size].
             value: [num_tokens, num_kv_heads, head_size].
             kv_cache: [num_blocks, num_kv_heads, block_size, content].
-            attn_metadata: of the step, or of what it reads again; None while profiling.
+            attn_metadata: of the step, or of the pass that reads prompts again; None while
+                profiling.
             output: [num_tokens, num_heads, head_size], written.
             output_scale: of a fused quantisation; refused.
             output_block_scale: of a fused quantisation; refused.
@@ -132,36 +130,29 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if self.float8 is not None:
             self.take_scales(layer)
         cache, name = self.cache_of(kv_cache), str(layer.layer_name)
-        if isinstance(attn_metadata, Reconstruction):
-            attn_metadata.attend(cache, query, key, value, self.scale, output)
-            return self._score_read(cache, attn_metadata, name, query, output)
+        own = (self.scale, self.sink_logits, attn_metadata.layer_index[name])
+        tensors = StepTensors(query, key, value, output, *own)
+        if attn_metadata.reading is not None:
+            self._reread(cache, attn_metadata.reading, name, tensors)
+            return output
         if attn_metadata.zero_output:
             output.zero_()
         kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
-        chunks, initial_score = attn_metadata.prompts, None
-        if self.random_scores is not None:
-            initial_score = self.random_scores.of_step(
-                name, attn_metadata.decodes, chunks, query.shape[0], query.device
-            )
-        self._score_accepted(cache, attn_metadata, name)
-        for tokens, queries in attn_metadata.drafted:
-            queries[name] = query[tokens].clone()
-        own = (self.scale, self.sink_logits, attn_metadata.layer_index[name])
-        tensors = StepTensors(query, key, value, output, initial_score, *own)
-        if chunks:
-            kernels.prefill(cache, chunks, tensors, scoring)
-            self._score_again(cache, attn_metadata, name, query)
+        self._score_drafts(cache, attn_metadata, name, tensors)
+        if attn_metadata.prompts:
+            kernels.prefill(cache, attn_metadata.prompts, tensors, scoring)
+            self._score_terms(cache, attn_metadata, name, tensors)
         for batch in attn_metadata.decodes:
             kernels.decode(cache, batch, self._victims(cache), tensors, scoring)
         return output
 
     @property
     def sink_logits(self) -> SinkLogits:
-        """[Hq], float32: as they are now, for weights are loaded, and may be again, after this."""
+        """[Hq], float32, read anew: weights are loaded after the layer is made."""
         return None if self.sinks is None else self.sinks.detach().to(torch.float32)
 
     def cache_of(self, kv_cache: torch.Tensor) -> LayerCache:
-        """Its views, made again when vLLM binds another cache, and dropped with this one.
+        """Views of a cache, made again when vLLM binds another one, and dropped with it.
 
         vLLM profiles with a small cache of its own, whose memory must be free when the real one is
         allocated: neither the tensor nor, by views of it, its storage may be held here.
@@ -178,7 +169,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         return self._cache[1]
 
     def take_scales(self, layer: Any) -> None:
-        """Of keys and values: the layer's own, which come with the weights."""
+        """Take the scales of keys and values, which come with the layer's weights."""
         scales = (layer._k_scale_float, layer._v_scale_float)
         if scales != self.scales:
             self.scales, self._cache = scales, None
@@ -187,65 +178,63 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if self._cache is not None and self._cache[0] is dead:
             self._cache = None
 
-    def _score_read(
-        self,
-        cache: LayerCache,
-        read: Reconstruction,
-        name: str,
-        query: torch.Tensor,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
-        """What queries of a second reading give; ``output``."""
-        read.score(cache, query, self.scale)
-        if self.watch is not None:
-            self.watch(name, cache, read.prompts, read.which)
-        return output
-
-    def _score_again(
-        self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str, query: torch.Tensor
+    def _reread(
+        self, cache: LayerCache, reading: Reconstruction, name: str, tensors: StepTensors
     ) -> None:
-        """The scoring passes, one after the other."""
-        chunks = metadata.prompts
+        """Attend and score in the pass that reads prompts again."""
+        asked = (tensors.query, tensors.key, tensors.value, self.scale, tensors.out)
+        reading.attend(cache, *asked)
+        reading.score(cache, tensors)
+        if self.watch is not None:
+            self.watch(name, cache, reading.prompts, reading.term)
+
+    def _score_terms(
+        self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str, tensors: StepTensors
+    ) -> None:
+        """Add the terms of the ranking that prompts have, one after the other."""
+        kernels, chunks = metadata.kernels, metadata.prompts
         if self.watch is not None:
             self.watch(name, cache, chunks, None)
-        for which, asked in zip(metadata.scoring.passes, metadata.asked, strict=True):
+        for term, asked in zip(metadata.terms, metadata.asked, strict=True):
             if not asked:
                 continue
-            if cache.score_without_window is not None and not which.rotated:
-                for chunk in asked:
-                    keep_scores(cache, chunk)
-            asking = self._rotated(chunks, query, which) if which.rotated else query
-            own = (asking, self.scale, which, self.sink_logits)
-            metadata.kernels.score_pass(cache, asked, *own)
+            if term.lifetime:
+                kernels.keep_scores(cache, asked)
+            own = tensors
+            if term.queries == "rotated":
+                own = replace(tensors, query=self._rotated(chunks, tensors.query, term))
+            kernels.score_term(cache, asked, own, term, metadata.scoring.by_age)
             if self.watch is not None:
-                self.watch(name, cache, chunks, which)
+                self.watch(name, cache, chunks, term)
 
     def _rotated(
-        self, chunks: Sequence[PromptChunk], query: torch.Tensor, which: ScoringPass
+        self, chunks: Sequence[PromptChunk], query: torch.Tensor, term: Term
     ) -> torch.Tensor:
-        """[T, Hq, D]: of chunks that it asks, the queries, at positions past the end."""
+        """[T, Hq, D]: the queries of chunks that score, at positions past the chunk's end."""
         if self.rotate is None:
-            raise IntegrityError("a second pass scores, and nothing rotates its queries")
+            raise IntegrityError("a rotated term is added, and nothing rotates its queries")
         rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk in chunks:
-            if chunk.first_query(which) >= chunk.num_tokens:
+            if chunk.first_query(term) >= chunk.num_tokens:
                 continue
             own, found = query[chunk.tokens], rotated[chunk.tokens]
             for tile in tiles_of(len(own), own[0].numel()):
                 found[tile] = self.rotate(own[tile], chunk.num_tokens, chunk.logical_end)
         return rotated
 
-    def _score_accepted(self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str) -> None:
-        """Add what queries of earlier steps give, of the tokens that were accepted."""
-        scoring = replace(metadata.scoring, by_maximum=False)
-        for chunk, queries in metadata.accepted:
-            own = queries[name][: chunk.num_tokens]
-            given = (own, self.scale, scoring, 0, False, self.sink_logits)
-            columns = column_scores(cache, chunk, *given)
-            add_to_scores(cache, chunk, columns, scoring)
+    def _score_drafts(
+        self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str, tensors: StepTensors
+    ) -> None:
+        """Add what accepted drafts of earlier steps pay; keep the queries of this step's."""
+        for chunk, queries in metadata.drafts.accepted:
+            own = replace(tensors, query=queries[name][: chunk.num_tokens])
+            paid = Term("window", "sum", metadata.scoring.power)
+            metadata.kernels.score_term(cache, [chunk], own, paid, by_age=False)
+        for tokens, queries in metadata.drafts.drafted:
+            queries[name] = tensors.query[tokens].clone()
 
     def _victims(self, cache: LayerCache) -> torch.Tensor:
-        """Made in a warm-up where there are graphs: before the first of them is captured."""
+        """[num_blocks, H], int32: made in a warm-up, before the first graph is captured."""
         if self.victims is None or self.victims.shape[0] != cache.num_blocks:
             shape = (cache.num_blocks, cache.num_kv_heads)
             self.victims = torch.zeros(shape, dtype=torch.int32, device=cache.key.device)

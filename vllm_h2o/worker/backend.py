@@ -38,12 +38,12 @@ class HeavyHitterBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[HeavyHitterImpl]:
-        """What computes attention."""
+        """The class that computes attention."""
         return HeavyHitterImpl
 
     @staticmethod
     def get_builder_cls() -> type[HeavyHitterMetadataBuilder]:
-        """What turns a plan into tensors."""
+        """The class that turns a plan into tensors."""
         return HeavyHitterMetadataBuilder
 
     @classmethod

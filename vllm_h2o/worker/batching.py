@@ -28,6 +28,7 @@ class Rows:
         starts: each row's first token in the step's tensors.
         decoding: indices of the rows with one new token.
         num_padded: decoding rows and padding, where a captured graph wants a fixed number.
+        num_window_queries: queries at a prompt's end that add to scores; None: all of it do.
 
     """
 
@@ -36,10 +37,11 @@ class Rows:
     starts: Sequence[int]
     decoding: list[int]
     num_padded: int
+    num_window_queries: int | None = None
 
     @property
     def decode_plans(self) -> list[RequestPlan]:
-        """Of the rows with one new token."""
+        """The plans of the rows with one new token."""
         return [self.plans[row] for row in self.decoding]
 
     def fields(self, row: int) -> tuple[int, ...]:
@@ -52,14 +54,15 @@ class Rows:
             plan.selects,
             plan.position_start,
             plan.recent_start,
-            plan.num_sinks,
-            plan.position_seed,
-            plan.next_offset,
-            plan.num_free_slots,
-            not plan.fits and plan.logical_start >= plan.scoring_start,
-            plan.in_prompt,
-            plan.is_split,
+            plan.budget.num_sinks,
+            self._scores(plan),
+            plan.attends_split,
         )
+
+    def _scores(self, plan: RequestPlan) -> bool:
+        """Whether the query of a request's one new token adds to scores."""
+        window = plan.prompt_end if self.num_window_queries is None else self.num_window_queries
+        return not plan.fits and plan.logical_start >= plan.prompt_end - window
 
 
 class Batching(Protocol):

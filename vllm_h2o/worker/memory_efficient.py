@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, StepTensors
-from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.torch.prefill import chunk_rows
+from vllm_h2o.kernels.cache import LayerCache, first_slots
 
 AMPERE = 8
 """Compute capability from which there is FlashAttention."""
@@ -44,7 +43,7 @@ class MemoryEfficientPrompt:
 
     @classmethod
     def load(cls) -> MemoryEfficientPrompt:
-        """Of the installed xformers.
+        """Take the function and the mask from the installed xformers.
 
         Raises:
             XformersUnavailableError: when there is none, or it lacks something.
@@ -59,7 +58,7 @@ class MemoryEfficientPrompt:
 
     @classmethod
     def of(cls, functions: dict[str, Any], masks: dict[str, Any]) -> MemoryEfficientPrompt:
-        """Of the names in two of its modules.
+        """Take them from the names in two of its modules.
 
         Raises:
             XformersUnavailableError: when something is missing there.
@@ -109,11 +108,8 @@ class MemoryEfficientPrompt:
             tokens = chunk.tokens
             key, value = tensors.key[tokens], tensors.value[tokens]
             if chunk.resident_start:
-                rows = chunk_rows(cache, chunk).T  # [P, H]
-                key, value = (
-                    view[rows].transpose(1, 2).flatten(0, 1)[: chunk.attended_len]
-                    for view in (cache.key, cache.value)
-                )
+                at = first_slots(cache, chunk.block_table, chunk.attended_len)  # [H, L]
+                key, value = (view[at].transpose(0, 1) for view in (cache.key, cache.value))
             out, lse[:, tokens] = self._attend(query[tokens], key, value, tensors.scale)
             tensors.out[tokens] = out
         return lse

@@ -34,7 +34,7 @@ _KEPT: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("vllm_h2o_kept", 
 
 @contextmanager
 def profiling() -> Iterator[None]:
-    """What layers keep for a whole step is kept until the end of this."""
+    """Keep until the end of this what layers keep for a whole step."""
     token = _KEPT.set({})
     try:
         yield
@@ -44,7 +44,7 @@ def profiling() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one layer.
+    """Memory of one layer.
 
     Args:
         max_len: tokens of the longest prompt whose scores lie outside the pages; 0: none do.
@@ -66,16 +66,16 @@ class Peak:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, config: KVPolicyConfig) -> Peak:
-        """As an engine is configured."""
+        """Read it from the engine's configuration."""
         model, shares = vllm_config.model_config, vllm_config.cache_config.enable_prefix_caching
-        scores_outside = shares and model is not None and config.score_power > 0
+        scores_outside = shares and model is not None and config.ranking.power > 0
         return cls(
             model.max_model_len if scores_outside else 0,
             vllm_config.scheduler_config.max_num_batched_tokens,
-            config.ranking.second_pass is not None and not config.ranking.reads_again,
+            config.ranking.term("rotated") is not None,
             model.max_model_len if model is not None and _gathers(config) else 0,
             _shared_len(vllm_config, config),
-            config.ranking.reads_again,
+            config.ranking.term("reread") is not None,
         )
 
     def kept(self, num_kv_heads: int) -> int:
@@ -137,7 +137,7 @@ def for_pages(available: int, vllm_config: VllmConfig, slot_bytes: int) -> int:
 
 
 def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
-    """Of the largest budget that a request may ask for."""
+    """Slots a KV head in the largest budget that a request may ask for."""
     model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
     if model is None or not config.splits:
         return 0
@@ -155,6 +155,6 @@ def _gathers(config: KVPolicyConfig) -> bool:
 
 
 def tiles_of(num_tokens: int, elements: int) -> Iterator[slice]:
-    """Of tokens with so many elements each: as many at once as :data:`MAX_ROTATED` allows."""
+    """Cut tokens into tiles of at most :data:`MAX_ROTATED` elements."""
     size = max(1, MAX_ROTATED // elements)
     return (slice(at * size, at * size + size) for at in range(math.ceil(num_tokens / size)))

@@ -1,13 +1,12 @@
-"""The model reads a prompt again, block by block, and what it looks at then scores.
+"""The model reads a prompt a second time, block by block: the queries of a ``reread`` term.
 
-A second pass in earnest: not the queries that tokens had when the prompt was read, but those of the
-model while it says the prompt once more. Each block is read by itself, right after its own end, and
-sees what a rotated query sees: the prompt's first page, its block, and of the second reading what
-went before. Nothing is stored. Source: context reconstruction, KVzip (arXiv 2505.23416).
+Each block is read by itself, at the positions after its own end, and sees what a rotated query
+sees: the prompt's first page, its block, and the part of the block that was reread before. Nothing
+is stored. Source: context reconstruction, KVzip (arXiv 2505.23416).
 
 Differs from that paper: no words ask for the repetition, which models do without; a block sees no
-other one, so that a prompt of any length costs a second forward pass and hardly any attention; and
-what it finds is one term of the score, next to the attention that was paid.
+other one, so a prompt of any length costs a second forward pass and hardly any attention; and the
+value is one term of the ranking, next to the attention that was paid.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.kernels.batch import PromptChunk, ScoringPass
+from vllm_h2o.kernels.batch import PromptChunk, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.kernels.torch.prefill import chunk_rows
 from vllm_h2o.pages import num_pages
+from vllm_h2o.policy import Term
 
 MAX_LOGITS = 1 << 24
 """Logits of the second reading's attention that are held at once: 64 MiB in float32."""
@@ -36,10 +36,10 @@ class Block:
     """Tokens of one prompt that are read again together.
 
     Args:
-        request_id: whose.
-        start: index of the first.
-        chunk: what they see: a block of :meth:`PromptChunk.in_blocks`; ``tokens`` are their rows in
-            the second reading.
+        request_id: the request.
+        start: index of the first token.
+        chunk: the slots that they see: a block of :meth:`PromptChunk.in_blocks`; ``tokens`` are
+            their rows in the second reading.
 
     """
 
@@ -53,17 +53,18 @@ class Block:
         return self.start + self.chunk.num_tokens
 
 
-def blocks_of(prompts: Sequence[tuple[str, PromptChunk]], which: ScoringPass) -> Iterator[Block]:
-    """What is read again of a step's chunks, in order of its rows.
+def blocks_of(prompts: Sequence[tuple[str, PromptChunk]], term: Term, page: int) -> Iterator[Block]:
+    """Cut a step's chunks into the blocks that are read again, in order of their rows.
 
     Args:
         prompts: each with its request.
-        which: the scoring pass.
+        term: the ``reread`` term.
+        page: slots of a page.
 
     """
     row = 0
     for request_id, chunk in prompts:
-        for block in chunk.in_blocks(which):
+        for block in chunk.in_blocks(term, page):
             start = chunk.logical_start + block.tokens.start - chunk.tokens.start
             rows = slice(row, row := row + block.num_tokens)
             yield Block(request_id, start, replace(block, tokens=rows))
@@ -88,7 +89,7 @@ class Alike:
 
     @classmethod
     def of(cls, chunks: Sequence[PromptChunk], device: torch.device) -> Alike:
-        """Those of some blocks, all of as many tokens, which see as many slots."""
+        """Batch some blocks of the same number of tokens and slots."""
         length, seen = chunks[0].num_tokens, chunks[0].attended_len
         starts = sent(torch.tensor([chunk.tokens.start for chunk in chunks]), device)
         rows = starts[:, None] + torch.arange(length, device=device)
@@ -103,37 +104,29 @@ class Alike:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """A step's prompts, read again once its forward pass is through: attention's metadata, then.
+    """A step's prompts, read again once its forward pass is through.
 
     Args:
         blocks: in order of their rows.
-        prompts: the chunks that they are of.
+        prompts: the chunks that they are cut from.
         kernels: what scores.
-        which: the scoring pass.
-        layer_names: of the group's layers.
+        term: the ``reread`` term.
+        by_age: whether scores are ranked as means.
         max_position: positions that tokens may have.
-        reader: what runs the model.
 
     """
 
     blocks: Sequence[Block]
     prompts: Sequence[PromptChunk]
     kernels: Kernels
-    which: ScoringPass
-    layer_names: Sequence[str]
+    term: Term
+    by_age: bool
     max_position: int
-    reader: Reader | None
     rows: list[PromptChunk] = field(default_factory=list, init=False)
     batches: list[Alike] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.rows.extend(block.chunk for block in self.blocks)
-
-    def run(self) -> None:
-        """Read, and score in every layer."""
-        if self.reader is None:
-            raise IntegrityError("a prompt is to be read again, and nothing runs the model")
-        self.reader(self)
 
     def positions(self) -> torch.Tensor:
         """[T], int64, on the host: those after each block's end, or as far as positions reach."""
@@ -185,27 +178,26 @@ class Reconstruction:
                     self.batches.append(Alike.of(same[at : at + size], query.device))
         return self.batches
 
-    def score(self, cache: LayerCache, query: torch.Tensor, scale: float) -> None:
-        """Add what the queries give to the scores, and to those without the observation window.
+    def score(self, cache: LayerCache, tensors: StepTensors) -> None:
+        """Add the term to the scores, and to those without the term that has a lifetime.
 
-        It is found by itself: of the difference of two scores little would be left where the
-        window gave much.
+        It is added up separately: the difference of two large scores would lose it in float32.
 
         Args:
             cache: scores are written.
-            query: [T, Hq, D].
-            scale: of the logits.
+            tensors: of the second reading, a row for each of its tokens.
 
         """
         without = cache.score_without_window
         if without is None:
-            self.kernels.score_pass(cache, self.rows, query, scale, self.which)
+            self.kernels.score_term(cache, self.rows, tensors, self.term, self.by_age)
             return
-        pages = [chunk_rows(cache, chunk) for chunk in self.prompts]
+        used = [num_pages(chunk.attended_len, cache.block_size) for chunk in self.prompts]
+        pages = [cache.rows(c.block_table[:n]) for c, n in zip(self.prompts, used, strict=True)]
         before = [cache.score[rows] for rows in pages]
         for rows in pages:
             cache.score[rows] = 0
-        self.kernels.score_pass(cache, self.rows, query, scale, self.which)
+        self.kernels.score_term(cache, self.rows, tensors, self.term, self.by_age)
         for rows, score in zip(pages, before, strict=True):
             given = cache.score[rows]
             without[rows] += given
@@ -213,12 +205,36 @@ class Reconstruction:
 
 
 def _read(held: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:
-    """What is stored, in the type of what is new."""
+    """Stored K or V, scaled, in the dtype of the new one."""
     return held.to(like.dtype) if scale == 1.0 else (held.to(torch.float32) * scale).to(like.dtype)
 
 
+@dataclass(frozen=True)
+class Rereading:
+    """The forward pass that reads a step's prompts again.
+
+    Args:
+        reconstruction: which tokens, and how they attend and score.
+        metadata: the attention metadata of the pass, which carries ``reconstruction``.
+        layer_names: of the policy's group.
+        reader: what runs the model.
+
+    """
+
+    reconstruction: Reconstruction
+    metadata: AttentionMetadata
+    layer_names: Sequence[str]
+    reader: Reader | None
+
+    def run(self) -> None:
+        """Read, and score in every layer."""
+        if self.reader is None:
+            raise IntegrityError("a prompt is to be read again, and nothing runs the model")
+        self.reader(self.reconstruction, dict.fromkeys(self.layer_names, self.metadata))
+
+
 class Reader:
-    """Has vllm's model read tokens that it has read before, with the metadata of its own.
+    """Has vllm's model read tokens that it has read before, with attention metadata of its own.
 
     Args:
         worker: vLLM's, whose model runner has the model, and the tokens of its requests.
@@ -229,12 +245,13 @@ class Reader:
         self.worker = worker
 
     @torch.inference_mode()
-    def __call__(self, reconstruction: Reconstruction) -> None:
-        """One forward pass over all blocks of a step."""
+    def __call__(
+        self, reconstruction: Reconstruction, metadata: dict[str, AttentionMetadata]
+    ) -> None:
+        """Run one forward pass over all blocks of a step, with metadata by layer."""
         runner = self.worker.model_runner
         ids = torch.cat([self._tokens(block) for block in reconstruction.blocks])
         positions = sent(reconstruction.positions(), runner.device)
-        metadata = dict.fromkeys(reconstruction.layer_names, reconstruction)
         with set_forward_context(metadata, self.worker.vllm_config, num_tokens=len(ids)):
             runner.model(
                 input_ids=ids,

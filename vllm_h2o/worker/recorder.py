@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -22,7 +24,6 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
-from vllm_h2o.worker.random import heads_of_rank
 from vllm_h2o.worker.terms import PromptTerms
 
 Frame = dict[str, Any]
@@ -42,10 +43,10 @@ NOTHING = 2**31 - 1
 
 @dataclass
 class Recorder:
-    """What has been recorded so far.
+    """The records so far.
 
     Args:
-        every: record each so-manyth token past the prompt, beginning with the first.
+        every: past the prompt, record every ``every``-th token, beginning with the first.
         frames: the records of all requests, in the order of steps.
         latest: the last record of each request, where it was not due: kept until the next.
         num_steps: steps past the prompt, by request.
@@ -72,6 +73,19 @@ class Recorder:
             self.frames.append(frame)
         else:
             self.latest[frame["request_id"]] = frame
+
+
+def heads_of_rank(vllm_config: VllmConfig, num_kv_heads: int) -> range:
+    """The KV heads of the whole model that this tensor-parallel rank has: ``num_kv_heads`` of them.
+
+    Where there are more ranks than heads, neighbours have the same one.
+    """
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    if num_ranks == 1:
+        return range(num_kv_heads)
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    start = get_tensor_model_parallel_rank() * total // num_ranks
+    return range(start, start + num_kv_heads)
 
 
 class RecordsPages:
@@ -139,7 +153,7 @@ class RecordsPages:
         }
 
     def _recorded_layers(self) -> dict[int, Any]:
-        """Those with a cache of the policy's, by index, in their order."""
+        """The layers with a cache of the policy's, by index, in order."""
         context = self.vllm_config.compilation_config.static_forward_context
         groups = self.model_runner.kv_cache_config.kv_cache_groups
         cached = {name for group in groups for name in group.layer_names}
@@ -153,7 +167,7 @@ class RecordsPages:
     def _terms_of(
         self, request_id: str, plan: RequestPlan, layers: dict[int, Any]
     ) -> dict[str, bytes]:
-        """What the scores of a prompt's tokens are made of, by term, where some are evicted."""
+        """The values of a prompt's tokens by term, where some tokens are evicted."""
         shared = plan.first_block_idx or plan.pack_block_idx  # others' first pages, too
         if not (plan.in_prompt and plan.num_survivors) or shared:
             return {}
@@ -169,11 +183,11 @@ class RecordsPages:
     def _held(
         self, layer: Any, request_id: str, plan: RequestPlan
     ) -> list[tuple[torch.Tensor, ...]]:
-        """Of each KV head: [kept] positions, scores, perhaps masses; free slots are left out."""
+        """[kept] positions, scores, perhaps masses, of each KV head."""
         cache: LayerCache = layer.impl.cache_of(layer.kv_cache)
         views = (cache.position, cache.score, *(() if cache.mass is None else (cache.mass,)))
         blocks = self._blocks(request_id, layer.layer_name, plan, cache.block_size)
-        if plan.is_split or plan.splits:
+        if plan.is_split:
             strips, free = cache.rows_of_split(blocks), int(plan.splits)
             ends = [rows.numel() * cache.block_size - free for rows in strips]
             return [
@@ -181,13 +195,8 @@ class RecordsPages:
                 for rows, end in zip(strips, ends, strict=True)
             ]
         rows = cache.rows(blocks)
-        slots = torch.arange(plan.resident_end, device=rows.device)
-        taken = (slots >= 0).expand(cache.num_kv_heads, -1)
-        if plan.num_free_slots:
-            newest = layer.impl.victims[blocks[0]][:, None] + plan.next_offset
-            taken = (slots <= newest) | (slots > newest + plan.num_free_slots)
         held = [view[rows].flatten(1)[:, : plan.resident_end] for view in views]
-        return [tuple(view[h, taken[h]] for view in held) for h in range(cache.num_kv_heads)]
+        return [tuple(view[h] for view in held) for h in range(cache.num_kv_heads)]
 
     def _blocks(
         self, request_id: str, layer_name: str, plan: RequestPlan, block_size: int

@@ -7,52 +7,40 @@ metadata after they have found token ids and slots by them, and before the model
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.kernels.torch.renumber import renumber
+from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.wire import RequestPlan
+from vllm_h2o.worker.after_step import Layers
 from vllm_h2o.worker.reconstruction import sent
 
 
-@dataclass(frozen=True)
-class Renumbering:
-    """One request, before the forward pass of the step that its plan is of.
+def renumber(
+    plan: RequestPlan, blocks: torch.Tensor, layers: Layers, kernels: Kernels, accumulates: bool
+) -> None:
+    """Give the tokens of one request positions by rank, in every layer and KV head.
 
     Args:
-        plan: that step's.
-        blocks: [P], int32: those that hold the request's slots.
-        layer_names: of the group's layers.
-        layers: vLLM's attention layers, by name.
+        plan: of the step that needs it.
+        blocks: [P], int32: the blocks that hold the request's slots.
+        layers: whose caches hold them.
+        kernels: what renumbers.
+        accumulates: whether scores are of attention, as sums or means.
+
+    Raises:
+        IntegrityError: when nothing rotates a layer's keys.
 
     """
-
-    plan: RequestPlan
-    blocks: torch.Tensor
-    layer_names: Sequence[str]
-    layers: Mapping[str, Any]
-
-    def run(self, accumulates: bool) -> None:
-        """Give its tokens positions by rank, in every layer and KV head.
-
-        Args:
-            accumulates: whether scores are of attention, as sums or means.
-
-        Raises:
-            IntegrityError: when nothing rotates a layer's keys.
-
-        """
-        held = (self.plan.resident_start, self.plan.renumbers_from)
-        for name in self.layer_names:
-            layer = self.layers[name]
-            if layer.impl.rotate_back is None:
-                raise IntegrityError(f"positions roll, and nothing rotates the keys of {name}")
-            cache = layer.impl.cache_of(layer.kv_cache)
-            renumber(cache, self.blocks, *held, layer.impl.rotate_back, accumulates)
+    held = (plan.resident_start, plan.renumbers_from)
+    for name, cache in zip(layers.names, layers.caches(), strict=True):
+        rotate_back = layers.context[name].impl.rotate_back
+        if rotate_back is None:
+            raise IntegrityError(f"positions roll, and nothing rotates the keys of {name}")
+        kernels.renumber(cache, blocks, *held, rotate_back, accumulates)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class RopeShift:
             end: one past the position of the last.
 
         Returns:
-            [T, Hq, D], float32: at so many positions later.
+            [T, Hq, D], float32, rotated.
 
         """
         rotary, table = self.rotary, self.rotary.cos_sin_cache
@@ -83,7 +83,7 @@ class RotateBack:
 
     @classmethod
     def of(cls, rotary: RotaryEmbeddingBase, num_positions: int) -> RotateBack | None:
-        """That of an embedding; None where its cosines and sines are not those that it would have.
+        """The rotation of an embedding; None where its cosines and sines are not the expected ones.
 
         Angles are computed in float64: a key may be rotated ten thousand times, and errors of one
         distance add up. The embedding's own table, of positions, is float32's or the model's.
@@ -175,10 +175,10 @@ def bind_rotations(model: torch.nn.Module, num_positions: int) -> None:
         impl.rotate_back = rotations[id(found[0])] if len(found) == 1 else None
         if len(found) == 1 and len(found[0].cos_sin_cache) < num_positions:
             raise UnsupportedError(
-                f"position_limit={num_positions}",
+                f"positions={num_positions}",
                 f"the rotary embedding of {name} has {len(found[0].cos_sin_cache)} positions",
                 "later ones have no rotation",
-                "give a smaller --kv-policy-config.position_limit",
+                "give a smaller --kv-policy-config.positions",
             )
         if impl.rotate_back is None:
             kinds = ", ".join(type(child).__name__ for child in found)
@@ -192,37 +192,33 @@ def bind_rotations(model: torch.nn.Module, num_positions: int) -> None:
             )
 
 
-def bind(model: torch.nn.Module, score: str, model_type: str) -> None:
+def bind(model: torch.nn.Module, model_type: str) -> None:
     """Give each of the policy's attention layers the rotation of its own rotary embedding.
+
+    Where a layer has no embedding that can rotate queries, no layer gets one: the ranking goes
+    without its rotated term, and the log says so.
 
     Args:
         model: vLLM's.
-        score: its name; ``combined`` does without the second pass where nothing rotates.
         model_type: in the model's config.
-
-    Raises:
-        UnsupportedError: when a layer has none, or one whose rotations do not add up, and a second
-            pass is all that the score is about.
 
     """
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     slides = any(layer.sliding_window is not None for layer in layers)
     is_known = not slides or model_type in ROTATED_NEXT_TO_WINDOWS
-    for name, impl, found in rotaries(model):
+    found_all = list(rotaries(model))
+    for name, _, found in found_all:
         if len(found) != 1 or not is_known or not _adds_up(found[0]):
             kinds = ", ".join(type(child).__name__ for child in found)
             kinds += "" if is_known else f" that {model_type} may leave out next to windows"
-            has = f"{name} has {kinds or 'no rotary embedding next to its attention'}"
-            why = "rotates queries, which takes one rotary embedding that does not scale"
-            if score == "combined":
-                logger.warning("%s: the second pass, which %s, is left out.", has, why)
-                return
-            raise UnsupportedError(
-                f"score={score!r}",
-                has,
-                f"a second pass {why}",
-                "use score=mean_squares, or another model",
+            logger.warning(
+                "%s has %s: the second pass, which rotates queries and takes one rotary embedding "
+                "that does not scale, is left out.",
+                name,
+                kinds or "no rotary embedding next to its attention",
             )
+            return
+    for _, impl, found in found_all:
         impl.rotate = RopeShift(found[0])
 
 
@@ -242,8 +238,8 @@ class BindsRopeShift:
         """Load the model; see :func:`bind` and :func:`bind_rotations`."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = KVPolicyConfig.of(self.vllm_config)
-        if config is not None and config.ranking.second_pass and not config.ranking.reads_again:
+        if config is not None and config.ranking.term("rotated"):
             model_type = self.vllm_config.model_config.hf_text_config.model_type
-            bind(self.model_runner.get_model(), config.score_name, model_type)
+            bind(self.model_runner.get_model(), model_type)
         if config is not None and config.position_limit is not None:
             bind_rotations(self.model_runner.get_model(), config.position_limit)

@@ -38,7 +38,7 @@ def select_kernels(
     quantised = vllm_config.cache_config.cache_dtype in FLOAT8
     if device.type == "cuda":
         _check_for_gpu(spec, config, spec.dtype if quantised else model_dtype)
-        return _triton(vllm_config, spec, device, quantised, config.kernels == "xformers")
+        return _triton(vllm_config, spec, device, quantised, config)
     return _cpu(spec, config.kernels, quantised or spec.dtype == model_dtype)
 
 
@@ -57,9 +57,9 @@ def _check_for_gpu(spec: AttentionSpec, config: KVPolicyConfig, dtype: torch.dty
             "they compute on a CPU",
             "leave kernels out, or give xformers, which attends prompts there",
         )
-    if config.granularity == "block" and spec.block_size.bit_count() != 1:
+    if config.schedule.by_page and spec.block_size.bit_count() != 1:
         raise UnsupportedError(
-            "granularity='block'",
+            "evict_every='page'",
             f"pages of {spec.block_size} tokens",
             "on a GPU pages are summed in powers of two",
             "give a block size of 16, 32, 64 or 128",
@@ -100,19 +100,24 @@ def _cpu(spec: AttentionSpec, asked: str, known_dtype: bool) -> Kernels:
 
 
 def _triton(
-    vllm_config: VllmConfig, spec: AttentionSpec, device: torch.device, quantised: bool, asked: bool
+    vllm_config: VllmConfig,
+    spec: AttentionSpec,
+    device: torch.device,
+    quantised: bool,
+    config: KVPolicyConfig,
 ) -> Kernels:
     from vllm_h2o.kernels.triton.kernels import TritonKernels
 
     num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
     capability = torch.cuda.get_device_capability(device)[0]
+    asked = config.kernels == "xformers"
     attention, by = _prompts(spec, device, num_heads, capability, quantised, asked)
     name = torch.cuda.get_device_name(device)
     logger.info_once("h2o: Triton kernels on %s; prompts by %s", name, by)
     rows = vllm_config.scheduler_config.max_num_seqs
     shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
     sizes = (rows, num_heads, spec.num_kv_heads, spec.head_size)
-    return TritonKernels(device, *sizes, attention, shares_pages)
+    return TritonKernels(device, *sizes, attention, config.ranking.passes, shares_pages)
 
 
 def _prompts(
@@ -123,7 +128,7 @@ def _prompts(
     quantised: bool,
     asked: bool,
 ) -> tuple[PromptAttention | None, str]:
-    """What attends prompts without attention sinks, and what it is called.
+    """Choose what attends prompts without attention sinks, and its name for the log.
 
     FlashAttention begins with Ampere, has no float32, and pages in multiples of 16. Of a prompt's
     first chunk it and xformers take K and V as they were computed, and not what float8 leaves of

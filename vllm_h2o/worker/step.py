@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,15 +20,10 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
-from vllm_h2o.worker.packing import Packing, Restoring
+from vllm_h2o.worker.after_step import AfterStep
+from vllm_h2o.worker.drafts import DraftQueries
 from vllm_h2o.worker.peak import profiling
-from vllm_h2o.worker.reconstruction import Reader, Reconstruction
-from vllm_h2o.worker.renumbering import Rolled
-from vllm_h2o.worker.turns import begin_turns
-
-DraftQueries = dict[str, dict[str, torch.Tensor]]
-"""Of requests whose last step had drafts, by request id: the queries of that step by layer,
-[T, Hq, D]. They score when it is known how many of them were accepted."""
+from vllm_h2o.worker.reconstruction import Reader
 
 RowOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
 """The request id of each row of a batch."""
@@ -42,8 +36,7 @@ class Step:
     Args:
         plan: of the step.
         row_order: of the batch.
-        packings: what is done after the forward pass: prompts are read again, survivors move,
-            scores are restored, and positions that rolled are given back.
+        after: what is done after the forward pass.
         draft_queries: of earlier steps; those of this one are added.
         reader: what reads prompts again.
 
@@ -51,7 +44,7 @@ class Step:
 
     plan: ResidencyPlan
     row_order: RowOrder
-    packings: list[Reconstruction | Packing | Restoring | Rolled] = field(default_factory=list)
+    after: AfterStep = field(default_factory=AfterStep)
     draft_queries: DraftQueries = field(default_factory=dict)
     reader: Reader | None = None
 
@@ -99,8 +92,7 @@ def current_step() -> Step | None:
     step = _STEP.get()
     if step is None:
         raise IntegrityError(
-            "attention metadata is built outside a step that HeavyHitterWorker runs: the plan of "
-            "what stays resident did not reach it"
+            "attention metadata is built outside execute_model: there is no residency plan"
         )
     return None if isinstance(step, WarmUp) else step
 
@@ -175,12 +167,10 @@ class PublishesSteps:
         order, kept = rows(self.model_runner), self._draft_queries
         plan = self._plans.complete(scheduler_output.residency_plan, gone)
         scheduler_output.residency_plan = plan
-        begin_turns(plan.continued.values(), self.model_runner)
         step = Step(plan, order, draft_queries=kept, reader=Reader(self))
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
-        for packing in step.packings:
-            packing.run()
+        step.after.run()
         return result
 
     def determine_available_memory(self) -> Any:

@@ -1,4 +1,4 @@
-"""What a prompt's scores are made of: attention that was paid, and each scoring pass."""
+"""The value of each term of the ranking, of a prompt's tokens: for traces."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from vllm_h2o.kernels.batch import PromptChunk, ScoringPass
-from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.torch.prefill import chunk_slots
+from vllm_h2o.kernels.batch import PromptChunk
+from vllm_h2o.kernels.cache import LayerCache, first_slots
+from vllm_h2o.policy import Term
+
+NAMES = {
+    "all": "attention",
+    "window": "observation window",
+    "rotated": "second pass",
+    "reread": "second pass",
+}
+"""What a page of a trace calls a term, by its queries."""
 
 
 class PromptTerms:
@@ -23,32 +31,31 @@ class PromptTerms:
         layer_name: str,
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        last: ScoringPass | None,
+        last: Term | None,
     ) -> None:
-        """Take what the chunks' scores have grown by for what the last term gave.
+        """Take the growth of the chunks' scores for the value of the last term.
 
         Args:
             layer_name: whose cache it is.
             cache: read.
             chunks: stored and scored.
-            last: the scoring pass that has just run; None: attention itself.
+            last: the term that has just been added; None: the attention that was paid.
 
         """
+        name = NAMES[last.queries if last else "all"]
         for chunk in chunks:
             key = int(chunk.block_table[0]), layer_name
             if last is None and chunk.logical_start == 0:
                 self._sums.pop(key, None)
             sums = self._sums.setdefault(key, {})
             shape = (cache.num_kv_heads, chunk.logical_end)
-            for name in {*sums, _name(last)}:
-                own = sums.get(name, cache.score.new_zeros(shape[0], 0))
-                sums[name] = pad(own, (0, shape[1] - own.shape[1]))
-            score, position = (
-                chunk_slots(cache, view, chunk) for view in (cache.score, cache.position)
-            )
-            at = position.long()
+            for term in {*sums, name}:
+                own = sums.get(term, cache.score.new_zeros(shape[0], 0))
+                sums[term] = pad(own, (0, shape[1] - own.shape[1]))
+            at = first_slots(cache, chunk.block_table, chunk.attended_len)
+            position = cache.position[at].long()
             so_far = torch.stack([*sums.values()]).sum(0)
-            sums[_name(last)].scatter_add_(1, at, score - so_far.gather(1, at))
+            sums[name].scatter_add_(1, position, cache.score[at] - so_far.gather(1, position))
 
     def of(self, first_block: int, layer_names: Sequence[str]) -> dict[str, torch.Tensor]:
         """[layers, H, tokens], by the term's name: of the last prompt that began there.
@@ -60,9 +67,3 @@ class PromptTerms:
         """
         each = [self._sums.get((first_block, name), {}) for name in layer_names]
         return {term: torch.stack([sums[term] for sums in each]) for term in each[0]}
-
-
-def _name(which: ScoringPass | None) -> str:
-    if which is None:
-        return "attention"
-    return "second pass" if which.rotated else "observation window"

@@ -23,7 +23,7 @@ class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, PlatformWo
     """vLLM's worker, which publishes each step's plan while it runs, and records on demand."""
 
     def determine_available_memory(self) -> int:
-        """What vLLM finds for pages, less what kernels keep next to each."""
+        """Bytes that vLLM finds for pages, less the bytes that kernels keep next to each."""
         available: int = super().determine_available_memory()
         specs = self.get_kv_cache_spec().values()
         slot_bytes = max(spec.state_content_size_bytes for spec in specs)

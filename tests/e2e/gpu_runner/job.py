@@ -17,7 +17,7 @@ from tests.e2e.gpu_runner import graphs
 from tests.e2e.harness import Probe, engine
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.worker import batching
-from vllm_h2o.worker.packing import Packing
+from vllm_h2o.worker.after_step import Packing
 
 SETTINGS: dict[str, Any] = {
     "block_size": 16,

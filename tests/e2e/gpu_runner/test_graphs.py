@@ -56,7 +56,7 @@ def test_what_a_graph_does_not_see(v2: OtherProcess, tmp_path: Path) -> None:
 
 def test_positions_that_roll(v2: OtherProcess, tmp_path: Path) -> None:
     """Past what the model was trained for, from memory that captured launches read."""
-    options = {"budget": 16, "positions": "rolling", "prefill": "chunked"}
+    options = {"budget": 16, "positions": "rolling", "eviction": "chunk"}
     asked = replace(job(tmp_path), options=options, max_tokens=6, arrivals=[], record=False)
     asked.prompts[0] = CHARACTERS[:75]
     config = json.loads((tmp_path / "config.json").read_text())

@@ -32,11 +32,11 @@ DRAFTS: dict[str, Any] = {
 MODELS = {"llama": lambda folder: tiny_llama(folder, 6, 2), "opt": tiny_opt}
 
 
-def job_of(model: str, options: dict[str, Any], **changes: Any) -> Job:
+def job_of(model: str, options: dict[str, Any], policy: str = "h2o", **changes: Any) -> Job:
     """Followed by the reference, two steps in flight."""
     settings = {**SETTINGS, **changes.pop("settings", {})}
     options = {"kernels": "torch", **options}
-    job = Job(model, "h2o", options, PROMPTS, settings=settings, follow=True)
+    job = Job(model, policy, options, PROMPTS, settings=settings, follow=True)
     return replace(job, **changes)
 
 
@@ -77,8 +77,8 @@ def test_a_small_budget(make: Callable[[Path], str], v2: OtherProcess, tmp_path:
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_second_reading(make: Callable[[Path], str], v2: OtherProcess, tmp_path: Path) -> None:
     """The model reads prompts again after a step: their tokens are in vLLM's own table."""
-    options = {"budget": 16, "score": "reconstruction", "observation_window": 4, "split": True}
-    assert_followed(v2.run(job_of(make(tmp_path), options, arrivals=[0, 3, 4, 9])))
+    options = {"budget": 16, "score": "reconstruction", "observation_window": 4, "split": "layers"}
+    assert_followed(v2.run(job_of(make(tmp_path), options, "h2o2", arrivals=[0, 3, 4, 9])))
 
 
 def test_one_step_at_a_time(v2: OtherProcess, tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_packed_under_pressure(v2: OtherProcess, tmp_path: Path) -> None:
 
 def test_found_in_the_prefix_cache(v2: OtherProcess, tmp_path: Path) -> None:
     """Prompts whose first pages others read: a hit is a cold run."""
-    window = {"budget": 32, "prefill": "window", "observation_window": 12}
+    window = {"budget": 32, "observation_window": 12}
     prompts = [CHARACTERS[:50], CHARACTERS[:50], [*CHARACTERS[:32], *CHARACTERS[60:85]]]
     caching = {"enable_prefix_caching": True, "max_num_batched_tokens": 64}
-    job = job_of(tiny_llama(tmp_path, 6, 2), window, settings=caching)
+    job = job_of(tiny_llama(tmp_path, 6, 2), window, "snapkv", settings=caching)
     ours = v2.run(replace(job, prompts=prompts, arrivals=[0, 100, 101]))
     assert_followed(ours)
     assert ours.cached == [0, 32, 32]

@@ -1,4 +1,4 @@
-"""Steps made of random tensors for the native kernels, and what they should do, in float64."""
+"""Steps made of random tensors for the native kernels, and their results in float64."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from tests.kernels.harness import Shape, empty_cache, views
-from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """So many threads of torch."""
+    """Set the number of torch's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     yield
@@ -69,19 +69,19 @@ class Pool:
         """A copy of the pages as they are."""
         return views(self.kv_cache.clone(), self.shape)
 
-    def tensors(self, number: int, initial_score: torch.Tensor | None = None) -> StepTensors:
-        """A step of so many tokens: q, k and v are views of one tensor; outputs are NaN."""
+    def tensors(self, number: int) -> StepTensors:
+        """Tensors of a step's tokens: q, k and v are views of one tensor; outputs are NaN."""
         heads = self.shape.num_kv_heads
         whole = torch.randn(number, heads * (self.shape.group + 2), self.shape.head_size)
         query, key, value = whole.to(self.shape.dtype).split(
             [heads * self.shape.group, heads, heads], 1
         )
         out = torch.full(query.shape, torch.nan, dtype=self.shape.dtype)
-        return StepTensors(query * 2, key, value, out, initial_score, self.shape.scale)
+        return StepTensors(query * 2, key, value, out, self.shape.scale)
 
 
 def decode_batch(block_table: torch.Tensor, **fields: list[int]) -> DecodeBatch:
-    """A batch of such fields; others are zeros."""
+    """A batch of these fields; others are zeros."""
     rows = [fields.get(name, [0] * block_table.shape[0]) for name in DECODE_FIELDS]
     return DecodeBatch(block_table, torch.tensor(rows))
 
@@ -115,27 +115,25 @@ def attend64(
     strip: Strip64,
     query: torch.Tensor,
     seen: torch.Tensor,
-    query_position: torch.Tensor,
     scale: float,
-    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and what each query adds to each token's score.
+    """Outputs and probabilities.
 
     Args:
         strip: L slots.
         query: [T, G, D].
         seen: [T, L], bool: which slots each query attends to.
-        query_position: [T].
         scale: of the logits.
-        scoring: what is added.
 
     Returns:
-        [T, G, D] and [T, L].
+        [T, G, D] and [T, G, L].
 
     """
     logits = torch.einsum("tgd,ld->tgl", query.double(), strip.key.nan_to_num()) * scale
     probs = torch.softmax(logits.masked_fill(~seen[:, None], -torch.inf), dim=-1)
-    out = torch.einsum("tgl,ld->tgd", probs, strip.value.nan_to_num())
-    added = probs.pow(scoring.power).sum(1) if scoring.power else torch.zeros(seen.shape).double()
-    old = query_position[:, None] - strip.position >= scoring.skip_recent
-    return out, added * (seen & old)
+    return torch.einsum("tgl,ld->tgd", probs, strip.value.nan_to_num()), probs
+
+
+def sums64(probs: torch.Tensor, power: int) -> torch.Tensor:
+    """[L]: the probabilities' powers, summed over queries and the group; power 0 adds nothing."""
+    return probs.pow(power).sum(dim=(0, 1)) if power else torch.zeros(probs.shape[-1]).double()

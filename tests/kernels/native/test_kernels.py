@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.kernels.harness import Layer, Life, Shape
 from tests.kernels.lives import LIVES, MERGES, TABLE, cases, make_lives, merging, pool_size
 from tests.kernels.native.cases import Pool, decode_batch
-from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
+from tests.kernels.truth import OUTPUT_ATOL, Count, live
 from vllm_h2o.kernels.batch import Scoring
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.native.kernels import NativeKernels
@@ -21,11 +21,11 @@ NEEDS_LIBRARY = pytest.mark.skipif(not VARIANTS, reason="no native library has b
 
 
 @pytest.fixture(scope="module")
-def ranking() -> Iterator[Ranking]:
+def count() -> Iterator[Count]:
     """Over all lives of this module, float32 may rank one selection in a thousand otherwise."""
-    count = Ranking()
-    yield count
-    count.check()
+    counted = Count()
+    yield counted
+    counted.check()
 
 
 def output_atol(variant: str, dtype: torch.dtype) -> float:
@@ -36,14 +36,14 @@ def output_atol(variant: str, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("name", "merge"), LIVES)
-def test_lives(name: str, merge: float, variant: str, ranking: Ranking) -> None:
+def test_lives(name: str, merge: float, variant: str, count: Count) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
     options = merging(merge, shape)
     layer = Layer(shape, policy, num_blocks, kernels=loader.load(variant), options=options)
-    live(layer, policy, lives, ranking, output_atol=output_atol(variant, shape.dtype))
+    live(layer, lives, count, output_atol=output_atol(variant, shape.dtype))
 
 
 @NEEDS_LIBRARY
@@ -55,7 +55,7 @@ def test_lives(name: str, merge: float, variant: str, ranking: Ranking) -> None:
 )
 @given(case=cases(), merge=MERGES)
 def test_any_lives(
-    case: tuple[str, Shape, list[Life], float, int], merge: float, ranking: Ranking
+    case: tuple[str, Shape, list[Life], float, int], merge: float, count: Count
 ) -> None:
     """The same for drawn shapes, policies, budgets, prompts, chunks and schedules."""
     policy, shape, lives, share, seed = case
@@ -63,7 +63,7 @@ def test_any_lives(
     num_blocks = pool_size(lives, shape.block_size, share)
     layer = Layer(shape, policy, num_blocks, seed, kernels=kernels, options=merging(merge, shape))
     atol = output_atol(kernels.variant, shape.dtype)
-    live(layer, policy, lives, ranking, output_atol=atol)
+    live(layer, lives, count, output_atol=atol)
 
 
 @NEEDS_LIBRARY

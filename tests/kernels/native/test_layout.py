@@ -1,4 +1,4 @@
-"""What the native kernels are handed: the same in Python and C++, and checked before it is."""
+"""Structs are the same in Python and C++, and are checked before the native kernels read them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.kernels.harness import Shape
 from tests.kernels.native.cases import Pool, decode_batch, prompt_chunk
 from vllm_h2o.kernels.batch import DECODE_FIELDS, Scoring
 from vllm_h2o.kernels.native import layout, loader
+from vllm_h2o.policy import Term
 
 NAMES = [entry[0] for entry in layout.expected()]
 POOL = Pool(Shape(num_kv_heads=2, group=2, head_size=64, block_size=16), [20])
@@ -25,7 +26,8 @@ def test_same_in_a_library(variant: str) -> None:
 
 def test_everything_is_compared() -> None:
     """All structs with all their fields, the fields of a batch in order, and the limits."""
-    assert {"H2oCache", "H2oTensors", "H2oScoring", "H2oBatch", "H2oChunk", "H2oPacked"} < {*NAMES}
+    assert {"H2oCache", "H2oTensors", "H2oScoring", "H2oTerm", "H2oBatch"} < {*NAMES}
+    assert {"H2oChunk", "H2oPacked", "H2oRuntime"} < {*NAMES}
     for each in layout.STRUCTS:
         assert {f"{each.__name__}.{field[0]}" for field in each._fields_} < {*NAMES}
     rows = {f"k{name.title().replace('_', '')}": i for i, name in enumerate(DECODE_FIELDS)}
@@ -50,7 +52,7 @@ def test_mismatch(name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_library_with_more_or_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A struct that only the library has is named; one that cannot tell has nothing."""
+    """A struct that only the library has is named; a library without a list has none."""
     assert layout.mismatch(ctypes.CDLL(None)) == "H2oCache"
     more = [*layout.expected(), ("H2oMore", 0, 8)]
     monkeypatch.setattr(layout, "exported", lambda library: iter(more))
@@ -59,7 +61,7 @@ def test_a_library_with_more_or_without(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("each", layout.STRUCTS, ids=lambda each: each.__name__)
 def test_packer(each: type[ctypes.Structure]) -> None:
-    """What is packed is the struct, field by field, to its last byte."""
+    """The packed bytes are the struct, field by field, to its last byte."""
     numbers = [float(i) if field[1] is ctypes.c_float else i for i, field in fields(each)]
     packed = layout.packer(each).pack(*numbers)
     assert len(packed) == ctypes.sizeof(each)
@@ -78,7 +80,10 @@ def test_values() -> None:
     chunk = prompt_chunk(POOL.block_table[0], slice(4, 14), 10, logical_start=40, **rest)
     read = layout.H2oChunk.from_buffer_copy(layout.chunk_bytes(chunk))
     assert (read.token_start, read.num_tokens, read.resident_start) == (4, 10, 10)
-    assert (read.logical_start, read.first_scoring_query) == (40, 3)
+    assert (read.logical_start, read.first_scoring_query, read.window_scores) == (40, 3, None)
+    window = torch.zeros(2, 20)
+    asked = layout.H2oChunk.from_buffer_copy(layout.chunk_bytes(chunk, 6, window))
+    assert (asked.first_scoring_query, asked.window_scores) == (6, window.data_ptr())
     packed = layout.H2oPacked.from_buffer_copy(layout.packed_bytes(chunk))
     assert (packed.attended_len, packed.num_survivors, packed.logical_end) == (20, 5, 50)
     assert (packed.recent_start, packed.num_sinks) == (7, 2)
@@ -86,21 +91,27 @@ def test_values() -> None:
     cache = layout.H2oCache.from_buffer_copy(layout.cache_bytes(POOL.cache))
     assert (cache.base, cache.num_kv_heads) == (POOL.kv_cache.data_ptr(), 2)
     assert (cache.block_size, cache.head_size, cache.type) == (16, 64, 0)
-    scoring = Scoring(power=2, skip_recent=9, by_age=True)
+    scoring = Scoring(power=2, by_age=True, merge=0.5)
     rank = layout.H2oScoring.from_buffer_copy(layout.scoring_bytes(scoring))
-    assert (rank.power, rank.skip_recent, rank.by_page, rank.by_age) == (2, 9, 0, 1)
+    assert (rank.power, rank.by_page, rank.by_age, rank.merge) == (2, 0, 1, 0.5)
+    window_term = Term("window", "max", power=2, weight=0.25, reach=12, skip=16)
+    term = layout.H2oTerm.from_buffer_copy(layout.term_bytes(window_term, by_age=True))
+    assert (term.power, term.by_maximum, term.reach, term.skip) == (2, 1, 12, 16)
+    assert (term.sees_later, term.by_age, term.weight) == (0, 1, 0.25)
+    term = layout.H2oTerm.from_buffer_copy(layout.term_bytes(Term("rotated"), by_age=False))
+    assert (term.power, term.by_maximum, term.sees_later, term.by_age) == (1, 0, 1, 0)
     batch = decode_batch(POOL.block_table, token=[8])
     read = layout.H2oBatch.from_buffer_copy(layout.batch_bytes(batch))
     assert (read.num_requests, read.field_stride, read.request_stride) == (1, 1, 1)
     assert (read.fields, read.table_stride) == (batch.fields.data_ptr(), POOL.block_table.shape[1])
-    tensors = POOL.tensors(3, torch.zeros(3, 2))
+    tensors = POOL.tensors(3)
     step = layout.H2oTensors.from_buffer_copy(layout.tensors_bytes(POOL.cache, tensors))
-    for name in ("query", "key", "value", "out", "initial_score"):
+    for name in ("query", "key", "value", "out"):
         tensor = getattr(tensors, name)
         assert getattr(step, name) == tensor.data_ptr()
-        assert name == "initial_score" or getattr(step, f"{name}_stride") == tensor.stride(0)
+        assert getattr(step, f"{name}_stride") == tensor.stride(0)
     assert (step.num_heads, step.out_type, step.scale) == (4, 0, 0.125)
-    alone = layout.H2oTensors.from_buffer_copy(layout.query_bytes(POOL.cache, tensors.query, 0.125))
+    alone = layout.H2oTensors.from_buffer_copy(layout.query_bytes(POOL.cache, tensors))
     assert (alone.query, alone.query_stride, alone.key) == (step.query, step.query_stride, None)
     assert (alone.num_heads, alone.scale) == (4, 0.125)
 
@@ -111,21 +122,22 @@ def test_values() -> None:
         ({"query": torch.zeros(1, 4, 128)[:, :, ::2]}, r"heads of 64 are not contiguous"),
         ({"key": torch.zeros(1, 2, 64).half()}, r"torch.float16 .* with a cache of torch.float32"),
         ({"out": torch.zeros(1, 4, 64).half()}, r"outputs of torch.float16 with a cache of"),
-        ({"initial_score": torch.zeros(1, 2).double()}, r"initial scores are torch.float64"),
     ],
 )
 def test_tensors_are_checked(changed: dict[str, torch.Tensor], message: str) -> None:
-    """What would be misread is refused."""
+    """Tensors that would be misread are refused."""
     with pytest.raises(ValueError, match=message):
         layout.tensors_bytes(POOL.cache, replace(POOL.tensors(1), **changed))
 
 
 def test_queries_are_checked() -> None:
-    """The second pass takes queries of the cache's type."""
-    with pytest.raises(ValueError, match="queries of torch.float16 with a cache of torch.float32"):
-        layout.query_bytes(POOL.cache, torch.zeros(1, 4, 64).half(), 1.0)
-    with pytest.raises(ValueError, match="not contiguous"):
-        layout.query_bytes(POOL.cache, torch.zeros(1, 4, 128)[:, :, ::2], 1.0)
+    """A term takes queries of the cache's type."""
+    for query, message in (
+        (torch.zeros(1, 4, 64).half(), "queries of torch.float16 with a cache of torch.float32"),
+        (torch.zeros(1, 4, 128)[:, :, ::2], "not contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layout.query_bytes(POOL.cache, replace(POOL.tensors(1), query=query))
 
 
 def test_pages_are_checked() -> None:
@@ -143,7 +155,7 @@ def test_pages_are_checked() -> None:
 
 
 def test_the_rest_is_checked() -> None:
-    """Tables, fields and powers that no kernel reads."""
+    """Tables, fields and window scores that would be misread are refused."""
     table = torch.zeros(2, dtype=torch.int64)
     for described in (layout.chunk_bytes, layout.packed_bytes):
         with pytest.raises(ValueError, match="a block table of torch.int64"):
@@ -153,5 +165,7 @@ def test_the_rest_is_checked() -> None:
     with pytest.raises(ValueError, match="fields of torch.int32"):
         batch = decode_batch(POOL.block_table)
         layout.batch_bytes(replace(batch, fields=batch.fields.int()))
-    with pytest.raises(ValueError, match="powers 0, 1 or 2, not 3"):
-        layout.scoring_bytes(Scoring(power=3))
+    chunk = prompt_chunk(POOL.block_table[0], slice(0, 10), 10)
+    for scores in (torch.zeros(2, 20).double(), torch.zeros(2, 21), torch.zeros(20, 2).T):
+        with pytest.raises(ValueError, match=r"window scores are .* not \(2, 20\)"):
+            layout.chunk_bytes(chunk, 0, scores)

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from tests.kernels.harness import Shape
-from tests.kernels.native.cases import Pool, Strip64, attend64, decode_batch, prompt_chunk, threads
+from tests.kernels.native.cases import (
+    Pool,
+    Strip64,
+    attend64,
+    decode_batch,
+    prompt_chunk,
+    sums64,
+    threads,
+)
 from tests.kernels.truth import bits
-from vllm_h2o.kernels.batch import MEAN_SECOND_PASS, PromptChunk, Scoring, StepTensors
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.torch.kernels import TorchKernels
+from vllm_h2o.policy import Term
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 VARIANTS = loader.available()
@@ -42,14 +52,21 @@ SCORINGS = {
     "sum": Scoring(),
     "squares": Scoring(power=2),
     "none": Scoring(power=0),
-    "old ones": Scoring(skip_recent=7),
-    "pages": Scoring(by_page=True),
+    "mean": Scoring(by_age=True),
+    "not in prompts": Scoring(in_prompt=False),
+}
+TERMS = {
+    "window": Term("window", "sum", weight=0.7),
+    "window, largest": Term("window", "max", power=2, weight=0.3, reach=12, skip=16),
+    "window, reach of sums": Term("window", "sum", power=2, reach=3, skip=1),
+    "rotated": Term("rotated", "max", power=2, weight=0.1),
+    "reread": Term("reread", "sum"),
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
-    """Differs from float64 by no more than that, relative to the largest."""
+    """Compare with float64, relative to the largest value."""
     assert not ours.isnan().any()
     apart = (ours.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)
     assert apart <= tolerance, f"{float(apart):.3g} > {tolerance}"
@@ -63,20 +80,15 @@ def unchanged(before: LayerCache, after: LayerCache, writable: torch.Tensor) -> 
         assert not (changed & ~writable).any(), name
 
 
-def decode_fields(shape: Shape, scoring: Scoring) -> dict[str, list[int]]:
+def decode_fields(shape: Shape) -> dict[str, list[int]]:
     """Requests of many lengths, some of which overwrite, some select, one is padding."""
     size = shape.block_size
     lengths = [1, size, 0, 5 * size + 3, 700, 333]
-    if scoring.by_page:
-        lengths = [1, 3 * size, 0, 9 * size, 8 * size + 2, 0]
-    has_free_slots = scoring.by_page and size > 1
     return {
         "token": [7, 2, 0, 1, 5, 4],
         "attended_len": lengths,
         "overwrites": [0, 0, 0, 1, 1, 0],
-        "next_offset": [0, 0, 0, 1 if has_free_slots else 0, 0, 0],
-        "num_free_slots": [0, 0, 0, size - 2 if has_free_slots else 0, 0, 0],
-        "selects": [0, 1, 0, 0 if has_free_slots else 1, 1, 1],
+        "selects": [0, 1, 0, 1, 1, 1],
         "logical_start": [n + 5 for n in lengths],
         "recent_start": [0, size, 0, 4 * size, max(lengths[4] - 9, 0), 300],
         "num_sinks": [0, 0, 0, 0, 4, 1],
@@ -85,18 +97,16 @@ def decode_fields(shape: Shape, scoring: Scoring) -> dict[str, list[int]]:
 
 
 def check_decode(kernels: Kernels, shape: Shape, scoring: Scoring) -> None:
-    """One step of such requests: outputs, scores, victims, stored tokens, and nothing else."""
-    size, fields = shape.block_size, decode_fields(shape, scoring)
+    """Compare one step of these requests: outputs, scores, victims, tokens, and nothing else."""
+    fields = decode_fields(shape)
     lengths, num = fields["attended_len"], len(fields["attended_len"])
     pool = Pool(shape, lengths)
     batch = decode_batch(pool.block_table, **fields)
-    tensors = pool.tensors(9, torch.rand(9, shape.num_kv_heads))
+    tensors = pool.tensors(9)
     victims = torch.full((pool.cache.num_blocks, shape.num_kv_heads), -7, dtype=torch.int32)
     for b in (3, 4):
         for h in range(shape.num_kv_heads):
-            page_start = random.randrange(lengths[b] // size) * size
-            slot = page_start if scoring.by_page else random.randrange(lengths[b])
-            victims[batch.first_block_ids[b], h] = slot
+            victims[batch.first_block_ids[b], h] = random.randrange(lengths[b])
     taken = victims.clone()
     before = pool.before()
     kernels.decode(pool.cache, batch, victims, tensors, scoring)
@@ -108,7 +118,7 @@ def check_decode(kernels: Kernels, shape: Shape, scoring: Scoring) -> None:
             at = pool.at(b, h, length)
             writable[at] = True
             request = {name: values[b] for name, values in fields.items()}
-            slot = int(taken[batch.first_block_ids[b], h]) + request["next_offset"]
+            slot = int(taken[batch.first_block_ids[b], h])
             slot = slot if request["overwrites"] else length - 1
             strip = Strip64.of(pool, b, h, length)
             outputs, score = decode64(strip, tensors, shape, h, slot, request, scoring)
@@ -119,7 +129,7 @@ def check_decode(kernels: Kernels, shape: Shape, scoring: Scoring) -> None:
             assert torch.equal(now.position[at].long(), strip.position)
             if request["selects"]:
                 victim = int(victims[batch.first_block_ids[b], h])
-                check_victim(victim, strip, score, request, size, scoring)
+                check_victim(victim, strip, score, request, scoring)
     unchanged(before, now, writable)
     selected = [
         int(batch.first_block_ids[b]) for b in range(num) if fields["selects"][b] and lengths[b]
@@ -139,16 +149,13 @@ def decode64(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store a new token in a strip; its outputs [G, D] and the strip's scores [L]."""
     token, position = request["token"], request["logical_start"]
-    assert tensors.initial_score is not None
     strip.key[slot] = tensors.key[token, head].double()
     strip.value[slot] = tensors.value[token, head].double()
-    strip.score[slot], strip.position[slot] = tensors.initial_score[token, head], position
+    strip.score[slot], strip.position[slot] = 0.0, position
     seen = torch.ones(1, len(strip.score), dtype=torch.bool)
-    seen[:, slot + 1 : slot + 1 + request["num_free_slots"]] = False
     heads = slice(head * shape.group, (head + 1) * shape.group)
-    query, at = tensors.query[token, None, heads], torch.tensor([position])
-    outputs, added = attend64(strip, query, seen, at, shape.scale, scoring)
-    return outputs[0], strip.score + added[0] * request["scores"]
+    outputs, probs = attend64(strip, tensors.query[token, None, heads], seen, shape.scale)
+    return outputs[0], strip.score + sums64(probs, scoring.power) * request["scores"]
 
 
 def check_victim(
@@ -156,15 +163,12 @@ def check_victim(
     strip: Strip64,
     score: torch.Tensor,
     request: dict[str, int],
-    block_size: int,
     scoring: Scoring,
 ) -> None:
-    """The lowest of the candidates, unless float32 cannot tell it from the lowest."""
+    """Compare with the lowest of the candidates, as far as float32 can tell them apart."""
     able = (strip.position >= request["num_sinks"]) & (strip.position < request["recent_start"])
-    if scoring.by_page:
-        whole = len(able) // block_size * block_size
-        able = able[:whole].view(-1, block_size).all(1)
-        score, slot = score[:whole].view(-1, block_size).sum(1), slot // block_size
+    if scoring.by_age:
+        score = score / (request["logical_start"] + 1 - strip.position)
     if able.any():
         assert able[slot]
         lowest = score[able].min()
@@ -187,7 +191,7 @@ def test_decode(name: str, num_threads: int, variant: str) -> None:
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("name", ["groups of 1", "pages of 5", "pages of 128", "pages of 1"])
 def test_decode_scoring(name: str, scoring: str, num_threads: int, variant: str) -> None:
-    """The same for each form of scoring; free slots of a page are not attended to."""
+    """The same for each form of scoring."""
     torch.manual_seed(1)
     random.seed(1)
     with threads(num_threads):
@@ -234,23 +238,23 @@ def prompt_pool(shape: Shape) -> tuple[Pool, list[PromptChunk]]:
     for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
         for h in range(shape.num_kv_heads):
             pool.fill(b, h, start)
-            # What has been packed has gaps between its positions, other ones in each head.
+            # Packed tokens have gaps between their positions, other ones in each head.
             gaps = (torch.rand(start) * 3).long() + 1
             pool.cache.position[pool.at(b, h, start)] = gaps.cumsum(0).int()
         tokens = slice(token, token + count)
-        rest = {"logical_start": 3 * start, "first_scoring_query": 20 if b == 1 else 0}
+        first = dict.fromkeys(("first_scoring_query", "first_window_query"), 20 if b == 1 else 0)
+        rest = {"logical_start": 3 * start, **first}
         chunks.append(prompt_chunk(pool.block_table[b], tokens, start, **rest))
         token += count
     return pool, chunks
 
 
 def check_prefill(kernels: Kernels, shape: Shape, scoring: Scoring) -> None:
-    """Such chunks: outputs, scores, stored tokens, and nothing else."""
+    """Compare these chunks: outputs, scores, stored tokens, and nothing else."""
     pool, chunks = prompt_pool(shape)
     end = chunks[-1].tokens.stop
-    tensors = pool.tensors(end + 2, torch.rand(end + 2, shape.num_kv_heads))
-    assert tensors.initial_score is not None
-    before = pool.before()
+    tensors, before = pool.tensors(end + 2), pool.before()
+    power = scoring.power if scoring.in_prompt else 0
     kernels.prefill(pool.cache, chunks, tensors, scoring)
     assert tensors.out[:2].isnan().all() and tensors.out[end:].isnan().all()
     writable = torch.zeros_like(pool.cache.score, dtype=torch.bool)
@@ -261,16 +265,15 @@ def check_prefill(kernels: Kernels, shape: Shape, scoring: Scoring) -> None:
             writable[at] = True
             strip = Strip64.of(pool, b, h, chunk.attended_len)
             strip.score[:start] = before.score[pool.at(b, h, start)].double()
-            strip.score[start:] = tensors.initial_score[tokens, h].double()
+            strip.score[start:] = 0.0
             assert torch.equal(strip.key[start:], tensors.key[tokens, h].double())
             assert torch.equal(strip.value[start:], tensors.value[tokens, h].double())
             assert torch.equal(strip.position[start:], chunk.logical_start + index)
             seen = torch.arange(chunk.attended_len) <= start + index[:, None]
             heads = slice(h * shape.group, (h + 1) * shape.group)
-            query, position = tensors.query[tokens, heads], chunk.logical_start + index
-            outputs, added = attend64(strip, query, seen, position, tensors.scale, scoring)
+            outputs, probs = attend64(strip, tensors.query[tokens, heads], seen, tensors.scale)
             close(tensors.out[tokens, heads], outputs, TOLERANCE[shape.dtype])
-            score = strip.score + added[chunk.first_scoring_query :].sum(0)
+            score = strip.score + sums64(probs[chunk.first_scoring_query :], power)
             close(pool.cache.score[at], score, 1e-5)
     unchanged(before, pool.cache, writable)
 
@@ -294,33 +297,47 @@ def test_prefill_scoring(name: str, scoring: str, variant: str) -> None:
     check_prefill(loader.load(variant), SHAPES[name], SCORINGS[scoring])
 
 
-@every_variant
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("name", SHAPES)
-def test_second_pass(name: str, num_threads: int, variant: str) -> None:
-    """Scores of all tokens of a chunk's request, as a mean; nothing else is written."""
-    torch.manual_seed(num_threads)
-    shape, scoring = SHAPES[name], Scoring(power=2)
+def value64(
+    strip: Strip64, chunk: PromptChunk, query: torch.Tensor, scale: float, term: Term
+) -> torch.Tensor:
+    """[L]: a term's value of each token, of queries [T, G, D]."""
+    first, length = chunk.first_query(term), chunk.attended_len
+    asked = torch.arange(chunk.num_tokens)[first:, None]  # [T', 1]
+    seen = torch.arange(length) <= (length if term.sees_later else chunk.resident_start + asked)
+    _, probs = attend64(strip, query[first:], seen.expand(len(asked), -1), scale)
+    age = chunk.logical_start + asked - strip.position
+    each = probs.pow(term.power)
+    if term.skip:
+        each = each.masked_fill((age < term.skip)[:, None], 0.0)
+    value = each.amax(dim=(0, 1)) if term.reduce == "max" else each.sum(dim=(0, 1))
+    distance = strip.position[:, None] - strip.position
+    reached = (distance >= 0) & (distance <= term.reach)
+    return value.expand(length, -1).masked_fill(~reached, 0.0).amax(dim=1)
+
+
+def check_term(kernels: Kernels, shape: Shape, term: Term, by_age: bool) -> None:
+    """Compare scores after a term, in pages or of a window; nothing else is written."""
     pool, chunks = prompt_pool(shape)
-    tensors = pool.tensors(chunks[-1].tokens.stop)
-    kernels, query = loader.load(variant), tensors.query
+    tensors = replace(pool.tensors(chunks[-1].tokens.stop), layer_index=1)
     kernels.prefill(pool.cache, chunks, tensors, Scoring(power=0))
     before, writable = pool.before(), torch.zeros_like(pool.cache.score, dtype=torch.bool)
-    with threads(num_threads):
-        kernels.score_pass(pool.cache, chunks, query, tensors.scale, MEAN_SECOND_PASS)
+    lengths = [chunk.attended_len for chunk in chunks]
+    windows = [torch.full((3, shape.num_kv_heads, length), torch.nan) for length in lengths]
+    outside = [replace(c, window_scores=w) for c, w in zip(chunks, windows, strict=True)]
+    kernels.score_term(pool.cache, outside, tensors, term, by_age)
+    unchanged(before, pool.cache, writable)
+    kernels.score_term(pool.cache, chunks, tensors, term, by_age)
     now, pool.cache = pool.cache, before
     for b, chunk in enumerate(chunks):
-        first = chunk.first_scoring_query
-        everything = torch.ones(chunk.num_tokens - first, chunk.attended_len, dtype=torch.bool)
-        later = torch.full((len(everything),), chunk.logical_end + 3)
+        assert windows[b][[0, 2]].isnan().all()
         for h in range(shape.num_kv_heads):
             at = pool.at(b, h, chunk.attended_len)
             strip = Strip64.of(pool, b, h, chunk.attended_len)
-            heads = slice(h * shape.group, (h + 1) * shape.group)
-            asked = query[chunk.tokens, heads][first:]
-            _, added = attend64(strip, asked, everything, later, tensors.scale, scoring)
-            age = (chunk.logical_end - strip.position) / chunk.logical_end
-            close(now.score[at], strip.score + MEAN_SECOND_PASS.weight * age * added.sum(0), 1e-5)
+            query = tensors.query[chunk.tokens, h * shape.group : (h + 1) * shape.group]
+            age = chunk.logical_end - strip.position if by_age else 1
+            added = term.weight * age * value64(strip, chunk, query, tensors.scale, term)
+            close(windows[b][1, h], added, 1e-5)
+            close(now.score[at], strip.score + added, 1e-5)
             writable[at] = True
     for name in ("key", "value", "position"):
         assert torch.equal(bits(getattr(before, name)), bits(getattr(now, name)))
@@ -328,13 +345,36 @@ def test_second_pass(name: str, num_threads: int, variant: str) -> None:
 
 
 @every_variant
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("name", SHAPES)
+def test_term(name: str, num_threads: int, variant: str) -> None:
+    """Scores of all tokens of a chunk's request; nothing else is written."""
+    torch.manual_seed(num_threads)
+    with threads(num_threads):
+        check_term(loader.load(variant), SHAPES[name], TERMS["window, largest"], by_age=True)
+
+
+@every_variant
+@pytest.mark.parametrize("by_age", [False, True])
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("name", ["groups of 3", "pages of 5"])
+def test_each_term(name: str, term: str, by_age: bool, variant: str) -> None:
+    """The same for each kind of term."""
+    torch.manual_seed(1)
+    check_term(loader.load(variant), SHAPES[name], TERMS[term], by_age)
+
+
+@every_variant
+@pytest.mark.parametrize("by_age", [False, True])
 @pytest.mark.parametrize("by_page", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_packing(name: str, by_page: bool, variant: str) -> None:
-    """Survivors, ties among few different scores, and what is not written, are torch's exactly."""
+def test_packing(name: str, by_page: bool, by_age: bool, variant: str) -> None:
+    """Survivors, ties among few different scores, and all other slots, are torch's exactly."""
     shape, rng = SHAPES[name], random.Random(name)
     lengths = [60, 7, 200]
     pools = [Pool(shape, lengths) for _ in range(3)]
+    for pool in pools:
+        pool.cache.score.copy_(torch.randint(0, 3, pool.cache.score.shape) / 2.0)
     chunks = []
     for b, length in enumerate(lengths):
         recent, sinks = rng.choice([(5, 0), (0, 4), (3, 3), (0, 0)])
@@ -343,11 +383,15 @@ def test_packing(name: str, by_page: bool, variant: str) -> None:
             "recent_start": length - min(recent, 3),
             "num_sinks": min(sinks, 2),
         }
+        if by_page and length > 2 * shape.block_size:
+            evicted = rng.randrange(1, length // shape.block_size) * shape.block_size
+            limits["num_survivors"] = length - evicted
         # Tables are the same for all layers.
         chunks.append(prompt_chunk(pools[0].block_table[b], slice(0, 1), length - 1, **limits))
-    for pool in pools:
-        pool.cache.score.copy_(torch.randint(0, 3, pool.cache.score.shape) / 2.0)
-    twins, scoring = [pool.before() for pool in pools], Scoring(by_page=by_page)
+        for pool, h in product(pools if by_age else (), range(shape.num_kv_heads)):
+            at = pool.at(b, h, length)
+            pool.cache.score[at] *= length - pool.cache.position[at]  # ranks are few again
+    twins, scoring = [pool.before() for pool in pools], Scoring(by_age=by_age, by_page=by_page)
     with threads(2):
         loader.load(variant).pack_survivors([pool.cache for pool in pools], chunks, scoring)
     TorchKernels().pack_survivors(twins, chunks, scoring)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.kernels.harness import Layer, Life, Shape, empty_cache
-from tests.kernels.truth import Ranking, bits, live
-from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, Scoring
+from tests.kernels.truth import Count, bits, live
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.reference import select_victim
 from vllm_h2o.kernels.strip import Strip
@@ -31,10 +31,9 @@ def make_batch(tables: list[list[int]], attended: list[int], **fields: list[int]
 
 def attend(cache: LayerCache, batch: DecodeBatch, scale: float, power: int = 1) -> torch.Tensor:
     """Random queries of three heads a group, each new token in the last slot."""
-    strips, victims = decode.Strips.of(cache, batch), torch.zeros(cache.num_blocks, 2).int()
-    slot = decode.new_slots(batch, victims, strips)
     query = torch.randn(batch.block_table.shape[0], 6, 64)
-    return decode.attend_and_score(cache, batch, strips, slot, query, scale, Scoring(power))
+    strips = decode.Strips.of(cache, batch)
+    return decode.attend_and_score(cache, batch, strips, query, scale, power)
 
 
 def random_page(num_blocks: int) -> LayerCache:
@@ -60,15 +59,18 @@ def test_ties(seed: int) -> None:
     tables = [[3, 1, 7], [5, 2, 4], [8, 6, 3]]
     rows = cache_rows(torch.tensor(tables), 2)
     num_recent, num_sinks = [5, 0, 16], [0, 4, 0]
-    strips = []
+    expected = []
     for b, length in enumerate(attended):
+        recent, sinks = num_recent[b], num_sinks[b]
+        budget = Budget(length, length - 1 - recent - sinks, recent, sinks)
         for h in range(2):
             position = torch.tensor(rng.sample(range(length), length), dtype=torch.int32)
             score = torch.tensor([rng.choice([0.0, 0.5, 1.0]) for _ in range(length)])
             slot = torch.arange(length)
             at = rows[b, h, slot // 16], slot % 16
             cache.position[at], cache.score[at] = position, score
-            strips.append(Strip(torch.empty(length, 0), torch.empty(0), score, position))
+            strip = Strip(torch.empty(length, 0), torch.empty(0), score, position)
+            expected.append(select_victim(strip, length, budget))
     batch = make_batch(
         tables,
         attended,
@@ -78,10 +80,6 @@ def test_ties(seed: int) -> None:
     )
     victims = torch.full((9, 2), -7, dtype=torch.int32)
     decode.select_victims(cache, batch, decode.Strips.of(cache, batch), victims)
-    expected = [
-        select_victim(strip, attended[i // 2], num_recent[i // 2], num_sinks[i // 2])
-        for i, strip in enumerate(strips)
-    ]
     assert victims[batch.first_block_ids].flatten().tolist() == expected
     others = [block for block in range(9) if block not in (3, 5, 8)]
     assert (victims[others] == -7).all()
@@ -104,14 +102,14 @@ def test_store_takes_one_slot() -> None:
     batch = make_batch([[4, 2], [1, 3]], [32, 19], overwrites=[1, 0], logical_start=[70, 18])
     victims = torch.full((6, 2), 99, dtype=torch.int32)
     victims[4] = torch.tensor([5, 20])
-    key, value, score = torch.ones(2, 2, 64), torch.full((2, 2, 64), 2.0), torch.full((2, 2), 0.5)
+    key, value = torch.ones(2, 2, 64), torch.full((2, 2, 64), 2.0)
     strips = decode.Strips.of(cache, batch)
     slot = decode.new_slots(batch, victims, strips)
-    decode.store(cache, batch, strips, slot, key, value, score)
+    decode.store(cache, batch, strips, slot, key, value)
     places = {(4 * 2, 5): 70, (2 * 2 + 1, 4): 70, (3 * 2, 2): 18, (3 * 2 + 1, 2): 18}
     for (row, slot), position in places.items():
         assert (cache.key[row, slot] == 1).all() and (cache.value[row, slot] == 2).all()
-        assert cache.score[row, slot] == 0.5 and cache.position[row, slot] == position
+        assert cache.score[row, slot] == 0.0 and cache.position[row, slot] == position
     for name in ("key", "value", "score", "position"):
         changed = bits(getattr(cache, name)) != bits(getattr(before, name))
         changed = changed if changed.dim() == 2 else changed.any(-1)
@@ -120,7 +118,7 @@ def test_store_takes_one_slot() -> None:
 
 @pytest.mark.parametrize("stale", [[5, 6], [1, 1], [3, 0]], ids=["free", "own", "another's"])
 def test_strangers_pages(stale: list[int]) -> None:
-    """What stands behind a request's pages, NaN or a batch mate's, is neither read nor written."""
+    """Pages after a request's own, NaN or another request's, are neither read nor written."""
     outputs, scores, chosen = [], [], []
     for junk in (0.0, torch.nan, torch.inf):
         torch.manual_seed(0)
@@ -165,9 +163,9 @@ def by_request(
     """Each request's outputs and victims, step by step, of a run with room for all."""
     pages = sum(-(-life.max_slots // SHAPE.block_size) for life in lives)
     layer = Layer(SHAPE, "h2o", pages + 1, seed, extra_pages, TorchKernels())
-    ranking = Ranking()
-    trace = live(layer, "h2o", lives, ranking, pause)
-    assert ranking.num_selections > 0 and ranking.num_near_ties == 0
+    count = Count()
+    trace = live(layer, lives, count, pause)
+    assert count.num_selections > 0 and count.num_near_ties == 0
     return {
         life.request_id: [e[life.request_id] for e in trace if life.request_id in e]
         for life in lives

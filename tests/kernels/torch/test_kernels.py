@@ -9,31 +9,31 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.kernels.harness import Layer, Life, Shape
 from tests.kernels.lives import LIVES, MERGES, TABLE, cases, make_lives, merging, pool_size
-from tests.kernels.truth import Ranking, live
+from tests.kernels.truth import Count, live
 from vllm_h2o.kernels.torch.kernels import TorchKernels
-from vllm_h2o.policy import POLICIES
+from vllm_h2o.policy import policies
 
 TORCH = TorchKernels()
 
 
 @pytest.fixture(scope="module")
-def ranking() -> Iterator[Ranking]:
+def count() -> Iterator[Count]:
     """Over all lives of this module, float32 may rank one selection in a thousand otherwise."""
-    count = Ranking()
-    yield count
-    count.check()
+    counted = Count()
+    yield counted
+    counted.check()
 
 
 @pytest.mark.parametrize(("name", "merge"), LIVES)
-def test_lives(name: str, merge: float, ranking: Ranking) -> None:
+def test_lives(name: str, merge: float, count: Count) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
     layer = Layer(shape, policy, num_blocks, kernels=TORCH, options=merging(merge, shape))
-    before = ranking.num_selections
-    live(layer, policy, lives, ranking)
-    assert (ranking.num_selections > before) is POLICIES[policy].evicts
+    before = count.num_selections
+    live(layer, lives, count)
+    assert (count.num_selections > before) is policies()[policy].evicts
 
 
 @settings(
@@ -44,10 +44,10 @@ def test_lives(name: str, merge: float, ranking: Ranking) -> None:
 )
 @given(case=cases(), merge=MERGES)
 def test_any_lives(
-    case: tuple[str, Shape, list[Life], float, int], merge: float, ranking: Ranking
+    case: tuple[str, Shape, list[Life], float, int], merge: float, count: Count
 ) -> None:
     """The same for drawn shapes, policies, budgets, prompts, chunks and schedules."""
     policy, shape, lives, share, seed = case
     num_blocks = pool_size(lives, shape.block_size, share)
     layer = Layer(shape, policy, num_blocks, seed, kernels=TORCH, options=merging(merge, shape))
-    live(layer, policy, lives, ranking)
+    live(layer, lives, count)

@@ -1,20 +1,19 @@
-"""Prompts on the CPU: ties at the end, tiles of queries, and the numbers of the random policy."""
+"""Prompts on the CPU: ties at the end, and tiles of queries."""
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 import torch
 
 from tests.kernels.harness import Shape, empty_cache
-from vllm_h2o.kernels.batch import PromptChunk, Scoring
+from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
-from vllm_h2o.kernels.reference import pack_survivors, random_score
+from vllm_h2o.kernels.reference import pack_survivors
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.kernels.torch import pack, prefill
-from vllm_h2o.kernels.torch.random import random_scores
+from vllm_h2o.policy import Budget
 
 SHAPE = Shape(num_kv_heads=2, group=2, head_size=64, block_size=16)
 VIEWS = ("key", "value", "score", "position")
@@ -35,7 +34,8 @@ def full_page(num_blocks: int, blocks: list[int], num_tokens: int) -> LayerCache
     cache = LayerCache.of(empty_cache(SHAPE, num_blocks), SHAPE.head_size)
     chunk = make_chunk(blocks, 0, num_tokens)
     key, value = torch.randn(2, num_tokens, 2, 64)
-    prefill.store(cache, chunk, key, value, torch.rand(num_tokens, 2))
+    prefill.store(cache, chunk, key, value)
+    prefill.add_to_scores(cache, chunk, torch.rand(2, num_tokens))
     return cache
 
 
@@ -63,7 +63,9 @@ def test_ties(seed: int) -> None:
     outside = cache.key[[0, 1, 6, 7, 8, 9, 12, 13, 14, 15]].clone()
     pack.pack_survivors(cache, chunk)
     for packed, whole in zip(strips(cache, chunk, num_kept), before, strict=True):
-        expected = pack_survivors(whole, num_tokens, num_kept, num_recent, num_sinks)
+        heavy = num_kept - num_recent - num_sinks
+        budget = Budget(num_kept + 1, heavy, num_recent, num_sinks)
+        expected = pack_survivors(whole, num_tokens, budget)
         for name in VIEWS:
             assert torch.equal(getattr(packed, name), getattr(expected, name)), name
     assert outside.isnan().all()
@@ -80,7 +82,7 @@ def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch, power: int) -> Non
         cache = full_page(5, [4, 1, 3], 41)
         chunk = make_chunk([4, 1, 3], 11, 30)
         query = torch.randn(30, 4, 64)
-        output = prefill.attend_and_score(cache, chunk, query, 0.2, Scoring(power))
+        output = prefill.attend_and_score(cache, chunk, query, 0.2, power)
         results.append((output, strips(cache, chunk, 41)))
     for output, held in results[:-1]:
         torch.testing.assert_close(output, results[-1][0], rtol=1e-5, atol=1e-6)
@@ -97,7 +99,7 @@ def test_later_slots_are_not_read() -> None:
         for view in (cache.key, cache.value, cache.score):
             view[3 * 2 : 4 * 2, 9:] = junk
         chunk = make_chunk([4, 1, 3], 0, 41, num_survivors=31, recent_start=31)
-        output = prefill.attend_and_score(cache, chunk, torch.randn(41, 4, 64), 0.2, Scoring())
+        output = prefill.attend_and_score(cache, chunk, torch.randn(41, 4, 64), 0.2, 1)
         pack.pack_survivors(cache, chunk)
         results.append((output, [strip.score for strip in strips(cache, chunk, 31)]))
     for output, scores in results[1:]:
@@ -110,7 +112,7 @@ def test_store_starts_after_the_resident() -> None:
     cache = full_page(5, [4, 1, 3], 14)
     chunk = make_chunk([4, 1, 3], 14, 20, logical_start=100)
     before = strips(cache, chunk, 14)
-    prefill.store(cache, chunk, torch.ones(20, 2, 64), torch.ones(20, 2, 64) * 2, None)
+    prefill.store(cache, chunk, torch.ones(20, 2, 64), torch.ones(20, 2, 64) * 2)
     for now, then in zip(strips(cache, chunk, 48), before, strict=True):
         assert now.position[14:34].tolist() == list(range(100, 120))
         assert (now.key[14:34] == 1).all() and (now.value[14:34] == 2).all()
@@ -118,17 +120,3 @@ def test_store_starts_after_the_resident() -> None:
         assert all(torch.equal(getattr(now, n)[:14], getattr(then, n)) for n in VIEWS)
     others = torch.tensor([0, 1, 4, 5])
     assert cache.key[others].isnan().all() and cache.score[others].isnan().all()
-
-
-def test_random_scores_are_the_reference() -> None:
-    """Every number is the reference's to the last bit, at the ends of int64 and int32 too."""
-    seeds = [0, 1, 12345, (1 << 63) - 1, -1, -(1 << 63)]
-    positions = [0, 1, 17, (1 << 20) + 3, (1 << 31) - 1]
-    pairs = list(itertools.product(seeds, positions))
-    seed, position = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    for layer in (0, 1, 79, 1 << 20):
-        for heads in (range(8), range(6, 9)):
-            drawn = random_scores(seed, layer, heads, position)
-            assert drawn.dtype == torch.float32 and drawn.shape == (len(pairs), len(heads))
-            expected = [[random_score(s, layer, head, p) for head in heads] for s, p in pairs]
-            assert drawn.tolist() == expected

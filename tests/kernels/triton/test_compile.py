@@ -16,14 +16,15 @@ from tests.house_rules import ROOT
 SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by compute capability."""
 SPILLED: dict[int, dict[str, int]] = {
-    75: {"attend_split": 240},
-    80: {"attend": 472, "attend_split": 24, "merge_and_score": 8, "column_scores": 32},
-    89: {"attend": 8, "attend_split": 8, "column_scores": 16, "weighted_scores": 152},
-    90: {"attend": 48, "attend_split": 48, "weighted_scores": 184},
+    75: {"attend_split": 256},
+    80: {"attend": 472, "reached_scores": 208},
+    89: {"attend": 8, "column_scores": 24, "reached_scores": 288},
+    90: {"attend": 48, "attend_split": 48, "reached_scores": 216},
 }
-"""Bytes at most that do not fit into a thread's registers, of any shape; 0 of other kernels. Most
-are of float32 and float8, of groups of 7 and 8, and of Turing."""
-MULTIPLIES = ("attend", "column_scores", "log_sum_exp", "weighted_scores")
+"""Bytes at most that do not fit into a thread's registers, of any shape; 0 of other kernels.
+``reached_scores`` is ``column_scores`` of a term with reach, which spills once, after its loop. Most
+others are of float32 and float8, of groups of 7 and 8, and of Turing."""
+MULTIPLIES = ("attend", "column_scores")
 """Kernels of prompts, which have matrix units multiply where K is of 16 bits."""
 
 
@@ -36,10 +37,11 @@ def test_compiles(capability: int) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     made: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len({kernel["kernel"] for kernel in made}) == 14
+    assert len({kernel["kernel"] for kernel in made}) == 12
     for kernel in made:
         assert kernel["shared"] <= SHARED_MEMORY[capability], kernel
-        most = SPILLED[capability].get(kernel["kernel"], 0)
+        name = "reached_scores" if kernel["reach"] else kernel["kernel"]
+        most = SPILLED[capability].get(name, 0)
         assert kernel["spilled"] <= most, kernel
         if capability >= 80 and kernel["kernel"] == "attend_split":
             assert kernel["loads_ahead"] > 0, kernel

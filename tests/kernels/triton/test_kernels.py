@@ -10,11 +10,19 @@ import pytest
 import torch
 
 from tests.kernels.harness import Layer, Shape
-from tests.kernels.lives import SCALES, make_lives, merging, pool_size
-from tests.kernels.truth import OUTPUT_ATOL, Ranking, live
+from tests.kernels.lives import (
+    RANKINGS,
+    SCALES,
+    make_lives,
+    merging,
+    page_budget,
+    pool_size,
+    with_windows,
+)
+from tests.kernels.truth import OUTPUT_ATOL, Count, live
 from vllm_h2o.kernels.triton import score
 from vllm_h2o.kernels.triton.kernels import TritonKernels
-from vllm_h2o.policy import POLICIES
+from vllm_h2o.policy import policies
 
 FP32, FP16 = torch.float32, torch.float16
 TABLE = {
@@ -34,7 +42,6 @@ TABLE = {
     "one head of 256": ("h2o", Shape(1, 1, 256, 64, FP16), [(64, 14, 0, [70], 4)]),
     "pages of 128": ("h2o", Shape(2, 1, 64, 128, FP32), [(128, 64, 0, [131, 9], 4)]),
     "a page that is no power of two": ("h2o", Shape(1, 3, 64, 24, FP32), [(48, 20, 0, [60], 6)]),
-    "random": ("random", Shape(3, 1, 64, 16, FP32), [(16, 8, 0, [20], 6), (32, 0, 4, [20, 1], 14)]),
     "streaming": ("streaming", Shape(2, 1, 64, 32, FP16), [(32, 27, 4, [64], 6)]),
     "float8 of float32": (
         "h2o",
@@ -51,11 +58,11 @@ TABLE = {
 
 
 @pytest.fixture(scope="module")
-def ranking() -> Iterator[Ranking]:
+def count() -> Iterator[Count]:
     """Over all lives of this module, float32 may rank one selection in a thousand otherwise."""
-    count = Ranking()
-    yield count
-    count.check()
+    counted = Count()
+    yield counted
+    counted.check()
 
 
 def triton_kernels(shape: Shape) -> TritonKernels:
@@ -66,31 +73,47 @@ def triton_kernels(shape: Shape) -> TritonKernels:
 
 @pytest.mark.parametrize("merge", [0.0, 0.15])
 @pytest.mark.parametrize("name", TABLE)
-def test_lives(name: str, merge: float, ranking: Ranking) -> None:
+def test_lives(name: str, merge: float, count: Count) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
-    if merge and (shape.float8 or not POLICIES[policy].evicts):
+    if merge and (shape.float8 or not policies()[policy].evicts):
         pytest.skip("nothing is merged")
     options = merging(merge)
     layer = Layer(shape, policy, num_blocks, kernels=triton_kernels(shape), options=options)
-    before = ranking.num_selections
+    before = count.num_selections
     # Matrix units take probabilities in the cache's own type.
     atol = OUTPUT_ATOL if shape.dtype == FP32 else 2e-3
-    live(layer, policy, lives, ranking, output_atol=atol)
-    assert (ranking.num_selections > before) is POLICIES[policy].evicts
+    live(layer, lives, count, output_atol=atol)
+    assert (count.num_selections > before) is policies()[policy].evicts
+
+
+@pytest.mark.parametrize("by_page", [False, True])
+@pytest.mark.parametrize("ranking", RANKINGS)
+def test_lives_of_each_ranking(ranking: str, by_page: bool, count: Count) -> None:
+    """The same by every term and every reduction, where tokens are evicted or whole pages."""
+    (policy, options), shape = RANKINGS[ranking], Shape(1, 3, 64, 16)
+    lives = make_lives([(32, 8, 3, [50, 30], 8), (16, 4, 0, [21], 9)])
+    if by_page:
+        options = (*options, ("evict_every", "page"))
+        budgets = page_budget(16, 2, 20, 3), page_budget(16, 1, 4, 0, every=2)
+        steps = zip(lives, budgets, (17, 40), strict=True)
+        lives = [replace(life, budget=own, num_decodes=num) for life, own, num in steps]
+    num_blocks = pool_size(lives, shape.block_size, share=1.0)
+    layer = Layer(shape, policy, num_blocks, kernels=triton_kernels(shape), options=options)
+    live(layer, with_windows(lives), count)
 
 
 @pytest.mark.parametrize("name", ["the paper's halves", "float8 of float32"])
-def test_lives_in_parts(name: str, ranking: Ranking, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lives_in_parts(name: str, count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where many programs share the slots of a KV head, and the last chooses."""
     programs = many_programs(monkeypatch)
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
     layer = Layer(shape, policy, num_blocks, kernels=triton_kernels(shape))
-    live(layer, policy, lives, ranking, output_atol=OUTPUT_ATOL if shape.dtype == FP32 else 2e-3)
+    live(layer, lives, count, output_atol=OUTPUT_ATOL if shape.dtype == FP32 else 2e-3)
     assert max(programs) >= 3
 
 
@@ -126,13 +149,14 @@ def test_lives_of_unequal_heads(
     if in_parts:
         many_programs(monkeypatch)
     num_kv_heads = 3 if num_layers == 1 else 2
-    shape, count = Shape(num_kv_heads, 3, 32, 8, FP32, num_layers=num_layers), Ranking()
+    shape, count = Shape(num_kv_heads, 3, 32, 8, FP32, num_layers=num_layers), Count()
     rows = [(48, 8, 0, [20, 60], 9), (40, 12, 3, [70], 9), (24, 8, 0, [9], 18)]
     lives = [replace(life, splits=True) for life in make_lives(rows)]
-    options = (("score", "mean_squares"), ("split", True), *merging(merge))
+    split = ("split", "heads" if num_layers == 1 else "layers")
+    options = (("score", "mean_squares"), split, *merging(merge))
     num_blocks = pool_size(lives, shape.block_size, share=1.0)
     layer = Layer(shape, "h2o", num_blocks, kernels=triton_kernels(shape), options=options)
-    live(layer, "h2o", lives, count)
+    live(layer, lives, count)
     count.check()
     assert count.num_unequal > 0
     assert (count.num_merged > 0) is (merge > 0)

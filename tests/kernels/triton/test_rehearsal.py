@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_h2o.kernels.batch import (
-    LARGEST_SECOND_PASS,
-    WINDOW_PASS,
-    WINDOW_REACH,
-    Scoring,
-    StepTensors,
-)
+from vllm_h2o.kernels.batch import Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.kernels.triton.rehearsal import rehearse
+from vllm_h2o.policy.h2o2 import H2O2
 
 HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 2, 3, 64, 16
 
@@ -38,7 +33,7 @@ def joined(cache: LayerCache, ran: Counter[str], join: Any = LayerCache.joined) 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kinds", "has_both", "num_layers"),
+    ("dtype", "kinds", "has_sinks", "num_layers"),
     [
         (torch.float32, (False, False, False), False, 1),
         (torch.float32, (True, True, True), True, 1),
@@ -50,11 +45,11 @@ def test_everything_runs(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     kinds: tuple[bool, bool, bool],
-    has_both: bool,
+    has_sinks: bool,
     num_layers: int,
 ) -> None:
-    """Each stage of a prompt, for every kind of page, and with initial scores and attention sinks;
-    where layers share slots survivors move in all; and the pool is left alone.
+    """Each stage of a prompt, for every kind of page, and with attention sinks; where layers share
+    slots survivors move in all; and the pool is left alone.
     """
     kernels = TritonKernels(torch.device("cpu"), 4, GROUP * HEADS, HEADS, HEAD_SIZE)
     words = 2 + kinds[1] + kinds[2]
@@ -64,22 +59,20 @@ def test_everything_runs(
     cache = LayerCache.of(pool[:, -HEADS:], HEAD_SIZE, *kinds)
     before = pool.view(torch.uint8).clone()
     ran: Counter[str] = Counter()
-    for name in ("prefill", "score_pass", "pack_survivors", "copy_survivors"):
+    for name in ("prefill", "score_term", "pack_survivors", "copy_survivors"):
         monkeypatch.setattr(kernels, name, partial(counted, ran, name, getattr(kernels, name)))
     monkeypatch.setattr(LayerCache, "joined", partialmethod(joined, ran))
-    scoring = Scoring(power=2, passes=(LARGEST_SECOND_PASS, WINDOW_PASS), reach=WINDOW_REACH)
+    scoring, terms = Scoring.of(H2O2.ranking), H2O2.ranking.passes
     query, key = torch.zeros(1, GROUP * HEADS, HEAD_SIZE), torch.zeros(1, HEADS, HEAD_SIZE)
-    scores, sinks = (
-        (torch.zeros(1, HEADS), torch.zeros(GROUP * HEADS)) if has_both else (None, None)
-    )
-    step = StepTensors(query, key, key, query, scores, 1.0, sinks)
-    rehearse(kernels, cache, step, scoring)
-    once = {"prefill": 1, "score_pass": 2, "pack_survivors": 2 + kinds[0]}
+    sinks = torch.zeros(GROUP * HEADS) if has_sinks else None
+    step = StepTensors(query, key, key, query, 1.0, sinks)
+    rehearse(kernels, cache, step, scoring, terms)
+    once = {"prefill": 1, "score_term": 2, "pack_survivors": 1 + kinds[0]}
     assert ran == once | ({"joined": 1} if num_layers > 1 else {})
     assert torch.equal(pool.view(torch.uint8), before)
     if num_layers > 1:  # which do not go with prefix caching
         return
-    rehearse(kernels, cache, step, scoring, shares_pages=True)
-    copied = {"prefill": 3, "copy_survivors": 1 + kinds[0]}
-    assert ran == {name: 2 * number for name, number in once.items()} | copied
+    rehearse(kernels, cache, step, scoring, terms, shares_pages=True)
+    apart = {"score_term": 5, "copy_survivors": 1 + kinds[0]}
+    assert ran == {name: 2 * number for name, number in once.items()} | apart
     assert torch.equal(pool.view(torch.uint8), before)

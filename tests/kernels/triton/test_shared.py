@@ -17,6 +17,7 @@ from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton import pack as triton_pack
 from vllm_h2o.kernels.triton import share
 from vllm_h2o.kernels.triton.kernels import TritonKernels
+from vllm_h2o.policy import Term
 
 SHAPE = Shape(num_kv_heads=3, group=2, head_size=32, block_size=8)
 BLOCKS, LENGTHS = ([5, 2, 8, 1, 20, 21, 22, 3], [9, 4, 7, 0, 6, 30, 31, 11]), (61, 37)
@@ -38,8 +39,10 @@ def filled(kinds: tuple[bool, bool] = (False, False)) -> LayerCache:
         )
         query = torch.zeros(length, 6, 32)
         key, value = torch.randn(2, length, 3, 32)
-        step = StepTensors(query, key, value, torch.empty_like(query), torch.rand(length, 3), 1.0)
+        step = StepTensors(query, key, value, torch.empty_like(query), 1.0)
         TorchKernels().prefill(cache, [whole], step, Scoring())
+        rows = cache.rows(torch.tensor(blocks)[: -(-length // 8)])
+        cache.score[rows] = torch.rand(*rows.shape, 8)
     return cache
 
 
@@ -55,40 +58,45 @@ def kernels() -> TritonKernels:
     return TritonKernels(torch.device("cpu"), 4, 6, 3, 32)
 
 
-@pytest.mark.parametrize(("by_maximum", "skip_recent"), [(False, 0), (True, 5)])
-def test_window_scores(by_maximum: bool, skip_recent: int) -> None:
-    """Those of torch, of each chunk that has any; and no score in its pages is touched."""
+@pytest.mark.parametrize("by_age", [False, True])
+@pytest.mark.parametrize(
+    "term",
+    [
+        Term("window", "sum", weight=0.5),
+        Term("window", "max", reach=12),
+        Term("window", "max", power=2, weight=0.3, reach=5, skip=4),
+    ],
+    ids=str,
+)
+def test_window_scores(term: Term, by_age: bool) -> None:
+    """The values of a term are torch's, stored apart for each chunk that has window scores; scores
+    of its pages stay as they were, and those of another chunk are added to.
+    """
     torch.manual_seed(1)
-    cache, scoring = filled(), Scoring(1 + by_maximum, skip_recent, by_maximum=by_maximum)
-    key, value = torch.randn(2, 60, 3, 32)
-    query = torch.randn(60, 6, 32)
-    found = []
+    cache, query, found = filled(), torch.randn(60, 6, 32), []
     for computes in (TorchKernels(), kernels()):
         own, chunks, start = twin(cache), [], 0
-        for blocks, length, num, first in zip(BLOCKS, LENGTHS, (41, 19), (30, 19), strict=True):
+        for blocks, length, num, first in zip(BLOCKS, LENGTHS, (41, 19), (30, 4), strict=True):
             chunk = PromptChunk(
                 tokens=slice(start, start + num),
                 block_table=torch.tensor(blocks, dtype=torch.int32),
                 resident_start=length - num,
                 logical_start=length - num,
-                first_scoring_query=num if start == 0 else 4,
                 first_window_query=first,
                 window_scores=torch.full((2, 3, length), torch.nan) if start == 0 else None,
             )
             chunks.append(chunk)
             start += num
-        out = torch.empty_like(query)
-        step = StepTensors(query, key, value, out, torch.rand(60, 3), 0.2, None, 1)
-        step = replace(step, initial_score=torch.full((60, 3), 0.25))
-        computes.prefill(own, chunks, step, scoring)
+        step = StepTensors(query, query, query, query, 0.2, layer_index=1)
+        computes.score_term(own, chunks, step, term, by_age)
         scores = chunks[0].window_scores
         assert scores is not None and scores[0].isnan().all()
-        found.append((scores[1], own, out))
-    (expected, by_torch, out), (scores, by_triton, more) = found
+        found.append((scores[1], own))
+    (expected, by_torch), (scores, by_triton) = found
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(more, out, rtol=1e-5, atol=1e-6)
     first, last = (torch.tensor(blocks)[:5, None] * 3 + torch.arange(3) for blocks in BLOCKS)
-    assert torch.equal(by_triton.score[first][:2], cache.score[first][:2])
+    assert torch.equal(by_triton.score[first], cache.score[first])
+    assert not torch.equal(by_triton.score[last], cache.score[last])
     torch.testing.assert_close(by_triton.score[last], by_torch.score[last], equal_nan=True)
 
 
@@ -129,42 +137,41 @@ def test_scores_that_are_read_are_let_go() -> None:
         logical_start=41,
         num_survivors=31,
         recent_start=52,
-        first_scoring_query=20,
-        first_window_query=0,
         window_scores=torch.zeros(1, 3, 61),
         destination_blocks=torch.tensor([36, 33, 38, 12], dtype=torch.int32),
     )
     query, (key, value) = torch.randn(20, 6, 32), torch.randn(2, 20, 3, 32)
-    step = StepTensors(query, key, value, torch.empty_like(query), None, 1.0)
-    own.prefill(cache, [chunk], step, Scoring(1))
+    step, scoring = StepTensors(query, key, value, torch.empty_like(query), 1.0), Scoring()
+    own.score_term(cache, [chunk], step, Term("window"), by_age=False)
     assert chunk.window_scores is not None
-    own.copy_survivors([cache], chunk, Scoring(1), chunk.window_scores)
+    own.copy_survivors([cache], chunk, scoring, chunk.window_scores)
     scores = ref(chunk.window_scores)
     del chunk
     assert scores() is None
 
 
 @pytest.mark.parametrize(
-    ("kinds", "splits", "reach", "by_age", "keeps_all"),
+    ("kinds", "splits", "scoring", "num_survivors"),
     [
-        ((False, False), False, 8, False, False),
-        ((False, False), False, 8, True, True),
-        ((False, True), False, 0, True, False),
-        ((True, True), True, 0, True, False),
-        ((True, False), True, 8, False, False),
+        ((False, False), False, Scoring(), 31),
+        ((False, False), False, Scoring(by_age=True), LENGTHS[0]),
+        ((False, True), False, Scoring(by_age=True), 31),
+        ((True, True), True, Scoring(by_age=True), 31),
+        ((True, False), True, Scoring(), 31),
+        ((False, False), False, Scoring(by_page=True), 37),
+        ((False, True), False, Scoring(by_age=True, by_page=True), 45),
     ],
 )
 def test_survivors_are_copied(
     kinds: tuple[bool, bool],
     splits: bool,
-    reach: int,
-    by_age: bool,
-    keeps_all: bool,
+    scoring: Scoring,
+    num_survivors: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch's, of every layer; the pages they leave, and all others, are not touched."""
     torch.manual_seed(2)
-    length, num_survivors = LENGTHS[0], LENGTHS[0] if keeps_all else 31
+    length = LENGTHS[0]
     destination = [36, 33, 38, 12, 13, 14, 15, 16]
     chunk = PromptChunk(
         tokens=slice(0, 20),
@@ -174,13 +181,12 @@ def test_survivors_are_copied(
         num_survivors=num_survivors,
         recent_start=length - 9,
         num_sinks=3,
-        destination_blocks=torch.tensor(destination[: 8 if keeps_all else 4], dtype=torch.int32),
+        destination_blocks=torch.tensor(destination[: -(-num_survivors // 8)], dtype=torch.int32),
         splits=splits,
     )
     # A part of a row of the block table, as it is in an engine.
     odd = torch.tensor([99, *chunk.destination_blocks.tolist()], dtype=torch.int32)[1:]
     chunk = replace(chunk, destination_blocks=odd)
-    scoring = Scoring(by_age=by_age, reach=reach)
     caches = [filled(kinds) for _ in range(2)]
     scores = torch.rand(2, 3, length) * torch.tensor([1.0, 0.3, 1.5])[:, None]
     scores[1, 0, 10:40] = 0.5  # of equals the older

@@ -1,4 +1,4 @@
-// What a decode step computes of one part of a strip: logits, weights, and their sums of V.
+// A decode step computes one part of a strip: logits, weights, and their sums of V.
 #pragma once
 
 #include <algorithm>
@@ -32,12 +32,12 @@ class Attention {
   int num_rows() const { return num_rows_; }
   int64_t stride() const { return stride_; }
 
-  // Of what place() gives a part.
+  // Floats that place() gives to a part.
   int64_t part_floats() const {
     const int64_t size = cache_.head_size, victim = cache_.has_mass ? 2 * size : 0;
     return round_up(num_rows_ * stride_ + group_ * (3 + size) + victim, 16);
   }
-  // Of what attend() needs besides.
+  // Floats that attend() needs besides.
   int64_t group_floats() const {
     return own_floats() + (cache_.has_mass ? round_up(num_rows_ * cache_.head_size, 16) : 0);
   }
@@ -53,18 +53,12 @@ class Attention {
 
   // The slot that the new token takes.
   int64_t new_slot(const Part& part) const {
-    if (!field(kOverwrites, part.request)) return part.strip_len - 1;
-    return victim(part) + field(kNextOffset, part.request);
+    return field(kOverwrites, part.request) ? victim(part) : part.strip_len - 1;
   }
 
   // Not where a mean would be rounded again and again.
   bool merges(const Part& part) const {
     return kSame && scoring_.merge > 0.0f && field(kOverwrites, part.request);
-  }
-
-  Range range(const Part& part) const {
-    const int64_t free_begin = new_slot(part) + 1;
-    return {part.begin, part.end, free_begin, free_begin + field(kNumFreeSlots, part.request)};
   }
 
   void place(Part& part, float* memory) const {
@@ -95,7 +89,7 @@ class Attention {
     if (!merges(part)) store(part, held);
     Group<T> group;
     group.set(memory, num_rows_, size, rows);
-    multiply_keys(part, held, range(part), group);
+    multiply_keys(part, held, group);
     if (!merges(part)) weigh(part, held);
   }
 
@@ -130,9 +124,7 @@ class Attention {
   // Stores the new token if its slot is in the part.
   void store(const Part& part, const Strip<S>& held) const {
     if (!part.has(new_slot(part))) return;
-    const int64_t token = field(kToken, part.request);
-    held.store(new_slot(part), new_key(part), new_value(part),
-               initial_score(tensors_, token, part.head, cache_.num_kv_heads),
+    held.store(new_slot(part), new_key(part), new_value(part), 0.0f,
                field(kLogicalStart, part.request));
   }
 
@@ -172,13 +164,13 @@ class Attention {
 
   // Logits become weights, and those partial_out.
   void weigh(Part& part, const Strip<S>& held) const {
-    const Range slots = range(part);
     if (cache_.has_mass) {
       std::fill(part.extra, part.extra + round_up(part.end - part.begin, kLanes), 1.0f);
-      for_each_run(slots, cache_.block_size, [&](int64_t page, int offset, int count) {
+      const auto copy = [&](int64_t page, int offset, int count) {
         const float* from = held.masses(page) + offset;
         std::copy(from, from + count, part.extra + page * cache_.block_size + offset - part.begin);
-      });
+      };
+      for_each_run(part.begin, part.end, cache_.block_size, copy);
     }
     for (int g = 0; g < group_; ++g) {
       if (cache_.has_mass) {
@@ -187,22 +179,21 @@ class Attention {
         exponentiate<false>(part, g);
       }
     }
-    multiply_values(part, held, slots);
+    multiply_values(part, held);
   }
 
-  // weights [G, slots] = q [G, D] K^T [D, slots]; hidden slots get -infinity.
-  void multiply_keys(Part& part, const Strip<S>& held, const Range& slots,
-                     const Group<T>& group) const {
+  // weights [G, slots] = q [G, D] K^T [D, slots]; after the last slot comes -infinity.
+  void multiply_keys(Part& part, const Strip<S>& held, const Group<T>& group) const {
     Tile<S> tiles[2];
-    tiles[0].fill(held, slots, part.begin, 0);
+    tiles[0].fill(held, part.begin, part.end, 0);
     for (int64_t slot = part.begin, n = 0; slot < part.end; slot += kTile, ++n) {
       const Tile<S>& now = tiles[n % 2];
       Tile<S>& next = tiles[(n + 1) % 2];
       // V is read after the last of K.
       if (slot + kTile < part.end) {
-        next.fill(held, slots, slot + kTile, 0);
+        next.fill(held, slot + kTile, part.end, 0);
       } else {
-        next.fill(held, slots, part.begin, held.value_offset());
+        next.fill(held, part.begin, part.end, held.value_offset());
       }
       float* to = part.weights + (slot - part.begin);  // [G, count] of [G, stride]
       constexpr int kSlots = Group<T>::kSlots;
@@ -210,11 +201,13 @@ class Attention {
           static_cast<int>(round_up(std::min<int64_t>(kTile, part.end - slot), kSlots));
       for (int i = 0; i < count; i += kSlots) {
         next.prefetch(i, kSlots, cache_.head_size);
-        group.dot(now.rows, i, slots.all_visible(slot + i, kSlots), to + i, stride_);
+        group.dot(now.rows, i, slot + i + kSlots <= part.end, to + i, stride_);
       }
       group.spread(count, to, stride_);
       if (merges(part)) find_nearest(part, now, slot);
-      if (!slots.all_visible(slot, count)) hide(slots, slot, count, to);
+      for (int64_t i = part.end - slot; i < count; ++i) {
+        for (int g = 0; g < group_; ++g) to[g * stride_ + i] = -kInfinity;
+      }
     }
   }
 
@@ -227,14 +220,6 @@ class Attention {
     offer_keys(part.nearest, tile.rows, dots, count, slot, cache_.head_size);
   }
 
-  // Logits are [G, count] of [G, stride].
-  void hide(const Range& slots, int64_t slot, int count, float* logits) const {
-    for (int i = 0; i < count; ++i) {
-      if (slots.visible(slot + i)) continue;
-      for (int g = 0; g < group_; ++g) logits[g * stride_ + i] = -kInfinity;
-    }
-  }
-
   // Logits of one query become weights, which are probabilities but for a factor.
   template <bool kHasMass>
   void exponentiate(Part& part, int g) const {
@@ -242,8 +227,7 @@ class Attention {
     const int64_t count = part.end - part.begin;
     Floats maxima = all(-kInfinity);
     for (int64_t i = 0; i < count; i += kLanes) maxima = larger(maxima, load(x + i));
-    // A part of free slots alone has no finite maximum; any number serves.
-    const float row_max = std::max(largest_of(maxima), -3.0e38f);
+    const float row_max = largest_of(maxima);
     const Floats shift = all(row_max * tensors_.scale), scale = all(tensors_.scale);
     Floats sum = {};
     for (int64_t i = 0; i < count; i += kLanes) {
@@ -257,15 +241,15 @@ class Attention {
   }
 
   // partial_out [G, D] = weights [G, slots] V [slots, D].
-  void multiply_values(Part& part, const Strip<S>& held, const Range& slots) const {
+  void multiply_values(Part& part, const Strip<S>& held) const {
     std::fill(part.partial_out, part.partial_out + group_ * cache_.head_size, 0.0f);
     Tile<S> tiles[2];
     const int64_t offset = held.value_offset();
-    tiles[0].fill(held, slots, part.begin, offset);
+    tiles[0].fill(held, part.begin, part.end, offset);
     for (int64_t slot = part.begin, n = 0; slot < part.end; slot += kTile, ++n) {
       const Tile<S>&now = tiles[n % 2], &next = tiles[(n + 1) % 2];
       const bool more = slot + kTile < part.end;
-      if (more) tiles[(n + 1) % 2].fill(held, slots, slot + kTile, offset);
+      if (more) tiles[(n + 1) % 2].fill(held, slot + kTile, part.end, offset);
       const int count = static_cast<int>(std::min<int64_t>(kTile, part.end - slot));
       add_values(now.rows, more ? next.rows : now.rows, count, part.weights + (slot - part.begin),
                  stride_, part.partial_out, group_, cache_.head_size);

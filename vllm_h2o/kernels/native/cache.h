@@ -122,11 +122,6 @@ inline const T* head_of(const char* tensor, int64_t token_stride, int64_t token,
   return reinterpret_cast<const T*>(tensor) + token * token_stride + head * head_size;
 }
 
-// The score that a token is stored with.
-inline float initial_score(const H2oTensors& tensors, int64_t token, int head, int num_kv_heads) {
-  return tensors.initial_score ? tensors.initial_score[token * num_kv_heads + head] : 0.0f;
-}
-
 // What a row's weights are multiplied by: 1 / their sum, in which an attention sink takes its part.
 // Weights are e^(logit - row_max). `sink`: its logit, or null.
 inline float factor_of(float row_sum, float row_max, const float* sink) {

@@ -21,7 +21,7 @@
 namespace h2o {
 namespace {
 
-// Of a step's tensors of T and a cache of S.
+// T is the type of the step's tensors, S the cache's.
 template <class T, class S>
 class Decode {
  public:
@@ -31,7 +31,7 @@ class Decode {
         batch_(batch),
         tensors_(tensors),
         scoring_(scoring),
-        work_(cache, batch, scoring.by_page ? round_up(kTile, cache.block_size) : kTile),
+        work_(cache, batch),
         attention_(cache, batch, tensors, scoring, work_, victims),
         group_(attention_.group()),
         stride_(attention_.stride()),
@@ -129,7 +129,7 @@ class Decode {
     }
   }
 
-  // Of padding only the output is written.
+  // Writes the output of padding; nothing else of it is touched.
   void pad(int request) const {
     const int64_t bytes = out_bytes(tensors_);
     std::memset(tensors_.out + field(kToken, request) * tensors_.out_stride * bytes, 0,
@@ -139,38 +139,27 @@ class Decode {
   // Adds to the scores of the part, and finds its lowest.
   void score(Part& part) const {
     const bool adds = scoring_.power && field(kScores, part.request);
-    const bool by_maximum = adds && scoring_.by_maximum && field(kInPrompt, part.request);
     const bool selects = field(kSelects, part.request);
     if (!adds && !selects) return;
     const Strip<S> held = attention_.strip(part);
-    const int64_t newest = field(kLogicalStart, part.request) - scoring_.skip_recent;
     const int64_t logical_end = field(kLogicalStart, part.request) + 1;
     const Candidates candidates{static_cast<int32_t>(field(kNumSinks, part.request)),
                                 static_cast<int32_t>(field(kRecentStart, part.request))};
-    for_each_run(
-        attention_.range(part), cache_.block_size, [&](int64_t page, int offset, int count) {
-          float* scores = held.scores(page) + offset;  // [count]
-          const int32_t* positions = scores_to_positions(scores);
-          const int64_t slot = page * cache_.block_size + offset;
-          const Given given{part.weights + (slot - part.begin), stride_, part.factor, group_};
-          if (by_maximum) {
-            take_largest(given, scoring_, scores, positions, count, newest);
-          } else if (adds) {
-            add_scores(given, scoring_, scores, positions, count, newest);
-          }
-          if (!selects) return;
-          if (scoring_.by_age) {
-            offer_aged(part.lowest, candidates, scores, positions, count, slot, logical_end);
-          } else if (!scoring_.by_page) {
-            offer_run(part.lowest, candidates, scores, positions, count, slot);
-          } else if (count == cache_.block_size) {
-            offer_page(part.lowest, candidates, scores, positions, count, slot);
-          }
-        });
-  }
-
-  const int32_t* scores_to_positions(const float* scores) const {
-    return reinterpret_cast<const int32_t*>(scores + cache_.block_size);
+    const int n = cache_.block_size;
+    for_each_run(part.begin, part.end, n, [&](int64_t page, int offset, int count) {
+      float* scores = held.scores(page) + offset;                               // [count]
+      const int32_t* positions = reinterpret_cast<const int32_t*>(scores + n);  // [count]
+      const int64_t slot = page * n + offset;
+      if (adds) {
+        add_scores(part.weights + (slot - part.begin), stride_, part.factor, group_, scoring_.power,
+                   scores, count);
+      }
+      if (selects && scoring_.by_age) {
+        offer_aged(part.lowest, candidates, scores, positions, count, slot, logical_end);
+      } else if (selects) {
+        offer_run(part.lowest, candidates, scores, positions, count, slot);
+      }
+    });
   }
 
   // Writes the outputs and the victim of a strip.

@@ -74,54 +74,26 @@ inline void add_values(const T* const* rows, const T* const* next, int count, co
   }
 }
 
-// What some slots are given: weights are [G, stride], and weights times factors [G] probabilities.
-struct Given {
-  const float* weights;
-  int64_t stride;
-  const float* factor;
-  int group;
-
-  // Their sum over the group, or its largest, of slot i; squares where the power is 2.
-  float sum(int i, int power) const {
-    float total = 0.0f;
-    for (int g = 0; g < group; ++g) total += raised(weights[g * stride + i] * factor[g], power);
-    return total;
-  }
-  float largest(int i, int power) const {
-    float most = 0.0f;
-    for (int g = 0; g < group; ++g) {
-      most = std::max(most, raised(weights[g * stride + i] * factor[g], power));
-    }
-    return most;
-  }
-  static float raised(float p, int power) { return power == 2 ? p * p : p; }
-};
-
-// Adds the sums over the group to scores [count]; those with positions after `newest` get nothing.
-inline void add_scores(const Given& given, const H2oScoring& scoring, float* scores,
-                       const int32_t* positions, int count, int64_t newest) {
-  const bool squares = scoring.power == 2;
+// scores [count] += over the group, (weights [G, stride] * factor [G])^power.
+inline void add_scores(const float* weights, int64_t stride, const float* factor, int group,
+                       int power, float* scores, int count) {
+  const bool squares = power == 2;
   int i = 0;
-  if (!scoring.skip_recent) {
-    for (; i + kLanes <= count; i += kLanes) {
-      Floats sum = {};
-      for (int g = 0; g < given.group; ++g) {
-        const Floats p = load(given.weights + g * given.stride + i) * all(given.factor[g]);
-        sum += squares ? p * p : p;
-      }
-      put(scores + i, load(scores + i) + sum);
+  for (; i + kLanes <= count; i += kLanes) {
+    Floats sum = {};
+    for (int g = 0; g < group; ++g) {
+      const Floats p = load(weights + g * stride + i) * all(factor[g]);
+      sum += squares ? p * p : p;
     }
+    put(scores + i, load(scores + i) + sum);
   }
   for (; i < count; ++i) {
-    if (positions[i] <= newest) scores[i] += given.sum(i, scoring.power);
-  }
-}
-
-// The same of a token of the prompt, where its queries score by maximum.
-inline void take_largest(const Given& given, const H2oScoring& scoring, float* scores,
-                         const int32_t* positions, int count, int64_t newest) {
-  for (int i = 0; i < count; ++i) {
-    if (positions[i] <= newest) scores[i] = std::max(scores[i], given.largest(i, scoring.power));
+    float sum = 0.0f;
+    for (int g = 0; g < group; ++g) {
+      const float p = weights[g * stride + i] * factor[g];
+      sum += squares ? p * p : p;
+    }
+    scores[i] += sum;
   }
 }
 
@@ -187,17 +159,6 @@ inline void offer_aged(Lowest& lowest, Candidates candidates, const float* score
     }
     offer_run(lowest, candidates, mean, position + start, size, slot + start);
   }
-}
-
-// A whole page whose first slot is `slot`, ranked by the sum of its tokens' scores.
-inline void offer_page(Lowest& lowest, Candidates candidates, const float* score,
-                       const int32_t* position, int block_size, int64_t slot) {
-  float sum = 0.0f;
-  for (int i = 0; i < block_size; ++i) {
-    if (!candidates.has(position[i])) return;
-    sum += score[i];
-  }
-  lowest.offer(sum, position[0], slot);
 }
 
 }  // namespace h2o

@@ -1,4 +1,4 @@
-"""The C++ kernels: what is handed to the functions of an open library."""
+"""The stages in C++: functions of an open library."""
 
 from __future__ import annotations
 
@@ -7,27 +7,22 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_h2o.kernels.batch import (
-    DecodeBatch,
-    PromptChunk,
-    Scoring,
-    ScoringPass,
-    StepTensors,
-)
+from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.native import layout
-from vllm_h2o.kernels.sinks import SinkLogits
-from vllm_h2o.kernels.torch import pack, prefill
+from vllm_h2o.kernels.torch import pack
+from vllm_h2o.kernels.torch.rare import RareStages
+from vllm_h2o.policy import Term
 
 
-class NativeKernels:
+class NativeKernels(RareStages):
     """The C++ kernels; see :class:`vllm_h2o.kernels.interface.Kernels`.
 
     Head sizes are multiples of 16. What is stored has the cache's dtype; ``out`` has that or
     float32. Threads are those of torch, as many as torch would use.
 
     Args:
-        variant: which one it is.
+        variant: name of the instruction set that it was built for.
         library: opened by :mod:`~vllm_h2o.kernels.native.loader`.
 
     """
@@ -38,15 +33,10 @@ class NativeKernels:
         self.variant = variant
         self._decode = library.h2o_decode
         self._prefill = library.h2o_prefill
-        self._score_pass = library.h2o_score_pass
+        self._score_term = library.h2o_score_term
         self._pack_survivors = library.h2o_pack_survivors
-        for function in (
-            self._decode,
-            self._prefill,
-            self._score_pass,
-            self._pack_survivors,
-        ):
-            function.restype = None
+        for stage in (self._decode, self._prefill, self._score_term, self._pack_survivors):
+            stage.restype = None
 
     def decode(
         self,
@@ -82,31 +72,29 @@ class NativeKernels:
             b"".join(map(layout.chunk_bytes, chunks)),
             len(chunks),
             layout.tensors_bytes(cache, tensors),
-            layout.scoring_bytes(scoring),
+            ctypes.c_int32(scoring.power if scoring.in_prompt else 0),
         )
-        prefill.score_windows(cache, chunks, tensors, scoring)
 
-    def score_pass(
+    def score_term(
         self,
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        scale: float,
-        which: ScoringPass,
-        sink_logits: SinkLogits = None,
+        tensors: StepTensors,
+        term: Term,
+        by_age: bool,
     ) -> None:
-        """Score tokens up to each chunk's end once more."""
-        scoring = Scoring(
-            which.power, which.skip_recent, by_maximum=which.by_maximum, reach=which.reach
-        )
-        self._score_pass(
+        """Add one term of a ranking to the scores of tokens up to each chunk's end."""
+        each = []
+        for chunk in chunks:
+            window = chunk.window_scores
+            own = None if window is None else window[tensors.layer_index]
+            each.append(layout.chunk_bytes(chunk, chunk.first_query(term), own))
+        self._score_term(
             layout.cache_bytes(cache),
-            b"".join(layout.chunk_bytes(chunk, chunk.first_query(which)) for chunk in chunks),
+            b"".join(each),
             len(chunks),
-            layout.query_bytes(cache, query, scale, sink_logits),
-            layout.scoring_bytes(scoring),
-            ctypes.c_float(which.weight),
-            ctypes.c_int32(which.rotated),
+            layout.query_bytes(cache, tensors),
+            layout.term_bytes(term, by_age),
         )
 
     def pack_survivors(
@@ -114,7 +102,7 @@ class NativeKernels:
     ) -> None:
         """Move each KV head's survivors into slots [0, num_survivors), in order of position.
 
-        Slots of a prompt are in order of position already: chunks are stored one after another.
+        Slots are in order of position already: a request is packed before it overwrites any.
         """
         self._pack_survivors(
             b"".join(map(layout.cache_bytes, caches)),

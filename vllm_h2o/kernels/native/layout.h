@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// Element types of the cache, of a step's tensors and of outputs. The last two are of the cache.
+// Element types of the cache, of a step's tensors and of outputs. Only a cache has the last two.
 enum H2oType : int32_t { kFloat = 0, kBf16 = 1, kHalf = 2, kE4m3 = 3, kE5m2 = 4 };
 
 // Head sizes are multiples of the one and at most the other.
@@ -20,11 +20,7 @@ enum H2oDecodeField : int32_t {
   kLogicalStart,
   kRecentStart,
   kNumSinks,
-  kSeed,
-  kNextOffset,
-  kNumFreeSlots,
   kScores,
-  kInPrompt,
   kSplit,
   kNumDecodeFields
 };
@@ -51,12 +47,11 @@ struct H2oCache {
 
 // A step's tensors; strides are in elements, from token to token.
 struct H2oTensors {
-  const char* query;           // [T, Hq, D]
-  const char* key;             // [T, H, D]
-  const char* value;           // [T, H, D]
-  char* out;                   // [T, Hq, D]
-  const float* initial_score;  // [T, H], or null: zero
-  const float* sink_logits;    // [Hq], or null: no attention sinks
+  const char* query;         // [T, Hq, D]
+  const char* key;           // [T, H, D]
+  const char* value;         // [T, H, D]
+  char* out;                 // [T, Hq, D]
+  const float* sink_logits;  // [Hq], or null: no attention sinks
   int64_t query_stride;
   int64_t key_stride;
   int64_t value_stride;
@@ -68,14 +63,23 @@ struct H2oTensors {
   float out_scale;  // of the sums of V as it is stored
 };
 
+// How the queries of decode steps score, and how tokens are ranked.
 struct H2oScoring {
   int32_t power;
-  int32_t skip_recent;
-  int32_t by_page;
   int32_t by_age;
+  int32_t by_page;
+  float merge;
+};
+
+// A term of the ranking that is added when a chunk of the prompt is stored: policy/ranking.py.
+struct H2oTerm {
+  int32_t power;
   int32_t by_maximum;
   int32_t reach;
-  float merge;
+  int32_t skip;
+  int32_t sees_later;
+  int32_t by_age;
+  float weight;
 };
 
 // B requests with one new token each.
@@ -96,7 +100,8 @@ struct H2oBatch {
 // T tokens of one prompt.
 struct H2oChunk {
   const int32_t* block_table;
-  int64_t token_start;  // row of the first token in the step's tensors
+  float* window_scores;  // [H, attended_len], takes a term's values; null: pages do
+  int64_t token_start;   // row of the first token in the step's tensors
   int64_t num_tokens;
   int64_t resident_start;
   int64_t logical_start;
@@ -107,7 +112,7 @@ struct H2oChunk {
   int64_t logical_end() const { return logical_start + num_tokens; }
 };
 
-// A request of which some tokens survive its prompt.
+// A request whose survivors are packed.
 struct H2oPacked {
   const int32_t* block_table;
   int64_t attended_len;

@@ -1,7 +1,6 @@
-"""What the C++ kernels are handed: structs, constants, and tensors as addresses.
+"""Structs, constants and tensors' addresses, as the C++ kernels take them.
 
-The structs are those of layout.h. A library tells what it was built with, and :func:`mismatch`
-compares that with what is here.
+The structs are those of layout.h. A library lists its own, and :func:`mismatch` compares the two.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import torch
 from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.sinks import SinkLogits
+from vllm_h2o.policy import Term
 
 HEAD_MULTIPLE = 16
-"""What head sizes are whole multiples of."""
+"""Head sizes are multiples of this."""
 LARGEST_HEAD = 1024
 TYPES = {
     torch.float32: 0,
@@ -29,118 +29,88 @@ TYPES = {
     torch.float8_e5m2: 4,
 }
 
+_CODES = {c_void_p: "P", c_int64: "q", c_int32: "i", c_float: "f"}
+
+
+def _typed(
+    pointers: str = "", words: str = "", ints: str = "", floats: str = ""
+) -> tuple[tuple[str, type], ...]:
+    """Name a struct's fields: they lie in this order."""
+    names = dict(zip(_CODES, (pointers, words, ints, floats), strict=True))
+    return tuple((name, kind) for kind, group in names.items() for name in group.split())
+
 
 class H2oCache(ctypes.Structure):
     """One layer's pages."""
 
-    _fields_ = (
-        ("base", c_void_p),
-        ("first_rows", c_void_p),
-        ("row_bytes", c_int64),
-        ("num_kv_heads", c_int32),
-        ("rows_per_block", c_int32),
-        ("first_head", c_int32),
-        ("shared_tenths", c_int32),
-        ("block_size", c_int32),
-        ("head_size", c_int32),
-        ("type", c_int32),
-        ("has_mass", c_int32),
-        ("keeps_scores", c_int32),
-        ("key_factor", c_float),
-        ("value_factor", c_float),
+    _fields_ = _typed(
+        pointers="base first_rows",
+        words="row_bytes",
+        ints="num_kv_heads rows_per_block first_head shared_tenths block_size head_size type "
+        "has_mass keeps_scores",
+        floats="key_factor value_factor",
     )
 
 
 class H2oTensors(ctypes.Structure):
     """A step's tensors; strides are in elements, from token to token."""
 
-    _fields_ = (
-        ("query", c_void_p),
-        ("key", c_void_p),
-        ("value", c_void_p),
-        ("out", c_void_p),
-        ("initial_score", c_void_p),
-        ("sink_logits", c_void_p),
-        ("query_stride", c_int64),
-        ("key_stride", c_int64),
-        ("value_stride", c_int64),
-        ("out_stride", c_int64),
-        ("num_heads", c_int32),
-        ("type", c_int32),
-        ("out_type", c_int32),
-        ("scale", c_float),
-        ("out_scale", c_float),
+    _fields_ = _typed(
+        pointers="query key value out sink_logits",
+        words="query_stride key_stride value_stride out_stride",
+        ints="num_heads type out_type",
+        floats="scale out_scale",
     )
 
 
 class H2oScoring(ctypes.Structure):
-    """What is added to scores, and what is ranked."""
+    """How the queries of decode steps score, and how tokens are ranked."""
 
-    _fields_ = (
-        ("power", c_int32),
-        ("skip_recent", c_int32),
-        ("by_page", c_int32),
-        ("by_age", c_int32),
-        ("by_maximum", c_int32),
-        ("reach", c_int32),
-        ("merge", c_float),
-    )
+    _fields_ = _typed(ints="power by_age by_page", floats="merge")
+
+
+class H2oTerm(ctypes.Structure):
+    """A term of the ranking that is added when a chunk of the prompt is stored."""
+
+    _fields_ = _typed(ints="power by_maximum reach skip sees_later by_age", floats="weight")
 
 
 class H2oBatch(ctypes.Structure):
     """B requests with one new token each."""
 
-    _fields_ = (
-        ("block_table", c_void_p),
-        ("fields", c_void_p),
-        ("table_stride", c_int64),
-        ("field_stride", c_int64),
-        ("request_stride", c_int64),
-        ("num_requests", c_int32),
+    _fields_ = _typed(
+        pointers="block_table fields",
+        words="table_stride field_stride request_stride",
+        ints="num_requests",
     )
 
 
 class H2oChunk(ctypes.Structure):
     """T tokens of one prompt."""
 
-    _fields_ = (
-        ("block_table", c_void_p),
-        ("token_start", c_int64),
-        ("num_tokens", c_int64),
-        ("resident_start", c_int64),
-        ("logical_start", c_int64),
-        ("first_scoring_query", c_int64),
-        ("first_scored_slot", c_int64),
+    _fields_ = _typed(
+        pointers="block_table window_scores",
+        words="token_start num_tokens resident_start logical_start first_scoring_query "
+        "first_scored_slot",
     )
 
 
 class H2oPacked(ctypes.Structure):
-    """A request of which some tokens survive its prompt."""
+    """A request whose survivors are packed."""
 
-    _fields_ = (
-        ("block_table", c_void_p),
-        ("attended_len", c_int64),
-        ("num_survivors", c_int64),
-        ("recent_start", c_int64),
-        ("num_sinks", c_int64),
-        ("logical_end", c_int64),
-        ("splits", c_int64),
+    _fields_ = _typed(
+        pointers="block_table",
+        words="attended_len num_survivors recent_start num_sinks logical_end splits",
     )
 
 
 class H2oRuntime(ctypes.Structure):
     """Functions of an OpenMP runtime."""
 
-    _fields_ = (
-        ("parallel", c_void_p),
-        ("barrier", c_void_p),
-        ("max_threads", c_void_p),
-        ("thread", c_void_p),
-        ("num_threads", c_void_p),
-    )
+    _fields_ = _typed(pointers="parallel barrier max_threads thread num_threads")
 
 
-STRUCTS = (H2oCache, H2oTensors, H2oScoring, H2oBatch, H2oChunk, H2oPacked, H2oRuntime)
+STRUCTS = (H2oCache, H2oTensors, H2oScoring, H2oTerm, H2oBatch, H2oChunk, H2oPacked, H2oRuntime)
 CONSTANTS = {
     "kFloat": TYPES[torch.float32],
     "kBf16": TYPES[torch.bfloat16],
@@ -152,19 +122,17 @@ CONSTANTS = {
     **{f"k{name.title().replace('_', '')}": row for row, name in enumerate(DECODE_FIELDS)},
     "kNumDecodeFields": len(DECODE_FIELDS),
 }
-"""What C++ calls the numbers that both sides know; the fields of a batch are rows."""
-
-_CODES = {c_void_p: "P", c_int64: "q", c_int32: "i", c_float: "f"}
+"""Numbers that both sides know, by their names in C++; the fields of a batch are rows."""
 
 
 def packer(layout: type[ctypes.Structure]) -> struct.Struct:
-    """What packs a struct's fields, in order, in less than half the time of a ``Structure``."""
+    """Pack a struct's fields, in order, in less than half the time of a ``Structure``."""
     codes = "".join(_CODES[field[1]] for field in layout._fields_)
     padding = ctypes.sizeof(layout) - struct.calcsize(f"@{codes}")
     return struct.Struct(f"@{codes}{padding}x")
 
 
-_CACHE, _TENSORS, _SCORING, _BATCH, _CHUNK, _PACKED, RUNTIME = map(packer, STRUCTS)
+_CACHE, _TENSORS, _SCORING, _TERM, _BATCH, _CHUNK, _PACKED, RUNTIME = map(packer, STRUCTS)
 
 Entry = tuple[str, int, int]
 """A struct, 0 and its size; "struct.field", its offset and size; or a constant, its value and 0."""
@@ -175,7 +143,7 @@ class _Entry(ctypes.Structure):
 
 
 def expected() -> Iterator[Entry]:
-    """What a library should have been built with."""
+    """List what a library should have been built with."""
     for layout in STRUCTS:
         yield layout.__name__, 0, ctypes.sizeof(layout)
         for field in layout._fields_:
@@ -186,7 +154,7 @@ def expected() -> Iterator[Entry]:
 
 
 def exported(library: ctypes.CDLL) -> Iterator[Entry]:
-    """What a library was built with; nothing of one that cannot tell."""
+    """List what a library was built with; nothing where it has no list."""
     if not hasattr(library, "h2o_layout_entries"):
         return
     library.h2o_layout_entries.restype = ctypes.POINTER(_Entry)
@@ -197,7 +165,7 @@ def exported(library: ctypes.CDLL) -> Iterator[Entry]:
 
 
 def mismatch(library: ctypes.CDLL) -> str | None:
-    """The name of the first struct, field or constant that a library has otherwise."""
+    """Name the first struct, field or constant that a library has otherwise."""
     for ours, theirs in zip_longest(expected(), exported(library)):
         if ours != theirs:
             return str((ours or theirs)[0])
@@ -205,7 +173,7 @@ def mismatch(library: ctypes.CDLL) -> str | None:
 
 
 def cache_bytes(cache: LayerCache) -> bytes:
-    """A layer's pages.
+    """Pack a layer's pages.
 
     Raises:
         ValueError: when the views are not those of :meth:`LayerCache.of`, or are nothing that the
@@ -245,7 +213,7 @@ def cache_bytes(cache: LayerCache) -> bytes:
 
 
 def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
-    """A step's tensors.
+    """Pack a step's tensors.
 
     Raises:
         ValueError: when a head is not contiguous, or a type is not the cache's.
@@ -258,15 +226,11 @@ def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
         raise ValueError(f"{query.dtype}, {key.dtype} and {value.dtype} with a cache of {dtype}")
     if out_dtype is not dtype and out_dtype is not torch.float32:
         raise ValueError(f"outputs of {out_dtype} with a cache of {dtype}")
-    initial = tensors.initial_score
-    if initial is not None and not (initial.is_contiguous() and initial.dtype is torch.float32):
-        raise ValueError(f"initial scores are {initial.dtype} with strides {initial.stride()}")
     return _TENSORS.pack(
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
         out.data_ptr(),
-        0 if initial is None else initial.data_ptr(),
         _sinks(tensors.sink_logits, query),
         *strides,
         query.shape[1],
@@ -277,20 +241,20 @@ def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
     )
 
 
-def query_bytes(
-    cache: LayerCache, query: torch.Tensor, scale: float, sink_logits: SinkLogits = None
-) -> bytes:
-    """Queries alone, as :func:`tensors_bytes` with nothing else."""
+def query_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
+    """Pack a step's queries alone: K and V are stored."""
+    query = tensors.query
     (stride,) = _token_strides(cache, (query,))
     dtype = _computed(cache, query)
     if query.dtype is not dtype:
         raise ValueError(f"queries of {query.dtype} with a cache of {cache.key.dtype}")
-    sizes = (stride, 0, 0, 0, query.shape[1], TYPES[dtype], 0, scale * cache.scales[0], 1.0)
-    return _TENSORS.pack(query.data_ptr(), 0, 0, 0, 0, _sinks(sink_logits, query), *sizes)
+    scale, sinks = tensors.scale * cache.scales[0], _sinks(tensors.sink_logits, query)
+    sizes = (stride, 0, 0, 0, query.shape[1], TYPES[dtype], 0, scale, 1.0)
+    return _TENSORS.pack(query.data_ptr(), 0, 0, 0, sinks, *sizes)
 
 
 def _sinks(sink_logits: SinkLogits, query: torch.Tensor) -> int:
-    """Address of the logits of attention sinks, checked: one for each query head."""
+    """Check the logits of attention sinks, one for each query head; return their address."""
     if sink_logits is None:
         return 0
     shape, is_plain = (query.shape[1],), sink_logits.is_contiguous()
@@ -301,7 +265,7 @@ def _sinks(sink_logits: SinkLogits, query: torch.Tensor) -> int:
 
 
 def _computed(cache: LayerCache, query: torch.Tensor) -> torch.dtype:
-    """The type of queries and of new K and V: the cache's, or what float8 is made of."""
+    """Return the type of queries and of new K and V: the cache's, or what float8 is made of."""
     if not cache.is_quantised:
         return cache.key.dtype
     if query.dtype not in TYPES or query.element_size() == 1:
@@ -310,7 +274,7 @@ def _computed(cache: LayerCache, query: torch.Tensor) -> torch.dtype:
 
 
 def _token_strides(cache: LayerCache, tensors: tuple[torch.Tensor, ...]) -> list[int]:
-    """Elements from token to token of tensors [T, heads, D], whose heads must be contiguous."""
+    """Count elements from token to token of tensors [T, heads, D] with contiguous heads."""
     head_size, strides = cache.key.shape[2], []
     for tensor in tensors:
         token, head, inner = tensor.stride()
@@ -321,22 +285,18 @@ def _token_strides(cache: LayerCache, tensors: tuple[torch.Tensor, ...]) -> list
 
 
 def scoring_bytes(scoring: Scoring) -> bytes:
-    """What is added to scores, and what is ranked."""
-    if scoring.power not in (0, 1, 2):
-        raise ValueError(f"scores are sums of powers 0, 1 or 2, not {scoring.power}")
-    return _SCORING.pack(
-        scoring.power,
-        scoring.skip_recent,
-        scoring.by_page,
-        scoring.by_age,
-        scoring.by_maximum,
-        scoring.reach,
-        scoring.merge,
-    )
+    """Pack how queries score, and how tokens are ranked."""
+    return _SCORING.pack(scoring.power, scoring.by_age, scoring.by_page, scoring.merge)
+
+
+def term_bytes(term: Term, by_age: bool) -> bytes:
+    """Pack a term of a ranking; ``by_age``: scores are ranked as means."""
+    kind = (term.power, term.reduce == "max", term.reach, term.skip, term.sees_later)
+    return _TERM.pack(*kind, by_age, term.weight)
 
 
 def batch_bytes(batch: DecodeBatch) -> bytes:
-    """Requests with one new token each."""
+    """Pack requests with one new token each."""
     table, fields = batch.block_table, batch.fields
     if fields.dtype != torch.int64:
         raise ValueError(f"fields of {fields.dtype}")
@@ -345,10 +305,20 @@ def batch_bytes(batch: DecodeBatch) -> bytes:
     )
 
 
-def chunk_bytes(chunk: PromptChunk, first_query: int | None = None) -> bytes:
-    """A chunk that is attended to, or scored: by queries from ``first_query`` on, if given."""
+def chunk_bytes(
+    chunk: PromptChunk, first_query: int | None = None, window_scores: torch.Tensor | None = None
+) -> bytes:
+    """Pack a chunk of a prompt.
+
+    Args:
+        chunk: the chunk.
+        first_query: queries from here on score; None: from ``first_scoring_query`` on.
+        window_scores: [H, attended_len], float32: takes what they add; None: the pages do.
+
+    """
     return _CHUNK.pack(
         _address(chunk.block_table),
+        0 if window_scores is None else _window_address(chunk, window_scores),
         chunk.tokens.start,
         chunk.num_tokens,
         chunk.resident_start,
@@ -359,7 +329,7 @@ def chunk_bytes(chunk: PromptChunk, first_query: int | None = None) -> bytes:
 
 
 def packed_bytes(chunk: PromptChunk) -> bytes:
-    """A chunk whose survivors are packed."""
+    """Pack a chunk whose survivors are packed."""
     return _PACKED.pack(
         _address(chunk.block_table),
         chunk.attended_len,
@@ -372,8 +342,17 @@ def packed_bytes(chunk: PromptChunk) -> bytes:
 
 
 def _address(block_table: torch.Tensor) -> int:
-    """Of a block table, checked: int32, entries of a row contiguous."""
+    """Check a block table, int32 with contiguous rows; return its address."""
     if block_table.dtype != torch.int32 or block_table.stride(-1) != 1:
         stride = block_table.stride()
         raise ValueError(f"a block table of {block_table.dtype} with strides {stride}")
     return block_table.data_ptr()
+
+
+def _window_address(chunk: PromptChunk, scores: torch.Tensor) -> int:
+    """Check the scores of a layer's window, [H, attended_len]; return their address."""
+    shape, is_plain = (len(scores), chunk.attended_len), scores.is_contiguous()
+    if scores.dtype is not torch.float32 or scores.shape != shape or not is_plain:
+        found = f"{scores.dtype} {tuple(scores.shape)}"
+        raise ValueError(f"window scores are {found} with strides {scores.stride()}, not {shape}")
+    return scores.data_ptr()

@@ -1,5 +1,6 @@
-// After a prompt's last chunk: the survivors of each KV head move to the front of its slots. Where
-// heads share slots, the best tokens of all of them say how many each has.
+// The survivors of each KV head move to the front of its slots, in order of position: tokens with
+// the best ranks, or whole pages with the best sums of ranks. Where heads share slots, the best
+// tokens of all of them say how many each has.
 
 #include <algorithm>
 
@@ -25,23 +26,8 @@ inline uint64_t rank(bool safe, float score, int64_t slot) {
   return level << 31 | static_cast<uint64_t>(slot);
 }
 
-// W[j] = the largest of the scores of positions j - reach ... j, of those that are held. Slots of a
-// prompt are in order of position; from the last one on, none is read that has been written.
-template <class T>
-void extend_scores(const Strip<T>& strip, int64_t length, int64_t reach) {
-  const int64_t n = strip.block_size;
-  for (int64_t slot = length - 1; slot > 0; --slot) {
-    float largest = strip.scores(slot / n)[slot % n];
-    const int64_t first = strip.positions(slot / n)[slot % n] - reach;
-    for (int64_t other = std::max<int64_t>(slot - reach, 0); other < slot; ++other) {
-      if (strip.positions(other / n)[other % n] < first) continue;
-      largest = std::max(largest, strip.scores(other / n)[other % n]);
-    }
-    strip.scores(slot / n)[slot % n] = largest;
-  }
-}
-
-// Writes the ranks of all slots, [attended_len].
+// Writes the ranks of all slots, [attended_len]. By page, each token has its page's, and a page is
+// safe that has a safe token or is not full.
 template <class T>
 void rank_slots(const Strip<T>& strip, const H2oPacked& request, const H2oScoring& scoring,
                 uint64_t* ranks) {
@@ -55,10 +41,17 @@ void rank_slots(const Strip<T>& strip, const H2oPacked& request, const H2oScorin
       if (!scoring.by_age) return scores[i];
       return scores[i] / static_cast<float>(request.logical_end - positions[i]);
     };
+    auto is_safe = [&](int64_t i) {
+      return positions[i] >= request.recent_start || positions[i] < request.num_sinks;
+    };
     float sum = 0.0f;
-    for (int64_t i = 0; scoring.by_page && i < count; ++i) sum += ranked(i);
+    bool page_is_safe = count < strip.block_size;
+    for (int64_t i = 0; scoring.by_page && i < count; ++i) {
+      sum += ranked(i);
+      page_is_safe |= is_safe(i);
+    }
     for (int64_t i = 0; i < count; ++i) {
-      const bool safe = positions[i] >= request.recent_start || positions[i] < request.num_sinks;
+      const bool safe = scoring.by_page ? page_is_safe : is_safe(i);
       // Adding zero makes one zero of both, which compare as equal.
       ranks[start + i] = rank(safe, (scoring.by_page ? sum : ranked(i)) + 0.0f, start + i);
     }
@@ -126,10 +119,9 @@ void pack(const H2oCache& cache, const H2oPacked& request, int head, const H2oSc
   const Strip<T> strip(cache, request.block_table, head);
   uint64_t* ranks = ranks_memory.get<uint64_t>(request.attended_len);
   int64_t* survivors = survivors_memory.get<int64_t>(num_survivors);
-  if (scoring.reach) extend_scores(strip, request.attended_len, scoring.reach);
   rank_slots(strip, request, scoring, ranks);
   select_survivors(ranks, request.attended_len, num_survivors, survivors);
-  // Slots of a prompt are in order of position, so no survivor overwrites a later one.
+  // Slots are in order of position, so no survivor overwrites a later one.
   for (int64_t to = 0; to < num_survivors; ++to) {
     const int64_t from = survivors[to], n = strip.block_size;
     if (from == to) continue;
@@ -155,7 +147,6 @@ void pack_shared(const H2oCache& cache, const H2oPacked& request, const H2oScori
   uint64_t* ranks = ranks_memory.get<uint64_t>(num_heads * length);  // [H, length]
   for (int h = 0; h < num_heads; ++h) {
     const Strip<T> strip(cache, blocks, h);
-    if (scoring.reach) extend_scores(strip, length, scoring.reach);
     rank_slots(strip, request, scoring, ranks + h * length);
   }
   share_rows(ranks, request, cache, first_rows);

@@ -1,5 +1,6 @@
-// What the passes over prompts share: K arranged for products, tiles of queries, their logits and
-// weights, and the sums of columns that go to the scores.
+// Two stages read prompts, attention and the terms of a ranking. They share K arranged for
+// products, tiles of queries, their weights (weigh), and the sums of columns that go to the scores
+// (add_columns).
 //
 // K of a chunk's request is arranged once for each KV head. Then tiles of queries are computed: the
 // logits of one tile's rows are held in full, [64, n] float32, which a second-level cache has room
@@ -44,7 +45,7 @@ struct TileRows {
   float* contribution;  // [rows]: the factor of a query that scores, 0 of another
 };
 
-// Kept from call to call, the same for all passes.
+// Kept from call to call, the same for both stages.
 struct PromptMemory {
   Scratch offsets, arranged, column_sums, rows;
 };
@@ -72,7 +73,8 @@ struct Prompt {
   const H2oChunk* chunks;
   int num_chunks;
   const H2oTensors& tensors;
-  const H2oScoring& scoring;
+  int power;          // of the weights that are added to columns; 0: none are
+  bool sees_later;    // whether a query also sees slots after its own
   int group;          // G
   int64_t depth;      // D, rounded up to what products take
   int tile_heads;     // at most
@@ -88,12 +90,13 @@ struct Prompt {
   char* rows_memory = nullptr;
 
   Prompt(const H2oCache& cache_, const H2oChunk* chunks_, int num_chunks_,
-         const H2oTensors& tensors_, const H2oScoring& scoring_)
+         const H2oTensors& tensors_, int power_, bool sees_later_)
       : cache(cache_),
         chunks(chunks_),
         num_chunks(num_chunks_),
         tensors(tensors_),
-        scoring(scoring_),
+        power(power_),
+        sees_later(sees_later_),
         group(tensors.num_heads / cache.num_kv_heads),
         depth(kPaired ? round_up(cache.head_size, kDepth) : cache.head_size) {
     const int subsets = (group + 3) / 4;
@@ -109,7 +112,7 @@ struct Prompt {
     lay_out(num_threads, Stage::kReadsValues);
     auto body = [&](Team team) {
       for_each_block(team, [&](int c, int h, int64_t start) { stage.arrange(c, h, start); });
-      if (scoring.power) {
+      if (power) {
         float* sums = column_sums + team.thread * num_slots();
         std::fill(sums, sums + num_slots(), 0.0f);
       }
@@ -118,7 +121,7 @@ struct Prompt {
         [[maybe_unused]] typename Multiplier::Tiles tiles;
         for_each_tile(team, [&](const QueryTile& tile) { stage.compute(team.thread, tile); });
       }
-      if (!scoring.power) return;
+      if (!power) return;
       team.barrier();
       for_each_block(
           team, [&](int c, int h, int64_t start) { stage.add_to_scores(team.size, c, h, start); });
@@ -139,7 +142,7 @@ struct Prompt {
     const int64_t size = depth + (with_values ? cache.head_size : 0);
     keys = memory.arranged.get<Element>(num_slots() * size);
     values = keys + num_slots() * depth;
-    column_sums = memory.column_sums.get<float>(scoring.power ? num_slots() * num_threads : 0);
+    column_sums = memory.column_sums.get<float>(power ? num_slots() * num_threads : 0);
     stride = longest + kLanes;  // no power of two: rows would share cache sets
     const int64_t row_bytes =
         stride * (4 + (kPaired ? 2 : 0)) + (2 * cache.head_size + depth + 64) * 4;
@@ -251,10 +254,27 @@ struct Prompt {
     });
   }
 
-  // logits [rows, width] = q [rows, depth] K^T [depth, width], and row_max. hide(slot) hides
-  // what the queries do not see among slots [slot, slot + kKeyBlock).
-  template <class Hide>
-  void multiply_keys(const Rows& x, const QueryTile& tile, int64_t width, Hide hide) const {
+  // Slots that a query of a chunk sees, or the chunk's last where there are fewer queries.
+  int64_t num_visible(const H2oChunk& chunk, int64_t query) const {
+    if (sees_later) return chunk.attended_len();
+    return std::min(chunk.resident_start + query + 1, chunk.attended_len());
+  }
+
+  // weights [rows, width] = e^(logit - row_max) of a tile, for products with V, for the scores, or
+  // for both, and factor. Returns the width: all slots that a query sees are before it.
+  template <bool kMultiplied>
+  int64_t weigh(const Rows& x, const QueryTile& tile) const {
+    const int64_t last = num_visible(chunks[tile.chunk], tile.query_begin + tile_queries - 1);
+    const int64_t width = round_up(last, kKeyBlock);
+    read_queries(x, tile);
+    multiply_keys(x, tile, width);
+    const int64_t num_rows = tile.num_heads * tile_queries;
+    for (int64_t r = 0; r < num_rows; ++r) exponentiate<kMultiplied>(x, tile, r, width);
+    return width;
+  }
+
+  // logits [rows, width] = q [rows, depth] K^T [depth, width], and row_max.
+  void multiply_keys(const Rows& x, const QueryTile& tile, int64_t width) const {
     const int64_t num_rows = tile.num_heads * tile_queries;
     const Element* key = keys + offset(tile.chunk, tile.head) * depth;
     std::fill(x.row_max, x.row_max + num_rows * kLanes, -kInfinity);
@@ -262,7 +282,7 @@ struct Prompt {
       const Element* block = key + slot * depth;  // [depth, kKeyBlock]
       Multiplier::multiply(num_rows, kKeyBlock,
                            {depth, x.query, depth, block, kKeyBlock, x.logits + slot, stride});
-      hide(slot);
+      hide_unseen(x, tile, slot);
       for (int64_t r = 0; r < num_rows; ++r) {
         Floats maxima = load(x.row_max + r * kLanes);
         for (int i = 0; i < kKeyBlock; i += kLanes) {
@@ -273,9 +293,15 @@ struct Prompt {
     }
   }
 
-  // Hides slots from `start` on, one row's logits [kKeyBlock].
-  static void hide(float* logits, int64_t start) {
-    for (int64_t i = std::max<int64_t>(start, 0); i < kKeyBlock; ++i) logits[i] = -kInfinity;
+  // Hides what a tile's queries do not see among slots [slot, slot + kKeyBlock).
+  void hide_unseen(const Rows& x, const QueryTile& tile, int64_t slot) const {
+    const H2oChunk& chunk = chunks[tile.chunk];
+    if (slot + kKeyBlock <= num_visible(chunk, tile.query_begin)) return;
+    for_each_row(tile, [&](int64_t r, int, int64_t query) {
+      float* logits = x.logits + r * stride + slot;  // [kKeyBlock]
+      const int64_t start = std::max<int64_t>(num_visible(chunk, query) - slot, 0);
+      for (int64_t i = start; i < kKeyBlock; ++i) logits[i] = -kInfinity;
+    });
   }
 
   // The logit of a row's attention sink, or null.
@@ -284,12 +310,12 @@ struct Prompt {
     return tensors.sink_logits ? tensors.sink_logits + head : nullptr;
   }
 
-  // One row's logits [width] become weights: for products, for the scores, or for both.
+  // One row's logits [width] become weights.
   template <bool kMultiplied>
   void exponentiate(const Rows& x, const QueryTile& tile, int64_t r, int64_t width) const {
     float* logits = x.logits + r * stride;
     Element* weights = x.weights + r * stride;
-    const bool keeps_floats = !(kMultiplied && kPaired) || scoring.power;
+    const bool keeps_floats = !(kMultiplied && kPaired) || power;
     const Floats scale = all(tensors.scale);
     const float row_max = largest_of(load(x.row_max + r * kLanes)) * tensors.scale;
     const Floats shift = all(row_max);
@@ -320,7 +346,7 @@ struct Prompt {
   template <bool kByMaximum>
   void add_columns(const Rows& x, const QueryTile& tile, float* sums, int64_t width) const {
     const int64_t num_rows = tile.num_heads * tile_queries;
-    const bool squares = scoring.power == 2;
+    const bool squares = power == 2;
     constexpr int kVectors = kKeyBlock / kLanes;
     for (int64_t i = 0; i < width; i += kKeyBlock) {
       Floats columns[kVectors] = {};  // [kKeyBlock]
@@ -344,12 +370,12 @@ struct Prompt {
   }
 
   // One slot's sum over the threads, or the largest.
-  float column_sum(int num_threads, int chunk, int head, int64_t slot) const {
+  float column_sum(int num_threads, int chunk, int head, int64_t slot, bool by_maximum) const {
     const float* sums = column_sums + offset(chunk, head) + slot;
     float sum = 0.0f;
     for (int i = 0; i < num_threads; ++i) {
       const float other = sums[i * num_slots()];
-      sum = scoring.by_maximum ? std::max(sum, other) : sum + other;
+      sum = by_maximum ? std::max(sum, other) : sum + other;
     }
     return sum;
   }
@@ -366,7 +392,7 @@ using ForBf16 = Wide;
 // Runs Stage<Prompt>(prompt, more...) over chunks, as many at once as kMaxSlots lets.
 template <template <class> class Stage, class... More>
 void run_stage(const H2oCache& cache, const H2oChunk* chunks, int num_chunks,
-               const H2oTensors& tensors, const H2oScoring& scoring, More... more) {
+               const H2oTensors& tensors, int power, bool sees_later, const More&... more) {
   const auto run = [&](auto prompt) { prompt.run(Stage<decltype(prompt)>(prompt, more...)); };
   for (int begin = 0; begin < num_chunks;) {
     int64_t slots = 0;
@@ -381,7 +407,7 @@ void run_stage(const H2oCache& cache, const H2oChunk* chunks, int num_chunks,
     with_types(tensors.type, cache.type, [&](auto t, auto s) {
       using T = decltype(t);
       using Multiplier = std::conditional_t<std::is_same<T, Bf16>::value, ForBf16, Wide>;
-      run(Prompt<T, decltype(s), Multiplier>(cache, some, count, tensors, scoring));
+      run(Prompt<T, decltype(s), Multiplier>(cache, some, count, tensors, power, sees_later));
     });
     begin = end;
   }

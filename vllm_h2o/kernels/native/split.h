@@ -54,12 +54,10 @@ struct Split {
 struct Work {
   const H2oCache& cache;
   const H2oBatch& batch;
-  int64_t unit;           // slots: cuts within a strip lie at multiples of it
   int64_t num_slots = 0;  // of all requests and KV heads
   int64_t max_strip_len = 0;
 
-  Work(const H2oCache& cache_, const H2oBatch& batch_, int64_t unit_)
-      : cache(cache_), batch(batch_), unit(unit_) {
+  Work(const H2oCache& cache_, const H2oBatch& batch_) : cache(cache_), batch(batch_) {
     for (int b = 0; b < batch.num_requests; ++b) {
       num_slots += slots_of(b);
       const int num_lengths = first_rows(b) ? cache.num_kv_heads : 1;
@@ -69,7 +67,7 @@ struct Work {
     }
   }
 
-  // Of all KV heads of a request.
+  // Counts the slots of all KV heads of a request.
   int64_t slots_of(int request) const {
     const int32_t* rows = first_rows(request);
     if (!rows) return batch.field(kAttendedLen, request) * cache.num_kv_heads;
@@ -89,11 +87,11 @@ struct Work {
     return static_cast<int64_t>(rows[head + 1] - rows[head]) * cache.block_size;
   }
 
-  // The cut before split i: at a strip's edge if one is near.
+  // The cut before split i: at a strip's edge if one is near, or at a multiple of kTile.
   Cut cut(int i, int num_kv_splits) const {
     const int num_kv_heads = cache.num_kv_heads;
     int64_t left = i == num_kv_splits ? num_slots : num_slots * i / num_kv_splits;
-    const int64_t near = std::max<int64_t>(unit, num_slots / num_kv_splits / 32);
+    const int64_t near = std::max<int64_t>(kTile, num_slots / num_kv_splits / 32);
     for (int b = 0; b < batch.num_requests; ++b) {
       const int64_t in_request = slots_of(b);
       if (left >= in_request) {
@@ -103,7 +101,7 @@ struct Work {
       int head = 0;
       for (; left >= strip_len(b, head); ++head) left -= strip_len(b, head);
       const int64_t length = strip_len(b, head);
-      const int64_t slot = (left + unit / 2) / unit * unit;
+      const int64_t slot = (left + kTile / 2) / kTile * kTile;
       if (slot < near) return {b, head, 0};
       if (slot + near <= length) return {b, head, slot};
       return head + 1 < num_kv_heads ? Cut{b, head + 1, 0} : Cut{b + 1, 0, 0};

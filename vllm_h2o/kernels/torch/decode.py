@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_h2o.kernels.batch import DecodeBatch, Scoring
+from vllm_h2o.kernels.batch import DecodeBatch
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.torch.softmax import softmax
 from vllm_h2o.pages import num_pages
-
-PLAIN = Scoring()
 
 
 @dataclass(frozen=True)
@@ -24,9 +22,9 @@ class Strips:
     """Where the KV heads of a batch lie.
 
     Args:
-        rows: [B, H, P], int64: rows of the cache; those past a head's own are of its request, too,
-            or nobody's.
-        length: [B, H], int64: slots that are attended to, less the free ones.
+        rows: [B, H, P], int64: rows of the cache; past a head's own they are another head's of its
+            request, or free.
+        length: [B, H], int64: slots that are attended to.
 
     """
 
@@ -35,7 +33,7 @@ class Strips:
 
     @classmethod
     def of(cls, cache: LayerCache, batch: DecodeBatch) -> Strips:
-        """Those of every request; heads that share slots have lengths of their own."""
+        """The strips of every request; heads that share slots have lengths of their own."""
         block_size, row_step = cache.block_size, cache.rows_per_block
         rows = cache.rows(batch.block_table)
         length = batch.field("attended_len")[:, None].expand(rows.shape[:2])
@@ -58,8 +56,7 @@ def new_slots(batch: DecodeBatch, victims: torch.Tensor, strips: Strips) -> torc
     """[B, H], int64: the slot that each head's new token takes."""
     victim = victims[batch.first_block_ids].to(torch.int64)
     overwrites = batch.field("overwrites").bool()[:, None]
-    next_offset = batch.field("next_offset")[:, None]
-    return torch.where(overwrites, victim + next_offset, strips.length - 1)
+    return torch.where(overwrites, victim, strips.length - 1)
 
 
 def store(
@@ -69,18 +66,16 @@ def store(
     slot: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score: torch.Tensor | None,
 ) -> None:
-    """Write the new token of each request into its slot of each KV head.
+    """Write the new token of each request into its slot of each KV head; its score is 0.
 
     Args:
         cache: written.
         batch: the requests.
-        strips: theirs.
+        strips: the requests'.
         slot: [B, H], int64.
         key: [B, H, D].
         value: [B, H, D].
-        score: [B, H], float32: initial scores; zeros when None.
 
     """
     row = strips.rows.gather(2, (slot // cache.block_size)[:, :, None]).squeeze(2)
@@ -88,8 +83,7 @@ def store(
     position = batch.field("logical_start").to(torch.int32)
     cache.key[row, offset], cache.value[row, offset] = cache.as_stored(key, value)
     cache.position[row, offset] = position[:, None].expand_as(row)
-    zeros = torch.zeros_like(row, dtype=torch.float32)
-    cache.score[row, offset] = zeros if score is None else score
+    cache.score[row, offset] = 0.0
     if cache.mass is not None:
         cache.mass[row, offset] = 1.0
 
@@ -98,10 +92,9 @@ def attend_and_score(
     cache: LayerCache,
     batch: DecodeBatch,
     strips: Strips,
-    slot: torch.Tensor,
     query: torch.Tensor,
     scale: float,
-    scoring: Scoring,
+    power: int,
     sink_logits: SinkLogits = None,
 ) -> torch.Tensor:
     """Attend to the resident slots and add the query's probabilities to their scores.
@@ -109,11 +102,10 @@ def attend_and_score(
     Args:
         cache: read; scores written.
         batch: the requests.
-        strips: theirs.
-        slot: [B, H], int64: of the new tokens; free slots follow it.
+        strips: the requests'.
         query: [B, Hq, D].
         scale: of the logits.
-        scoring: what is added.
+        power: of the probabilities that are added; 0 adds nothing.
         sink_logits: [Hq], float32, of attention sinks.
 
     Returns:
@@ -128,10 +120,6 @@ def attend_and_score(
     value = cache.value[rows].view(shape).to(torch.float32)
     slots = torch.arange(length, device=query.device)
     hidden = slots >= strips.length[:, :, None]  # [B, H, L]
-    if scoring.by_page:
-        distance = slots - slot[:, :, None]
-        num_free = batch.field("num_free_slots")[:, None, None]
-        hidden = hidden | ((distance > 0) & (distance <= num_free))
     grouped = query.view(num_requests, num_kv_heads, -1, head_size).to(torch.float32)
     key_scale, value_scale = cache.scales
     logits = torch.matmul(grouped * (scale * key_scale), key.transpose(-1, -2))  # [B, H, G, L]
@@ -140,42 +128,22 @@ def attend_and_score(
     logits.masked_fill_(hidden[:, :, None, :], float("-inf"))
     sinks = None if sink_logits is None else sink_logits.view(num_kv_heads, -1)
     probs = softmax(logits, sinks)
-    # A slot that nobody owns may hold anything, a NaN too, and 0 * NaN is NaN.
+    # A free slot may hold anything, a NaN too, and 0 * NaN is NaN.
     value.masked_fill_(hidden[..., None], 0.0)
-    if scoring.power:
-        _add_scores(cache, batch, strips, probs, scoring)
+    if power:
+        _add_scores(cache, batch, strips, probs.pow(power))
     return torch.matmul(probs, value).mul_(value_scale).view(num_requests, -1, head_size)
 
 
-def _add_scores(
-    cache: LayerCache,
-    batch: DecodeBatch,
-    strips: Strips,
-    probs: torch.Tensor,
-    scoring: Scoring,
-) -> None:
-    """Add probabilities, [B, H, G, L], to the scores of the pages."""
+def _add_scores(cache: LayerCache, batch: DecodeBatch, strips: Strips, each: torch.Tensor) -> None:
+    """Add what each query head contributes, [B, H, G, L], to the scores of the pages."""
     rows = strips.rows
-    each = probs.pow(scoring.power)
-    in_prompt = batch.field("in_prompt").bool()[:, None, None, None]
     added = each.sum(dim=2).view(*rows.shape, cache.block_size)  # [B, H, P, N]
-    if scoring.by_maximum:
-        added = torch.where(in_prompt, each.amax(dim=2).view(added.shape), added)
-    if scoring.skip_recent:
-        age = batch.field("logical_start")[:, None, None, None] - cache.position[rows]
-        added.masked_fill_(age < scoring.skip_recent, 0.0)
     added *= batch.field("scores")[:, None, None, None]
     # A hidden slot of an owned page gets 0; a page that is not owned may be another's.
     page_start = torch.arange(rows.shape[2], device=rows.device) * cache.block_size
     own = page_start < strips.length[:, :, None]  # [B, H, P]
-    held = cache.score[rows[own]]
-    new = held + added[own]
-    if scoring.by_maximum:
-        slots = page_start[:, None] + torch.arange(cache.block_size, device=rows.device)
-        live = slots < strips.length[:, :, None, None]  # [B, H, P, N]
-        largest = (in_prompt & live).expand_as(added)[own]
-        new = torch.where(largest, torch.maximum(held, added[own]), new)
-    cache.score[rows[own]] = new
+    cache.score[rows[own]] += added[own]
 
 
 def select_victims(
@@ -183,7 +151,7 @@ def select_victims(
     batch: DecodeBatch,
     strips: Strips,
     victims: torch.Tensor,
-    scoring: Scoring = PLAIN,
+    by_age: bool = False,
 ) -> None:
     """For every full request and KV head, the slot that the next token takes.
 
@@ -192,9 +160,9 @@ def select_victims(
     Args:
         cache: read.
         batch: the requests.
-        strips: theirs.
+        strips: the requests'.
         victims: [num_blocks, H], int32: written for the full ones, by first block.
-        scoring: what is ranked; where pages are, the victim is a page's first slot.
+        by_age: whether a score is divided by the token's age.
 
     """
     chosen = batch.field("selects").bool()
@@ -212,14 +180,9 @@ def select_victims(
         & (position < recent_start[:, :, None])
         & (position >= num_sinks[:, :, None])
     )
-    if scoring.by_age:
+    if by_age:
         score = score / (batch.field("logical_start")[chosen, None, None] + 1 - position)
-    if scoring.by_page:
-        candidate = candidate.unflatten(2, (-1, cache.block_size)).all(dim=3)
-        score = score.unflatten(2, (-1, cache.block_size)).sum(dim=3)
-        position = position[:, :, :: cache.block_size]
     ranked = score.masked_fill(~candidate, float("inf"))
     lowest = candidate & (ranked == ranked.amin(dim=-1, keepdim=True))
     newest = torch.where(lowest, position, -1).argmax(dim=-1)
-    unit = cache.block_size if scoring.by_page else 1
-    victims[batch.first_block_ids[chosen]] = (newest * unit).to(torch.int32)
+    victims[batch.first_block_ids[chosen]] = newest.to(torch.int32)

@@ -1,4 +1,4 @@
-"""The four stages in plain torch: what runs where nothing faster does."""
+"""The stages in plain torch: what runs where nothing faster does."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_h2o.kernels.batch import (
-    DecodeBatch,
-    PromptChunk,
-    Scoring,
-    ScoringPass,
-    StepTensors,
-)
+from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.sinks import SinkLogits
-from vllm_h2o.kernels.torch import decode, pack, prefill, scoring_pass
+from vllm_h2o.kernels.torch import decode, pack, prefill, terms
 from vllm_h2o.kernels.torch.merge import merge_victims
+from vllm_h2o.kernels.torch.rare import RareStages
+from vllm_h2o.policy import Term
 
 
-class TorchKernels:
+class TorchKernels(RareStages):
     """:class:`~vllm_h2o.kernels.interface.Kernels`, by copying pages together."""
 
     copies_kv = True
@@ -33,17 +28,16 @@ class TorchKernels:
         scoring: Scoring,
     ) -> None:
         """One new token of each request."""
-        token, initial = batch.field("token"), tensors.initial_score
+        token = batch.field("token")
         strips = decode.Strips.of(cache, batch)
         slot = decode.new_slots(batch, victims, strips)
-        score = None if initial is None else initial[token]
         if scoring.merge:
             merge_victims(cache, batch, strips.rows, strips.length, slot, scoring.merge)
-        decode.store(cache, batch, strips, slot, tensors.key[token], tensors.value[token], score)
-        attending = (tensors.query[token], tensors.scale, scoring, tensors.sink_logits)
-        out = decode.attend_and_score(cache, batch, strips, slot, *attending)
+        decode.store(cache, batch, strips, slot, tensors.key[token], tensors.value[token])
+        attending = (tensors.query[token], tensors.scale, scoring.power, tensors.sink_logits)
+        out = decode.attend_and_score(cache, batch, strips, *attending)
         tensors.out[token] = out.to(tensors.out.dtype)
-        decode.select_victims(cache, batch, strips, victims, scoring)
+        decode.select_victims(cache, batch, strips, victims, scoring.by_age)
 
     def prefill(
         self,
@@ -53,27 +47,25 @@ class TorchKernels:
         scoring: Scoring,
     ) -> None:
         """Chunks of prompts, one by one."""
+        power = scoring.power if scoring.in_prompt else 0
         for chunk in chunks:
-            tokens, initial = chunk.tokens, tensors.initial_score
-            score = None if initial is None else initial[tokens]
-            prefill.store(cache, chunk, tensors.key[tokens], tensors.value[tokens], score)
-            attending = (tensors.query[tokens], tensors.scale, scoring, tensors.sink_logits)
+            tokens = chunk.tokens
+            prefill.store(cache, chunk, tensors.key[tokens], tensors.value[tokens])
+            attending = (tensors.query[tokens], tensors.scale, power, tensors.sink_logits)
             out = prefill.attend_and_score(cache, chunk, *attending)
             tensors.out[tokens] = out.to(tensors.out.dtype)
-        prefill.score_windows(cache, chunks, tensors, scoring)
 
-    def score_pass(
+    def score_term(
         self,
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        scale: float,
-        which: ScoringPass,
-        sink_logits: SinkLogits = None,
+        tensors: StepTensors,
+        term: Term,
+        by_age: bool,
     ) -> None:
         """Chunk by chunk."""
         for chunk in chunks:
-            scoring_pass.score(cache, chunk, query[chunk.tokens], scale, which, sink_logits)
+            terms.score_term(cache, chunk, tensors, term, by_age)
 
     def pack_survivors(
         self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring

@@ -1,7 +1,7 @@
-"""Survivors of a prompt: which they are, and their move.
+"""Survivors of a prompt, or of several tokens past it: which they are, and their move.
 
-Twin of ``reference.pack_survivors``, batched over KV heads. Also what copies survivors out of pages
-that other requests read, for the C++ kernels, too.
+Twin of ``reference.pack_survivors``, batched over KV heads. The C++ kernels, too, copy survivors
+out of pages that other requests read with this.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache
@@ -36,15 +37,13 @@ def pack_survivors(
     Args:
         cache: rewritten: in place, or in the pages ``chunk.destination_blocks``; ``first_rows``,
             too, where heads share slots.
-        chunk: the last chunk of a prompt.
-        scoring: what is ranked.
+        chunk: with survivors.
+        scoring: how scores are ranked, and whether by whole pages.
         score: [H, attended_len], float32, of slots [0, attended_len); None: those of the pages.
 
     """
     if score is None:
         score = chunk_slots(cache, cache.score, chunk)
-    if scoring.reach and chunk.num_survivors < chunk.attended_len:
-        score = reached(score, chunk_slots(cache, cache.position, chunk), scoring.reach)
     ranked = _ranked(cache, chunk, scoring, score)
     blocks = chunk.block_table if chunk.destination_blocks is None else chunk.destination_blocks
     block_size = cache.block_size
@@ -58,7 +57,7 @@ def pack_survivors(
         first_row, row_step = bounds[:-1, None], 1
         num_survivors = (bounds.diff() * block_size - 1)[:, None]
         width = int(num_survivors.max())
-    # Slots of a prompt are in order of position: a stable sort leaves the older of equals in front.
+    # Slots are in order of position: a stable sort leaves the older of equals in front.
     best = ranked.sort(dim=1, descending=True, stable=True).indices[:, :width]
     slot = torch.arange(width, device=best.device).expand_as(best)
     if num_survivors is not None:
@@ -77,39 +76,26 @@ def pack_survivors(
         cache.mass[target_at] = 1.0  # nothing is merged before a request is full for the first time
 
 
-def reached(score: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Tensor:
-    """[H, L]: of each token the largest score of its own and of ``reach`` positions before it.
-
-    Args:
-        score: [H, L].
-        position: [H, L], ascending: a prompt's slots are in order of position.
-        reach: positions.
-
-    """
-    largest = score.clone()
-    for distance in range(1, min(reach, score.shape[1] - 1) + 1):
-        near = position[:, distance:] - position[:, :-distance] <= reach
-        before = score[:, :-distance].masked_fill(~near, float("-inf"))
-        largest[:, distance:] = torch.maximum(largest[:, distance:], before)
-    return largest
-
-
 def _ranked(
     cache: LayerCache, chunk: PromptChunk, scoring: Scoring, score: torch.Tensor
 ) -> torch.Tensor:
-    """[H, attended_len]: what tokens are ranked by; infinite of sinks and recent ones.
+    """[H, attended_len]: the rank of each token; infinite for sinks and recent ones.
 
-    Where pages are ranked, tokens are by the sum of their page's scores.
+    By page it is the sum of the page's ranks; infinite for a page that has such a token or is not
+    full.
     """
     position = chunk_slots(cache, cache.position, chunk).to(torch.int64)
     length, block_size = chunk.attended_len, cache.block_size
     if scoring.by_age:
         score = score / (chunk.logical_end - position)
-    if scoring.by_page:
-        whole = torch.nn.functional.pad(score, (0, -length % block_size))
-        sums = whole.unflatten(1, (-1, block_size)).sum(dim=2)
-        score = sums.repeat_interleave(block_size, dim=1)[:, :length]
     safe = (position >= chunk.recent_start) | (position < chunk.num_sinks)
+    if scoring.by_page:
+        rest = (0, -length % block_size)
+        sums = pad(score, rest).unflatten(1, (-1, block_size)).sum(dim=2)
+        safe = pad(safe, rest, value=True).unflatten(1, (-1, block_size)).any(dim=2)
+        score, safe = (
+            page.repeat_interleave(block_size, dim=1)[:, :length] for page in (sums, safe)
+        )
     return score.masked_fill(safe, float("inf"))
 
 
@@ -144,7 +130,7 @@ def _split_rows(
         more = total - pages.sum()
         pages[neediest] += more.clamp(0, 1)
         pages[richest] += more.clamp(-1, 0)
-    return torch.nn.functional.pad(pages.cumsum(0), (1, 0))
+    return pad(pages.cumsum(0), (1, 0))
 
 
 def _at(cache: LayerCache, blocks: torch.Tensor, row: torch.Tensor) -> torch.Tensor:

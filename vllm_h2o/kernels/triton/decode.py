@@ -26,21 +26,19 @@ import triton.language as tl
 from vllm_h2o.kernels.triton.strips import (
     ATTENDED_LEN,
     LOGICAL_START,
-    NUM_FREE_SLOTS,
     SCORES,
     TOKEN,
     new_slot,
     split_size,
     strip_of,
 )
-from vllm_h2o.kernels.triton.tiles import as_stored, load_slots, page_row
+from vllm_h2o.kernels.triton.tiles import as_stored, load_slots, page_row, update_softmax
 
 
 @triton.jit
 def store_token(
     key_ptr,
     value_ptr,
-    initial_score_ptr,
     key_pages,
     value_pages,
     score_pages,
@@ -57,13 +55,11 @@ def store_token(
     value_stride,
     page_stride,
     word_stride,
-    num_kv_heads,
     dim,
     D: tl.constexpr,
-    HAS_INITIAL_SCORE: tl.constexpr,
     MERGES: tl.constexpr,
 ):
-    """Write K, V, position, initial score and mass of a KV head into the new token's slot."""
+    """Write K, V, position, a score of 0 and mass of a KV head into the new token's slot."""
     token = tl.load(fields + TOKEN * field_stride)
     key = tl.load(key_ptr + token * key_stride + h * D + dim, mask=dim < D)  # [D_PAD]
     value = tl.load(value_ptr + token * value_stride + h * D + dim, mask=dim < D)  # [D_PAD]
@@ -72,10 +68,7 @@ def store_token(
     tl.store(value_pages + kv, as_stored(value, value_factor, value_pages), mask=dim < D)
     position = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
     tl.store(position_pages + row * word_stride + offset, position)
-    score = 0.0
-    if HAS_INITIAL_SCORE:
-        score = tl.load(initial_score_ptr + token * num_kv_heads + h)
-    tl.store(score_pages + row * word_stride + offset, score)
+    tl.store(score_pages + row * word_stride + offset, 0.0)
     if MERGES:
         tl.store(mass_pages + row * word_stride + offset, 1.0)
 
@@ -85,7 +78,6 @@ def attend_split(
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
-    initial_score_ptr,  # [T, H], float32; read when HAS_INITIAL_SCORE
     key_pages,  # [R, N, D]
     value_pages,  # [R, N, D]
     score_pages,  # [R, N], float32
@@ -105,9 +97,8 @@ def attend_split(
     query_stride, key_stride, value_stride, page_stride, word_stride, table_stride, field_stride,
     request_stride, num_kv_heads, rows_per_block, first_head, num_kv_splits,
     N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr,
-    TILE: tl.constexpr, HAS_FREE_SLOTS: tl.constexpr, KEEPS_LOGITS: tl.constexpr,
-    PRECISION: tl.constexpr, CAN_SPLIT: tl.constexpr, MERGES: tl.constexpr,
-    HAS_INITIAL_SCORE: tl.constexpr,
+    TILE: tl.constexpr, KEEPS_LOGITS: tl.constexpr, PRECISION: tl.constexpr,
+    CAN_SPLIT: tl.constexpr, MERGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of (request, KV head), the new token stored in it, if its slot is there.
 
@@ -143,14 +134,12 @@ def attend_split(
             CAN_SPLIT,
         )  # fmt: skip
         store_token(
-            key_ptr, value_ptr, initial_score_ptr, key_pages, value_pages, score_pages,
-            position_pages, mass_pages, fields, field_stride, row_new, slot_new % N, h, key_factor,
-            value_factor, key_stride, value_stride, page_stride, word_stride, num_kv_heads, dim, D,
-            HAS_INITIAL_SCORE, MERGES,
+            key_ptr, value_ptr, key_pages, value_pages, score_pages, position_pages, mass_pages,
+            fields, field_stride, row_new, slot_new % N, h, key_factor, value_factor, key_stride,
+            value_stride, page_stride, word_stride, dim, D, MERGES,
         )  # fmt: skip
     # Other threads of this program load what one has stored.
     tl.debug_barrier()
-    num_free_slots = tl.load(fields + NUM_FREE_SLOTS * field_stride).to(tl.int32)
     num_kept = tl.where(tl.load(fields + SCORES * field_stride) != 0, G, 0)
     row_max = tl.full([G_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([G_PAD], tl.float32)
@@ -159,13 +148,8 @@ def attend_split(
     # Said here: Triton loads ahead by itself only where matrix units multiply.
     for start in tl.range(begin, tl.minimum(begin + size, length), TILE, num_stages=3):
         slot = start + tl.arange(0, TILE)
-        resident, offset = slot < length, slot % N
-        row = page_row(
-            block_table, slot // N, resident, first_row, row_step, rows_per_block, CAN_SPLIT
-        )
-        live = resident
-        if HAS_FREE_SLOTS:
-            live = live & ((slot <= slot_new) | (slot > slot_new + num_free_slots))
+        live, offset = slot < length, slot % N
+        row = page_row(block_table, slot // N, live, first_row, row_step, rows_per_block, CAN_SPLIT)
         # Both at once: V is on its way while K is multiplied.
         key = load_slots(key_pages, row, offset, live, dim, page_stride, D)  # [TILE, D_PAD]
         value = load_slots(value_pages, row, offset, live, dim, page_stride, D)  # [TILE, D_PAD]
@@ -181,23 +165,18 @@ def attend_split(
         logits = tl.where(live[None, :], logits, float("-inf"))
         if KEEPS_LOGITS:
             logits_ptrs = logits_ptr + (row * G * N + offset)[None, :] + group[:, None] * N
-            tl.store(logits_ptrs, logits, mask=(group < num_kept)[:, None] & resident[None, :])
-        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-        # A split may begin with nothing but free slots: exp(-inf - -inf) would be NaN.
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        rescale = tl.exp(row_max - finite_max)
-        probs = tl.exp(logits - finite_max[:, None])  # [G_PAD, TILE]
-        row_sum = row_sum * rescale + tl.sum(probs, axis=1)
+            tl.store(logits_ptrs, logits, mask=(group < num_kept)[:, None] & live[None, :])
+        # Each tile begins with a slot in use: no maximum is -inf.
+        row_max, row_sum, rescale, probs = update_softmax(row_max, row_sum, logits)
         if G_PAD == 1:
             more = tl.trans(probs) * value.to(tl.float32)  # [TILE, D_PAD]
         else:
             more = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)  # [G_PAD, D_PAD]
         out = out * rescale[:, None] + more
-        row_max = new_max
     if G_PAD == 1:
         out = tl.sum(out, axis=0)[None, :]
     partial = ((b * num_kv_heads + h).to(tl.int64) * num_kv_splits + s) * G + group
-    mean = out * out_scale / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    mean = out * out_scale / row_sum[:, None]
     tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], mean, mask=group_mask)
     tl.store(partial_max_sum_ptr + partial * 2, row_max, mask=group < G)
     tl.store(partial_max_sum_ptr + partial * 2 + 1, row_sum, mask=group < G)

@@ -1,4 +1,4 @@
-"""The four stages on a GPU: buffers that outlive a step, and the launches."""
+"""The stages on a GPU: buffers that outlive a step, and the launches."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import Any
 import torch
 import triton
 
-from vllm_h2o.kernels.batch import (
-    DecodeBatch,
-    PromptChunk,
-    Scoring,
-    ScoringPass,
-    StepTensors,
-)
+from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.sinks import SinkLogits
-from vllm_h2o.kernels.triton import decode, merge, prefill, score, scoring_pass
+from vllm_h2o.kernels.torch.rare import RareStages
+from vllm_h2o.kernels.triton import decode, merge, prefill, score
 from vllm_h2o.kernels.triton.chunks import DeviceChunks
 from vllm_h2o.kernels.triton.moving import Moving
 from vllm_h2o.kernels.triton.rehearsal import rehearse
@@ -35,16 +30,17 @@ from vllm_h2o.kernels.triton.sizes import (
     programs_per_processor,
     prompt_tiles,
 )
+from vllm_h2o.policy import Term
 
 PROCESSORS = 1
 """Multiprocessors that stand for a device's where kernels are interpreted."""
 MAX_SENT = 3
-"""Lists of chunks that a step has at most: its prompts, and those of two scoring passes."""
+"""Lists of chunks that a step has at most: its prompts, and those of two terms."""
 PromptAttention = Callable[[LayerCache, Sequence[PromptChunk], StepTensors], torch.Tensor]
 """(cache, chunks, tensors) -> lse [Hq, T] float32; writes ``tensors.out``."""
 
 
-class TritonKernels:
+class TritonKernels(RareStages):
     """:class:`~vllm_h2o.kernels.interface.Kernels` for one layer's shape on one device.
 
     Args:
@@ -54,6 +50,7 @@ class TritonKernels:
         num_kv_heads: KV heads, H.
         head_size: D.
         prompt_attention: attends prompts without attention sinks; the kernel of our own when None.
+        terms: terms of the ranking that are added when prompts are stored: they are compiled ahead.
         shares_pages: whether survivors of prompts may have to leave pages that others read.
 
     """
@@ -68,9 +65,10 @@ class TritonKernels:
         num_kv_heads: int,
         head_size: int,
         prompt_attention: PromptAttention | None = None,
+        terms: Sequence[Term] = (),
         shares_pages: bool = False,
     ) -> None:
-        self.shares_pages = shares_pages
+        self.terms, self.shares_pages = terms, shares_pages
         self.device, self.max_requests = device, max_requests
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.group = num_heads // num_kv_heads
@@ -106,7 +104,7 @@ class TritonKernels:
     ) -> None:
         """One new token of each request. Synchronises nothing; allocates for a new pool alone."""
         query, key, value, out = tensors.query, tensors.key, tensors.value, tensors.out
-        initial, num_kv_heads = tensors.initial_score, self.num_kv_heads
+        num_kv_heads = self.num_kv_heads
         num_requests, max_pages = batch.block_table.shape
         self._prepare(cache, tensors, scoring, num_requests)
         shape = kv_shape(cache.block_size, self.head_size)
@@ -135,15 +133,13 @@ class TritonKernels:
             )  # fmt: skip
         group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": tile}
         decode.attend_split[grid](
-            query, key, value, key if initial is None else initial,
-            cache.key, cache.value, cache.score, cache.position, masses, *request_args,
-            self._logits, self._partial_out, self._partial_max_sum,
+            query, key, value, cache.key, cache.value, cache.score, cache.position, masses,
+            *request_args, self._logits, self._partial_out, self._partial_max_sum,
             tensors.scale * cache.scales[0], cache.scales[1],
             *(1.0 / scale for scale in cache.scales), query.stride(0), key.stride(0),
             value.stride(0), page_stride, word_stride, *strides, num_kv_splits,
             **shape, **group, **can_split, **merges, **few_registers(self.padded_head, size),
-            HAS_FREE_SLOTS=scoring.by_page, KEEPS_LOGITS=scoring.power > 0,
-            PRECISION=precision(query.dtype), HAS_INITIAL_SCORE=initial is not None,
+            KEEPS_LOGITS=scoring.power > 0, PRECISION=precision(query.dtype),
         )  # fmt: skip
         padded_block = triton.next_power_of_2(cache.block_size)
         num_parts = min(num_kv_splits, triton.cdiv(max_pages * cache.block_size, PAGE_LANES))
@@ -151,10 +147,10 @@ class TritonKernels:
         score.merge_and_score[(*grid[:2], num_parts)](
             out, cache.score, cache.position, *request_args, sinks,
             self._logits, self._partial_out, self._partial_max_sum, *self._candidates,
-            out.stride(0), word_stride, *strides, num_kv_splits, scoring.skip_recent,
+            out.stride(0), word_stride, *strides, num_kv_splits,
             **shape, **group, N_PAD=padded_block, PAGES=max(1, PAGE_LANES // padded_block),
-            MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=scoring.power, BY_PAGE=scoring.by_page,
-            BY_AGE=scoring.by_age, BY_MAXIMUM=scoring.by_maximum, **can_split, **has_sinks,
+            MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=scoring.power, BY_AGE=scoring.by_age, **can_split,
+            **has_sinks,
         )  # fmt: skip
 
     def prefill(
@@ -165,8 +161,7 @@ class TritonKernels:
         scoring: Scoring,
     ) -> None:
         """Chunks of prompts, all in one launch of each kernel."""
-        query, key, value = tensors.query, tensors.key, tensors.value
-        initial = tensors.initial_score
+        key, value = tensors.key, tensors.value
         self._check(cache, tensors)
         sent = self._sent(chunks)
         longest = max(chunk.num_tokens for chunk in chunks)
@@ -174,57 +169,30 @@ class TritonKernels:
         masses, merges = self._masses(cache)
         grid = (len(sent), self.num_kv_heads, triton.cdiv(longest, STORE_TILE))
         prefill.store_chunk[grid](
-            key, value, key if initial is None else initial,
-            cache.key, cache.value, cache.score, cache.position, masses,
+            key, value, cache.key, cache.value, cache.score, cache.position, masses,
             sent.block_table, sent.fields, *(1.0 / scale for scale in cache.scales),
             key.stride(0), value.stride(0), cache.key.stride(0), cache.score.stride(0),
             sent.block_table.stride(0), *sizes,
             **kv_shape(cache.block_size, self.head_size), **merges, TILE=STORE_TILE,
-            HAS_INITIAL_SCORE=initial is not None,
         )  # fmt: skip
         attend = self.prompt_attention if tensors.sink_logits is None else self._attend
         lse = attend(cache, chunks, tensors)
-        if not scoring.power:
-            return
-        _, by_key = self._prompt_options(cache, query)
-        for window in {False, any(chunk.window_scores is not None for chunk in chunks)}:
-            prefill.column_scores[self._key_grid(sent, by_key)](
-                query, cache.key, cache.score, cache.position, sent.block_table, sent.fields, lse,
-                sent.windows, tensors.layer_index,
-                tensors.scale * cache.scales[0], query.stride(0), lse.stride(0),
-                cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0), *sizes,
-                scoring.skip_recent, **by_key, POWER=scoring.power, SKIPS=scoring.skip_recent > 0,
-                BY_MAXIMUM=scoring.by_maximum, WINDOW=window,
-            )  # fmt: skip
+        if scoring.power and scoring.in_prompt:
+            paid = Term("all", power=scoring.power)
+            self._add_scores(cache, chunks, tensors, lse, paid, by_age=False)
 
-    def score_pass(
+    def score_term(
         self,
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
-        query: torch.Tensor,
-        scale: float,
-        which: ScoringPass,
-        sink_logits: SinkLogits = None,
+        tensors: StepTensors,
+        term: Term,
+        by_age: bool,
     ) -> None:
         """All chunks in one launch of each kernel."""
-        self._check_heads(cache, query)
-        sent, scale = self._sent(chunks), scale * cache.scales[0]
-        sizes = (len(sent), cache.rows_per_block, cache.first_head)
-        by_query, by_key = self._prompt_options(cache, query)
-        sinks, has_sinks = self._sinks(sink_logits)
-        lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
-        scoring_pass.log_sum_exp[self._query_grid(sent, by_query)](
-            query, cache.key, sent.block_table, sent.fields, sinks, lse,
-            scale, query.stride(0), lse.stride(0), cache.key.stride(0),
-            sent.block_table.stride(0), *sizes, **by_query, **has_sinks, ROTATED=which.rotated,
-        )  # fmt: skip
-        scoring_pass.weighted_scores[self._key_grid(sent, by_key, which.reach)](
-            query, cache.key, cache.score, cache.position, sent.block_table, sent.fields,
-            lse, scale, which.weight, query.stride(0), lse.stride(0), cache.key.stride(0),
-            cache.score.stride(0), sent.block_table.stride(0), *sizes, which.skip_recent,
-            **by_key, POWER=which.power, ROTATED=which.rotated, BY_MAXIMUM=which.by_maximum,
-            REACH=which.reach, SKIPS=which.skip_recent > 0,
-        )  # fmt: skip
+        self._check_heads(cache, tensors.query)
+        lse = self._attend(cache, chunks, tensors, term)
+        self._add_scores(cache, chunks, tensors, lse, term, by_age)
 
     def pack_survivors(
         self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring
@@ -244,9 +212,13 @@ class TritonKernels:
         self._chunks.clear()  # or the scores, which are read now, would live as long as they do
 
     def _attend(
-        self, cache: LayerCache, chunks: Sequence[PromptChunk], tensors: StepTensors
+        self,
+        cache: LayerCache,
+        chunks: Sequence[PromptChunk],
+        tensors: StepTensors,
+        term: Term | None = None,
     ) -> torch.Tensor:
-        """Our own flash attention; reads keys and values from the pages."""
+        """Attend to the pages; with a term, find its queries' log-sum-exp, [Hq, T], alone."""
         sent, query, out = self._sent(chunks), tensors.query, tensors.out
         by_query, _ = self._prompt_options(cache, query)
         key_scale, value_scale = cache.scales
@@ -257,9 +229,31 @@ class TritonKernels:
             tensors.scale * key_scale, value_scale,
             query.stride(0), out.stride(0), lse.stride(0), cache.key.stride(0),
             sent.block_table.stride(0), len(sent), cache.rows_per_block, cache.first_head,
-            **by_query, **has_sinks,
+            **by_query, **has_sinks, **prefill.asked(term), ATTENDS=term is None,
         )  # fmt: skip
         return lse
+
+    def _add_scores(
+        self,
+        cache: LayerCache,
+        chunks: Sequence[PromptChunk],
+        tensors: StepTensors,
+        lse: torch.Tensor,
+        term: Term,
+        by_age: bool,
+    ) -> None:
+        """Add a term to the pages' scores, or store it in window scores; ``lse`` is [Hq, T]."""
+        sent, query = self._sent(chunks), tensors.query
+        _, by_key = self._prompt_options(cache, query)
+        apart = term.queries == "window" and any(c.window_scores is not None for c in chunks)
+        prefill.column_scores[self._key_grid(sent, by_key, term.reach)](
+            query, cache.key, cache.score, cache.position, sent.block_table, sent.fields, lse,
+            sent.windows, tensors.layer_index, tensors.scale * cache.scales[0], query.stride(0),
+            lse.stride(0), cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0),
+            len(sent), cache.rows_per_block, cache.first_head,
+            **by_key, **prefill.asked(term), MAX=term.reduce == "max", POWER=term.power,
+            REACH=term.reach, SKIP=term.skip, WEIGHT=term.weight, BY_AGE=by_age, APART=apart,
+        )  # fmt: skip
 
     def _masses(self, cache: LayerCache) -> tuple[torch.Tensor, dict[str, bool]]:
         """Masses, or what stands in their place where there are none; and which it is."""
@@ -328,7 +322,7 @@ class TritonKernels:
             return
         self._logits = torch.empty(num_logits, device=self.device)
         if self.device.type == "cuda":
-            rehearse(self, cache, tensors, scoring, self.shares_pages)
+            rehearse(self, cache, tensors, scoring, self.terms, self.shares_pages)
 
     def _check(self, cache: LayerCache, tensors: StepTensors) -> None:
         for tensor in (tensors.query, tensors.key, tensors.value):

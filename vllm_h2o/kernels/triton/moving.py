@@ -47,7 +47,7 @@ class Moving:
             chunks: with survivors: any that stay in their own blocks, or one that does not.
             scoring: what is ranked.
             scores: [len(caches), H, attended_len], float32, contiguous: of the one chunk with
-                ``destination_blocks``; overwritten. None: those of the pages.
+                ``destination_blocks``. None: those of the pages.
 
         """
         if len(chunks) > 1 and any(chunk.splits for chunk in chunks):
@@ -92,7 +92,7 @@ class Moving:
         sizes = (sent.block_table.stride(0), len(sent), cache.rows_per_block)
         apart = {"APART": scores is not None}
         keeps = {"KEEPS": cache.score_without_window is not None}
-        ranking = {"N": cache.block_size, "BY_AGE": scoring.by_age, "REACH": scoring.reach}
+        ranking = {"N": cache.block_size, "BY_AGE": scoring.by_age}
         if shares:
             assert num_kv_heads == cache.rows_per_block, "a layer that shares slots, alone"
             reached = survivors.new_zeros(len(caches), len(sent), BITS)

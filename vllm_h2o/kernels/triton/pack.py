@@ -3,8 +3,10 @@
 ``select_survivors`` finds, for each (layer, request, KV head), the score of the last survivor, bit
 by bit from the top of a sort key, an integer that orders as scores do; then it writes the slots of
 the survivors in order. ``pack_survivors`` moves them. None moves to a later slot, so tiles in order
-are safe in place: what a tile writes, no later tile reads. Twin of ``reference.pack_survivors``,
-and of ``reference.reached`` before it.
+are safe in place: what a tile writes, no later tile reads. Twin of ``reference.pack_survivors``.
+
+Where whole pages are evicted (BY_PAGE), the rank of each token is the sum of its page's, and a page
+that has a sink or a recent token, or is not full, survives. The page size is a power of two then.
 
 Where others read the prompt's pages (APART), survivors go to pages of a second table, and scores
 lie outside the pages, those of each (layer, KV head) after the last's.
@@ -64,7 +66,7 @@ def ranked_tile(
     BY_AGE: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """Of TILE slots: which compete by score, which survive anyway, and the sort key, int64."""
+    """Rank TILE slots: which compete, which survive anyway, and the sort key, int64."""
     slot = start + tl.arange(0, TILE)
     live = slot < attended_len
     row, offset = locate(block_table, slot, live, h, rows_per_block, N)
@@ -74,52 +76,16 @@ def ranked_tile(
     position = tl.load(positions + words, mask=live, other=0)
     if BY_AGE:
         score = score / tl.maximum(logical_end - position, 1)
+    candidate = live & (position < recent_start) & (position >= num_sinks)
     if BY_PAGE:
         sums = tl.sum(tl.reshape(score, [TILE // N, N]), axis=1)
         score = tl.reshape(tl.broadcast_to(sums[:, None], [TILE // N, N]), [TILE])
-    safe = live & ((position >= recent_start) | (position < num_sinks))
+        goes = tl.sum(tl.reshape(candidate.to(tl.int32), [TILE // N, N]), axis=1) == N
+        candidate = tl.reshape(tl.broadcast_to(goes[:, None], [TILE // N, N]), [TILE])
     bits = score.to(tl.int32, bitcast=True)
     # Negative floats order the wrong way round as integers: flipped, then all made positive.
     sort_key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
-    return live & (safe == 0), safe, sort_key
-
-
-@triton.jit
-def extend_scores(
-    scores,
-    positions,
-    block_table,
-    length,
-    word_stride,
-    rows_per_block,
-    h,
-    N: tl.constexpr,
-    TILE: tl.constexpr,
-    REACH: tl.constexpr,
-    APART: tl.constexpr,
-):
-    """``W[j] = max(U[j - REACH], ..., U[j])``, by position; in place: from the last tile on."""
-    num_tiles = tl.cdiv(length, TILE)
-    for t in range(num_tiles):
-        slot = (num_tiles - 1 - t) * TILE + tl.arange(0, TILE)
-        live = slot < length
-        largest = tl.full([TILE], float("-inf"), tl.float32)
-        row, offset = locate(block_table, slot, live, h, rows_per_block, N)
-        first = tl.load(positions + row * word_stride + offset, mask=live, other=0) - REACH
-        for d in tl.static_range(REACH + 1):
-            there = live & (slot >= d)
-            row, offset = locate(block_table, slot - d, there, h, rows_per_block, N)
-            word = row * word_stride + offset
-            near = there & (tl.load(positions + word, mask=there, other=0) >= first)
-            score_word = score_at(word, slot - d, h, length, APART)
-            score = tl.load(scores + score_word, mask=near, other=float("-inf"))
-            largest = tl.maximum(largest, score)
-        row, offset = locate(block_table, slot, live, h, rows_per_block, N)
-        # Other threads of this program may still read what is written, then what was written.
-        tl.debug_barrier()
-        word = score_at(row * word_stride + offset, slot, h, length, APART)
-        tl.store(scores + word, largest, mask=live)
-        tl.debug_barrier()
+    return candidate, live & (candidate == 0), sort_key
 
 
 @triton.jit(do_not_specialize=["num_chunks", "table_stride", "max_survivors"])
@@ -140,11 +106,10 @@ def select_survivors(
     TILE: tl.constexpr,
     BY_PAGE: tl.constexpr,
     BY_AGE: tl.constexpr,
-    REACH: tl.constexpr,
     CAN_SPLIT: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """The slots that survive in (layer, chunk, KV head), in order; first, how far scores reach."""
+    """Write the slots that survive in (layer, chunk, KV head), in order."""
     h, r, layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
     scores = tl.load(score_bases + layer).to(tl.pointer_type(tl.float32))
@@ -156,16 +121,9 @@ def select_survivors(
     num_sinks = tl.load(fields + NUM_SINKS * num_chunks)
     logical_end = tl.load(fields + LOGICAL_END * num_chunks)
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    splits = tl.load(fields + SPLITS * num_chunks) != 0
-    if REACH > 0:
-        # Where all survive, scores stay as they are; where heads share slots, it is done.
-        length = tl.where((num_survivors < attended_len) & (splits == 0), attended_len, 0)
-        extend_scores(
-            scores, positions, block_table, length, word_stride, rows_per_block, h, N, TILE, REACH,
-            APART,
-        )  # fmt: skip
     first_listed = h * max_survivors
     if CAN_SPLIT:
+        splits = tl.load(fields + SPLITS * num_chunks) != 0
         first_rows = tl.load(first_row_bases + layer).to(tl.pointer_type(tl.int32))
         first_block = tl.load(new_table_ptr + r.to(tl.int64) * table_stride).to(tl.int64)
         bounds = first_rows + first_block * (num_kv_heads + 1) + h

@@ -1,15 +1,19 @@
-"""Chunks of prompts: store, attend causally, and score.
+"""Chunks of prompts: store, attend causally, and add the terms of a ranking to scores.
 
 ::
 
-    lse_g[i] = log sum_{j <= resident_start + i} exp(scale * q_g[i] . k[j])         attend
+    lse_g[i] = log sum_{j that i sees} exp(scale * q_g[i] . k[j])                   attend
                with e^sink_g in the sum, where there are attention sinks
-    score[j] += sum_{i, g} exp(scale * q_g[i] . k[j] - lse_g[i]) ** power           column_scores
-    score[j] = max(score[j], max_{i, g} of the same)                       with BY_MAXIMUM
+    P_g[i, j] = exp(scale * q_g[i] . k[j] - lse_g[i])
+    value[j] = sum_{i, g} P_g[i, j] ** power, or max_{i, g} of the same,            column_scores
+               then the largest of value[j - d], 0 <= d <= reach, by position
+    score[j] += weight * (age[j] if by_age else 1) * value[j]                       column_scores
 
-Twins of ``reference.attend_and_score`` (arXiv 2306.14048, Algorithm 1). Keys are read from the
-pages, those of the chunk too. FlashAttention may take the place of ``attend``. In ``column_scores``
-each tile of keys belongs to one program, which walks the queries that see it.
+Twins of ``reference.attend_and_score`` (arXiv 2306.14048, Algorithm 1) and ``score_term``: what
+every query of a prompt pays is the term with weight 1 and no age. Keys are read from the pages,
+those of the chunk too. FlashAttention may take the place of ``attend`` where the output is written.
+Probabilities are computed twice, not kept: in ``column_scores`` each tile of keys belongs to one
+program, which walks the queries that see it.
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ from vllm_h2o.kernels.triton.tiles import (
     add_columns,
     as_stored,
     begin_softmax,
-    combined,
     kv_offsets,
     load_head,
     load_slots,
     locate,
     update_softmax,
 )
+from vllm_h2o.policy import Term
 
 CHUNK_FIELDS = (
     "tokens.start",
@@ -48,11 +52,17 @@ FIRST_WINDOW_QUERY = tl.constexpr(CHUNK_FIELDS.index("first_window_query"))
 FIRST_SCORED_SLOT = tl.constexpr(CHUNK_FIELDS.index("first_scored_slot"))
 
 
+def asked(term: Term | None) -> dict[str, int]:
+    """Name the queries of a term, and what they see, as constants; None: all attend."""
+    first = "first_window_query" if term and term.queries == "window" else "first_scoring_query"
+    later = term is not None and term.sees_later
+    return {"FIRST_QUERY": CHUNK_FIELDS.index(first), "SEES_LATER": later}
+
+
 @triton.jit(do_not_specialize=["num_chunks", "table_stride", "first_head"])
 def store_chunk(
     key_ptr,  # [T, H, D]
     value_ptr,  # [T, H, D]
-    initial_score_ptr,  # [T, H], float32; read when HAS_INITIAL_SCORE
     key_pages,
     value_pages,
     score_pages,
@@ -74,7 +84,6 @@ def store_chunk(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
-    HAS_INITIAL_SCORE: tl.constexpr,
     MERGES: tl.constexpr,
 ):
     """Write TILE tokens of (chunk, KV head) after the slots in use."""
@@ -99,10 +108,7 @@ def store_chunk(
     words = row * word_stride + offset
     position = tl.load(fields + LOGICAL_START * num_chunks) + i
     tl.store(position_pages + words, position, mask=live)
-    score = tl.zeros([TILE], tl.float32)
-    if HAS_INITIAL_SCORE:
-        score = tl.load(initial_score_ptr + token * tl.num_programs(1) + h, mask=live)
-    tl.store(score_pages + words, score, mask=live)
+    tl.store(score_pages + words, tl.zeros([TILE], tl.float32), mask=live)
     if MERGES:
         tl.store(mass_pages + words, tl.full([TILE], 1.0, tl.float32), mask=live)
 
@@ -111,11 +117,11 @@ def store_chunk(
 def attend(
     query_ptr,  # [T, Hq, D]
     key_pages,
-    value_pages,
+    value_pages,  # read when ATTENDS
     block_table_ptr,
     fields_ptr,
     sink_ptr,  # [Hq], float32; read when HAS_SINKS
-    out_ptr,  # [T, Hq, D]: written
+    out_ptr,  # [T, Hq, D]: written when ATTENDS
     lse_ptr,  # [Hq, T], float32: written
     scale,
     out_scale,  # of V as it is stored
@@ -133,14 +139,22 @@ def attend(
     G: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
+    FIRST_QUERY: tl.constexpr,
+    ATTENDS: tl.constexpr,
+    SEES_LATER: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """TILE_Q queries of (chunk, query head): where FlashAttention is missing, or of no use."""
+    """Attend with TILE_Q queries of (chunk, query head), or find their log-sum-exp alone.
+
+    FIRST_QUERY is the field of a chunk that tells the first query that is needed. With SEES_LATER
+    queries see every slot of the chunk's table.
+    """
     head, r, t = tl.program_id(0), tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
     fields = fields_ptr + r
     num_tokens = tl.load(fields + NUM_TOKENS * num_chunks)
-    if t * TILE_Q >= num_tokens:
+    first_query = 0 if ATTENDS else tl.load(fields + FIRST_QUERY * num_chunks)
+    if t * TILE_Q >= num_tokens or (t + 1) * TILE_Q <= first_query:
         return
     resident_start = tl.load(fields + RESIDENT_START * num_chunks)
     i = t * TILE_Q + tl.arange(0, TILE_Q)
@@ -151,31 +165,35 @@ def attend(
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
     row_max, row_sum = begin_softmax(sink_ptr, head, TILE_Q, HAS_SINKS)
     out = tl.zeros([TILE_Q, D_PAD], tl.float32)
-    visible = resident_start + tl.minimum((t + 1) * TILE_Q, num_tokens)
+    visible = resident_start + num_tokens
+    if not SEES_LATER:
+        visible = resident_start + tl.minimum((t + 1) * TILE_Q, num_tokens)
     for start in range(0, visible, TILE_K):
         slot = start + tl.arange(0, TILE_K)
         live = slot < visible
         row, offset = locate(block_table, slot, live, first_head + head // G, rows_per_block, N)
         key = load_slots(key_pages, row, offset, live, dim, page_stride, D).to(query.dtype)
         logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale  # [TILE_Q, TILE_K]
-        seen = live[None, :] & (slot[None, :] <= (resident_start + i)[:, None])
+        seen = live[None, :]
+        if not SEES_LATER:
+            seen = seen & (slot[None, :] <= (resident_start + i)[:, None])
         logits = tl.where(seen, logits, float("-inf"))
         # The first tile holds slot 0, which every query sees: no maximum is -inf.
         row_max, row_sum, rescale, probs = update_softmax(row_max, row_sum, logits)
-        value = load_slots(value_pages, row, offset, live, dim, page_stride, D).to(query.dtype)
-        more = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)  # [TILE_Q, D_PAD]
-        out = out * rescale[:, None] + more
-    out_ptrs = out_ptr + (token * out_stride)[:, None] + head * D + dim[None, :]
-    mean = (out * out_scale / row_sum[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptrs, mean, mask=query_mask[:, None] & (dim < D)[None, :])
+        if ATTENDS:
+            value = load_slots(value_pages, row, offset, live, dim, page_stride, D).to(query.dtype)
+            more = tl.dot(probs.to(value.dtype), value, input_precision=PRECISION)
+            out = out * rescale[:, None] + more  # [TILE_Q, D_PAD]
+    if ATTENDS:
+        out_ptrs = out_ptr + (token * out_stride)[:, None] + head * D + dim[None, :]
+        mean = (out * out_scale / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptrs, mean, mask=query_mask[:, None] & (dim < D)[None, :])
     tl.store(lse_ptr + head * lse_stride + token, row_max + tl.log(row_sum), mask=query_mask)
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_chunks", "table_stride", "first_head", "skip_recent", "lse_stride", "layer",
-    ]
-)  # fmt: skip
+    do_not_specialize=["num_chunks", "table_stride", "first_head", "lse_stride", "layer"],
+)
 def column_scores(
     query_ptr,  # [T, Hq, D]
     key_pages,
@@ -184,7 +202,7 @@ def column_scores(
     block_table_ptr,
     fields_ptr,
     lse_ptr,  # [Hq, T], float32
-    window_bases,  # [R], int64: address of each chunk's window_scores, or 0; read when WINDOW
+    window_bases,  # [R], int64: address of each chunk's window_scores, or 0; read when APART
     layer,  # which of those
     scale,
     query_stride,
@@ -195,41 +213,44 @@ def column_scores(
     num_chunks,
     rows_per_block,
     first_head,
-    skip_recent,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     G: tl.constexpr,
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
+    FIRST_QUERY: tl.constexpr,
+    SEES_LATER: tl.constexpr,
+    MAX: tl.constexpr,
     POWER: tl.constexpr,
-    SKIPS: tl.constexpr,
-    BY_MAXIMUM: tl.constexpr,
+    REACH: tl.constexpr,
+    SKIP: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BY_AGE: tl.constexpr,
+    APART: tl.constexpr,
     PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr,
 ):
-    """Add the scoring queries' contributions to the scores of TILE_K slots of (chunk, KV head).
+    """Add what the queries pay to the scores of TILE_K - REACH slots of (chunk, KV head).
 
-    With WINDOW those of an observation window's queries are stored outside the pages.
+    A tile begins REACH slots before those, with the ones that reach them. With APART the scores of
+    a chunk that has window scores are stored there instead.
     """
     h, r, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     fields = fields_ptr + r
     num_tokens = tl.load(fields + NUM_TOKENS * num_chunks)
     resident_start = tl.load(fields + RESIDENT_START * num_chunks)
-    first_slot = t * TILE_K
-    if first_slot >= resident_start + num_tokens:
+    attended_len = resident_start + num_tokens
+    first_slot = t * (TILE_K - REACH)
+    first_query = tl.load(fields + FIRST_QUERY * num_chunks)
+    is_idle = first_slot >= attended_len
+    if not APART:  # window scores are zeros where no query counts
+        is_idle = is_idle | (first_query >= num_tokens)
+    if is_idle:
         return
-    first_scoring_query = tl.load(
-        fields + (FIRST_WINDOW_QUERY if WINDOW else FIRST_SCORING_QUERY) * num_chunks
-    )
-    if WINDOW:
-        window_base = tl.load(window_bases + r)
-        if window_base == 0:
-            return
-    elif first_scoring_query >= num_tokens:
-        return
-    slot = first_slot + tl.arange(0, TILE_K)
-    live = slot < resident_start + num_tokens
+    slot = first_slot - REACH + tl.arange(0, TILE_K)
+    live = slot < attended_len
+    if REACH > 0:
+        live = live & (slot >= 0)
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
     row, offset = locate(block_table, slot, live, first_head + h, rows_per_block, N)
     dim = tl.arange(0, D_PAD)
@@ -240,22 +261,37 @@ def column_scores(
     token_start = tl.load(fields + TOKEN_START * num_chunks).to(tl.int64)
     logical_start = tl.load(fields + LOGICAL_START * num_chunks)
     columns = tl.zeros([TILE_K], tl.float32)
-    first = tl.maximum(slot - resident_start, first_scoring_query)
-    if SKIPS:
-        first = tl.maximum(first, position + skip_recent - logical_start)
-    # Query i sees the first slot when resident_start + i >= first_slot.
-    begin = tl.maximum(first_scoring_query, first_slot - resident_start) // TILE_Q * TILE_Q
+    begin = first_query
+    first = tl.maximum(slot * 0 if SEES_LATER else slot - resident_start, first_query)
+    if not SEES_LATER:
+        # Query i sees the tile's first slot when resident_start + i is no less.
+        begin = tl.maximum(first_query, first_slot - REACH - resident_start)
+    if SKIP > 0:
+        first = tl.maximum(first, position + SKIP - logical_start)
     # A query head is not unrolled: each would have buffers of its own for the loads in flight.
     for g in range(G):
         head = h * G + g
         columns = add_columns(
-            columns, key, first, begin, num_tokens, query_ptr, lse_ptr + head * lse_stride,
-            token_start, head, dim, query_stride, scale, D, TILE_Q, POWER, BY_MAXIMUM, PRECISION,
+            columns, key, first, begin // TILE_Q * TILE_Q, num_tokens, query_ptr,
+            lse_ptr + head * lse_stride, token_start, head, dim, query_stride, scale, D, TILE_Q,
+            POWER, MAX, PRECISION,
         )  # fmt: skip
-    if WINDOW:
-        head_base = (layer * tl.num_programs(0) + h).to(tl.int64) * (resident_start + num_tokens)
-        window_scores = window_base.to(tl.pointer_type(tl.float32)) + head_base
-        tl.store(window_scores + slot, columns, mask=live)
-    else:
-        score = tl.load(score_pages + words, mask=live, other=0.0)
-        tl.store(score_pages + words, combined(score, columns, BY_MAXIMUM), mask=live)
+    if REACH > 0:
+        distance = position[:, None] - position[None, :]  # [TILE_K, TILE_K]
+        near = live[None, :] & (distance >= 0) & (distance <= REACH)
+        columns = tl.max(tl.where(near, columns[None, :], 0.0), axis=1)
+    columns = columns * WEIGHT
+    if BY_AGE:
+        columns = columns * (logical_start + num_tokens - position).to(tl.float32)
+    own = live & (slot >= first_slot) if REACH > 0 else live
+    if SEES_LATER:
+        own = own & (slot >= tl.load(fields + FIRST_SCORED_SLOT * num_chunks))
+    if APART:
+        base = tl.load(window_bases + r)
+        of_head = (layer * tl.num_programs(0) + h).to(tl.int64) * attended_len
+        window_scores = base.to(tl.pointer_type(tl.float32)) + of_head
+        num_apart = tl.where(base != 0, attended_len, 0)
+        tl.store(window_scores + slot, columns, mask=own & (slot < num_apart))
+        own = own & (slot >= num_apart)
+    score = tl.load(score_pages + words, mask=own, other=0.0)
+    tl.store(score_pages + words, score + columns, mask=own)

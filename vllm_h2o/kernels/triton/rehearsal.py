@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.policy import Term
 
 
 def rehearse(
@@ -16,6 +18,7 @@ def rehearse(
     cache: LayerCache,
     step: StepTensors,
     scoring: Scoring,
+    terms: Sequence[Term],
     shares_pages: bool = False,
 ) -> None:
     """Run all that prompts will need.
@@ -23,8 +26,9 @@ def rehearse(
     Args:
         kernels: whose.
         cache: a layer's; its shape and its kinds are taken, its pages left alone.
-        step: any; its dtypes and heads are taken, and what it has: scores, attention sinks.
+        step: any; its dtypes and heads are taken, and its attention sinks.
         scoring: the policy's.
+        terms: that are added when prompts are stored.
         shares_pages: whether survivors may have to leave pages that others read.
 
     """
@@ -46,14 +50,11 @@ def rehearse(
         num_survivors=1,
         recent_start=1,
     )
-    initial = None if step.initial_score is None else key[:, :, 0].float()
-    sinks = step.sink_logits
-    tensors = StepTensors(query, key, key, torch.empty_like(query), initial, 1.0, sinks)
+    tensors = StepTensors(query, key, key, torch.empty_like(query), 1.0, step.sink_logits)
     kernels.prefill(own, [chunk], tensors, scoring)
-    for which in scoring.passes:
-        kernels.score_pass(own, [chunk], query, 1.0, which, sinks)
-    for reach in {scoring.reach, 0}:  # 0: several tokens that are evicted at a time
-        kernels.pack_survivors([own], [chunk], replace(scoring, reach=reach))
+    for term in terms:
+        kernels.score_term(own, [chunk], tensors, term, scoring.by_age)
+    kernels.pack_survivors([own], [chunk], scoring)
     whole = None
     if splits:
         size = cache.block_size
@@ -63,9 +64,12 @@ def rehearse(
         kernels.pack_survivors([own.joined() if own.num_heads_of_all else own], [whole], scoring)
     if not shares_pages:
         return
+    scores = torch.zeros(1, num_kv_heads, chunk.attended_len, device=device)
+    apart = replace(chunk, window_scores=scores)
+    for term in terms:
+        if term.queries == "window":
+            kernels.score_term(own, [apart], tensors, term, scoring.by_age)
     for packed in [chunk] if whole is None else [chunk, whole]:
-        scores = torch.zeros(1, num_kv_heads, packed.attended_len, device=device)
         away = replace(packed, destination_blocks=chunk.block_table + 2)
-        if scoring.power and packed is chunk:
-            kernels.prefill(own, [replace(away, window_scores=scores)], tensors, scoring)
+        scores = torch.zeros(1, num_kv_heads, packed.attended_len, device=device)
         kernels.copy_survivors([own], away, scoring, scores)

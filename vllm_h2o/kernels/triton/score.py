@@ -12,7 +12,6 @@ import triton.language as tl
 
 from vllm_h2o.kernels.triton.strips import (
     ATTENDED_LEN,
-    IN_PROMPT,
     LOGICAL_START,
     NUM_SINKS,
     RECENT_START,
@@ -130,7 +129,7 @@ def elect(
             tl.store(arrived_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["num_kv_splits", "first_head", "skip_recent"])
+@triton.jit(do_not_specialize=["num_kv_splits", "first_head"])
 def merge_and_score(
     out_ptr,  # [T, Hq, D]: written
     score_pages,  # written
@@ -147,11 +146,10 @@ def merge_and_score(
     newest_ptr,  # [B, H, parts, 2], int32: their positions and slots
     arrived_ptr,  # [B, H], int32
     out_stride, word_stride, table_stride, field_stride, request_stride, num_kv_heads,
-    rows_per_block, first_head, num_kv_splits, skip_recent,
+    rows_per_block, first_head, num_kv_splits,
     N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     G_PAD: tl.constexpr, TILE: tl.constexpr, MAX_KV_SPLITS: tl.constexpr, PAGES: tl.constexpr,
-    POWER: tl.constexpr, BY_PAGE: tl.constexpr, BY_AGE: tl.constexpr, BY_MAXIMUM: tl.constexpr,
-    CAN_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+    POWER: tl.constexpr, BY_AGE: tl.constexpr, CAN_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of (request, KV head), add to scores, and find the next victim.
 
@@ -181,9 +179,7 @@ def merge_and_score(
     )  # fmt: skip
     selects = tl.load(fields + SELECTS * field_stride) != 0
     scores = tl.load(fields + SCORES * field_stride) != 0
-    in_prompt = tl.load(fields + IN_PROMPT * field_stride) != 0
-    # A query that scores nothing is one that no token is old enough for.
-    min_age = tl.where(scores, skip_recent, 1 << 30)
+    num_scored = tl.where(scores, length, 0)
     pages = tl.cdiv(length, N)
     num_pages = tl.cdiv(tl.cdiv(pages, PAGES), num_parts) * PAGES  # of this program
     begin = part * num_pages
@@ -193,7 +189,7 @@ def merge_and_score(
         num_sinks = tl.load(fields + NUM_SINKS * field_stride)
         offset = tl.arange(0, N_PAD)
         # Running minima, each in its own lane: lowest score, of equals the newest, and its slot.
-        lanes: tl.constexpr = PAGES if BY_PAGE else PAGES * N_PAD
+        lanes: tl.constexpr = PAGES * N_PAD
         lowest = tl.full([lanes], float("inf"), tl.float32)
         newest = tl.full([lanes], -1, tl.int32)
         lowest_slot = tl.zeros([lanes], tl.int32)
@@ -208,38 +204,25 @@ def merge_and_score(
             position = tl.load(position_pages + words, mask=live, other=-1)  # [PAGES, N_PAD]
             score = tl.load(score_pages + words, mask=live, other=0.0)  # [PAGES, N_PAD]
             if POWER > 0:
+                adds = live & (slot < num_scored)
                 contributions = tl.zeros([PAGES, N_PAD], tl.float32)
-                largest = tl.zeros([PAGES, N_PAD], tl.float32)
                 for g in tl.static_range(G):
                     logits_ptrs = logits_ptr + ((row * G + g) * N)[:, None] + offset[None, :]
-                    logits = tl.load(logits_ptrs, mask=live, other=float("-inf"))
+                    logits = tl.load(logits_ptrs, mask=adds, other=float("-inf"))
                     probs = tl.exp(logits - tl.sum(tl.where(group == g, lse, 0.0)))
                     contributions += probs if POWER == 1 else probs * probs
-                    largest = tl.maximum(largest, probs if POWER == 1 else probs * probs)
-                adds = live & (query_position - position >= min_age)
-                largest = tl.where(adds, tl.maximum(score, largest), score)
-                score += tl.where(adds, contributions, 0.0)
-                if BY_MAXIMUM:
-                    score = tl.where(in_prompt, largest, score)
+                score += contributions
                 tl.store(score_pages + words, score, mask=adds)
             if BY_AGE:
                 score = score / tl.maximum(query_position + 1 - position, 1)
             candidate = live & (position < recent_start) & (position >= num_sinks)
-            if BY_PAGE:
-                whole = tl.sum((candidate | (offset >= N)[None, :]).to(tl.int32), axis=1) == N_PAD
-                ranked = tl.where(whole, tl.sum(score, axis=1), float("inf"))
-                # Of a page, the first slot's position.
-                ranked_position = tl.sum(tl.where((offset == 0)[None, :], position, 0), axis=1)
-                ranked_slot = page * N
-            else:
-                whole = tl.reshape(candidate, [lanes])
-                ranked = tl.where(whole, tl.reshape(score, [lanes]), float("inf"))
-                ranked_position = tl.reshape(position, [lanes])
-                ranked_slot = tl.reshape(slot, [lanes])
-            better = whole & ((ranked < lowest) | ((ranked == lowest) & (ranked_position > newest)))
+            ranked = tl.reshape(tl.where(candidate, score, float("inf")), [lanes])
+            candidate, position = tl.reshape(candidate, [lanes]), tl.reshape(position, [lanes])
+            better = (ranked < lowest) | ((ranked == lowest) & (position > newest))
+            better = better & candidate
             lowest = tl.where(better, ranked, lowest)
-            newest = tl.where(better, ranked_position, newest)
-            lowest_slot = tl.where(better, ranked_slot, lowest_slot)
+            newest = tl.where(better, position, newest)
+            lowest_slot = tl.where(better, tl.reshape(slot, [lanes]), lowest_slot)
         if selects:
             least, latest, least_slot = best_of(lowest, newest, lowest_slot)
             elect(

@@ -24,7 +24,6 @@ from vllm_h2o.kernels.triton.pack import (
     NUM_SURVIVORS,
     RECENT_START,
     SPLITS,
-    extend_scores,
     ranked_tile,
     score_at,
 )
@@ -96,10 +95,9 @@ def count_best(
     N: tl.constexpr,
     TILE: tl.constexpr,
     BY_AGE: tl.constexpr,
-    REACH: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """Try one bit of the threshold in (layer, chunk, KV head); first, how far scores reach.
+    """Try one bit of the threshold in (layer, chunk, KV head).
 
     It is the largest threshold that at least as many candidates of all heads reach as are wanted.
     """
@@ -114,11 +112,6 @@ def count_best(
     num_sinks = tl.load(fields + NUM_SINKS * num_chunks)
     logical_end = tl.load(fields + LOGICAL_END * num_chunks)
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    if REACH > 0:
-        extend_scores(
-            scores, positions, block_table, tl.where(bit == 0, attended_len, 0), word_stride,
-            num_kv_heads, h, N, TILE, REACH, APART,
-        )  # fmt: skip
     request = (layer * num_chunks + r).to(tl.int64)
     reached_ptr += request * BITS
     tried = tl.arange(0, BITS)

@@ -14,10 +14,7 @@ SELECTS = tl.constexpr(DECODE_FIELDS.index("selects"))
 LOGICAL_START = tl.constexpr(DECODE_FIELDS.index("logical_start"))
 RECENT_START = tl.constexpr(DECODE_FIELDS.index("recent_start"))
 NUM_SINKS = tl.constexpr(DECODE_FIELDS.index("num_sinks"))
-NEXT_OFFSET = tl.constexpr(DECODE_FIELDS.index("next_offset"))
-NUM_FREE_SLOTS = tl.constexpr(DECODE_FIELDS.index("num_free_slots"))
 SCORES = tl.constexpr(DECODE_FIELDS.index("scores"))
-IN_PROMPT = tl.constexpr(DECODE_FIELDS.index("in_prompt"))
 SPLIT = tl.constexpr(DECODE_FIELDS.index("split"))
 
 
@@ -44,8 +41,7 @@ def new_slot(fields, field_stride, length, victims_ptr, first_block, h, num_kv_h
     """The slot that a head's new token takes. ``fields`` points at the request's."""
     overwrites = tl.load(fields + OVERWRITES * field_stride) != 0
     victim = tl.load(victims_ptr + first_block.to(tl.int64) * num_kv_heads + h)
-    next_offset = tl.load(fields + NEXT_OFFSET * field_stride).to(tl.int32)
-    return tl.where(overwrites, victim + next_offset, length - 1)
+    return tl.where(overwrites, victim, length - 1)
 
 
 @triton.jit

@@ -103,10 +103,10 @@ def update_softmax(row_max, row_sum, logits):
 
 @triton.jit
 def add_columns(
-    columns,  # [TILE_K]: what they were given before
+    columns,  # [TILE_K]: with the queries of other heads
     key,  # [TILE_K, D_PAD]
-    first,  # [TILE_K]: the first query that gives something to each
-    begin,  # where to begin: a multiple of TILE_Q, none of these before it
+    first,  # [TILE_K]: the first query that counts for each key
+    begin,  # a multiple of TILE_Q, none of these before it
     num_tokens,
     query_ptr,  # [T, Hq, D]
     lse_ptr,  # [T], float32: the head's
@@ -118,30 +118,26 @@ def add_columns(
     D: tl.constexpr,
     TILE_Q: tl.constexpr,
     POWER: tl.constexpr,
-    BY_MAXIMUM: tl.constexpr,
+    MAX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[TILE_K]: with what queries of a head give to each key.
+    """Add the probabilities that queries of a head pay to each key, or their squares: [TILE_K].
 
-    That is the sum, or the maximum, of probabilities, or of their squares.
+    With MAX take the largest instead.
     """
     exponent = scale * LOG2_E
     for start in range(begin, num_tokens, TILE_Q):
         i = start + tl.arange(0, TILE_Q)
         live = i < num_tokens
         query = load_head(query_ptr, token_start + i, live, head, dim, query_stride, D)
-        lse = tl.load(lse_ptr + token_start + i, mask=live, other=float("inf"))  # gives nothing
+        lse = tl.load(lse_ptr + token_start + i, mask=live, other=float("inf"))  # pays nothing
         logits = tl.dot(key, tl.trans(query), input_precision=PRECISION) * exponent
         logits -= (lse * LOG2_E)[None, :]  # [TILE_K, TILE_Q]
         # The logit of a slot that a query does not see may be anything: exp2 never gets it.
         probs = tl.exp2(tl.where(i[None, :] >= first[:, None], logits, float("-inf")))
         each = probs if POWER == 1 else probs * probs
-        more = tl.max(each, axis=1) if BY_MAXIMUM else tl.sum(each, axis=1)
-        columns = combined(columns, more, BY_MAXIMUM)
+        if MAX:
+            columns = tl.maximum(columns, tl.max(each, axis=1))
+        else:
+            columns += tl.sum(each, axis=1)
     return columns
-
-
-@triton.jit
-def combined(one, other, BY_MAXIMUM: tl.constexpr):
-    """What two sets of queries give to the same keys: their sum, or the larger."""
-    return tl.maximum(one, other) if BY_MAXIMUM else one + other

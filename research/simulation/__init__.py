@@ -1,0 +1,1 @@
+"""Scores tried out in plain torch, on given tokens, before any became a policy."""

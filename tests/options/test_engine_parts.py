@@ -1,0 +1,108 @@
+"""Parts of real engine configs: each is seen, and refused with what it breaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from vllm.config import ModelConfig
+
+from tests.tiny_models import CONFIGS, engine_config, folder
+from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.options import traits
+
+LLAMA, GEMMA = "LlamaForCausalLM", "Gemma3ForCausalLM"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+ROLLS: dict[str, Any] = {"positions": "rolling", "eviction": "chunk", "budget": 64}
+READS_AGAIN = {"name": "h2o2", "score": "reconstruction", "split": "none"}
+PARTS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    # part of the engine, architecture, vLLM's options, the policy's
+    ("prefix caching", LLAMA, {"enable_prefix_caching": True}, {}),
+    ("speculative decoding", LLAMA, {"speculative_config": NGRAM}, {"eviction": "pressure"}),
+    ("a sliding-window model", GEMMA, {"block_size": 32}, {"continuation": True}),
+    ("pipeline parallelism", LLAMA, {"pipeline_parallel_size": 2}, READS_AGAIN),
+    ("LoRA", LLAMA, {"enable_lora": True}, READS_AGAIN),
+    ("prompt embeddings", LLAMA, {"enable_prompt_embeds": True}, READS_AGAIN),
+    ("an fp8 KV cache", LLAMA, {"kv_cache_dtype": "fp8_e5m2"}, {"merge": 0.9}),
+    ("an fp8 KV cache", LLAMA, {"kv_cache_dtype": "fp8"}, ROLLS),
+    ("a model that skips rotary embeddings", "SmolLM3ForCausalLM", {}, ROLLS),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tiny models."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize(("part", "architecture", "settings", "options"), PARTS)
+def test_part_of_engine_is_seen(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    architecture: str,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """vLLM takes it, the policy goes with other engines, and the two are refused together."""
+    smollm3 = transformers.SmolLM3Config(
+        **{**CONFIGS[LLAMA]().to_dict(), "model_type": "smollm3"}, no_rope_layers=[0]
+    )
+    monkeypatch.setitem(CONFIGS, "SmolLM3ForCausalLM", lambda: smollm3)
+    options = {"name": "h2o", "evict_every": 4 if part == "speculative decoding" else 1} | options
+    limits = {"max_num_batched_tokens": 128, "max_num_seqs": 4}
+    asked = {"additional_config": {"kv_policy": options}}
+    engine_config(folder(models, architecture), **limits, **settings)
+    engine_config(folder(models, LLAMA), **limits, **asked)
+    with pytest.raises(UnsupportedError) as caught:
+        engine_config(folder(models, architecture), **limits, **asked, **settings)
+    error = caught.value
+    assert part in error.asked.split(" with ")
+    assert f"{part} " in f"{error.found} {error.why} "
+
+
+@pytest.mark.parametrize("trait", ["is_multimodal_model", "uses_mrope"])
+def test_images_and_mrope_are_seen(
+    models: Path, monkeypatch: pytest.MonkeyPatch, trait: str
+) -> None:
+    """vLLM says it of a model whose text is a Llama's."""
+    asked = {"kv_policy": "h2o", "kv_policy_config": ROLLS, "max_num_batched_tokens": 128}
+    engine_config(folder(models, LLAMA), **asked)
+    monkeypatch.setattr(ModelConfig, trait, property(lambda _: True))
+    monkeypatch.setitem(traits.MULTIMODAL, "llama", "Llama")
+    with pytest.raises(UnsupportedError, match="an image or M-RoPE model"):
+        engine_config(folder(models, LLAMA), **asked)
+
+
+def test_fp8_of_a_checkpoint_is_seen(tmp_path: Path) -> None:
+    """It counts where the user asks for no other dtype, although vLLM reads it later."""
+    model = Path(folder(tmp_path, LLAMA))
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    asked: dict[str, Any] = {"kv_policy": "h2o", "kv_policy_config": {"merge": 0.9}}
+    with pytest.raises(UnsupportedError, match="an fp8 KV cache with merge=0.9"):
+        engine_config(str(model), **asked)
+    engine_config(str(model), **asked, kv_cache_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "local", "full"])
+def test_prefix_caching_is_taken(models: Path, policy: str) -> None:
+    """These policies need no query of a cached prefix; under pressure they need its pages."""
+    asked: dict[str, Any] = {"name": policy}
+    model, limits = folder(models, LLAMA), {"max_num_batched_tokens": 128, "max_num_seqs": 4}
+    settings: dict[str, Any] = {"enable_prefix_caching": True, **limits}
+    engine_config(model, **settings, additional_config={"kv_policy": asked})
+    if policy != "full":
+        pressed = {"kv_policy": {**asked, "eviction": "pressure"}}
+        with pytest.raises(UnsupportedError, match="eviction=pressure with prefix caching"):
+            engine_config(model, **settings, additional_config=pressed)

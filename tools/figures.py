@@ -1,0 +1,260 @@
+"""Tables of docs/quality.md and docs/performance.md, made from the CSVs in benchmarks/results.
+
+A row of a CSV is one measurement. Of rows that agree in everything that a table asks for, the last
+one counts: files are appended to.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+Row = dict[str, str]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose columns after the first are aligned right where they hold figures."""
+    align = ["---" if i == 0 or not _figures(rows, i) else "---:" for i in range(len(head))]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, align, *rows))
+
+
+def _figures(rows: Sequence[Sequence[str]], column: int) -> bool:
+    cells = [row[column].strip("*+-") for row in rows]
+    return any(cells) and all(not cell or cell[0].isdigit() for cell in cells)
+
+
+@cache
+def _all(file: str) -> list[Row]:
+    with (RESULTS / file).open(encoding="utf-8", newline="") as text:
+        return list(csv.DictReader(text))
+
+
+def find(file: str, **wanted: str) -> list[Row]:
+    """Return the rows of a CSV whose columns have these values; ``by`` names its end alone."""
+    by = wanted.pop("by", "")
+    found = [row for row in _all(file) if all(row[key] == value for key, value in wanted.items())]
+    return [row for row in found if row.get("by", "").endswith(by)]
+
+
+def one(file: str, **wanted: str) -> Row:
+    """Return the last such row.
+
+    Raises:
+        LookupError: when there is none.
+
+    """
+    found = find(file, **wanted)
+    if not found:
+        raise LookupError(f"{file} has no row with {wanted}")
+    return found[-1]
+
+
+def figure(value: str | float, digits: int) -> str:
+    """Return a number of a CSV with some decimals; a half is rounded away from 0."""
+    return f"{Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
+
+
+ENGINE = "float32"
+SHARES = {"0.05": "5 %: 48", "0.1": "10 %: 96", "0.2": "20 %: 208", "0.3": "30 %: 304"}
+"""Fraction of 1,024 tokens -> the same, with the tokens that it is in pages of 16."""
+
+
+def prose() -> str:
+    """Return what going on with a text costs, by policy and budget."""
+    policies = {
+        "h2o2": "`h2o2`",
+        "h2o2 merge": "`h2o2`, `merge=0.9`",
+        "h2o": "`h2o`",
+        "streaming": "`streaming`",
+        "local": "`local`",
+    }
+    shares = {"0.05": "5 %: 48", "0.1": "10 %: 96", "0.2": "20 %: 208", "0.4": "40 %: 416"}
+    asked = {"task": "prose", "length": "1024", "forced": "768", "by": ENGINE}
+    table = []
+    for policy, shown in policies.items():
+        found = [one("quality.csv", **asked, policy=policy, share=share) for share in shares]
+        costs = [(figure(row["above_full"], 3), figure(row["std"], 3)) for row in found]
+        table.append([shown, *(" ± ".join(cost) for cost in costs)])
+    return markdown(("policy", *(f"{share} tokens" for share in shares.values())), table)
+
+
+FACTS = {
+    "asked_now": {
+        "h2o2": "`h2o2`",
+        "snapkv": "`snapkv`",
+        "h2o2 reconstruction": "`h2o2`, `score=reconstruction`",
+        "streaming": "`streaming`",
+        "h2o": "`h2o`",
+    },
+    "asked_later": {
+        "h2o2 reconstruction": "`h2o2`, `score=reconstruction`",
+        "h2o2": "`h2o2`",
+        "streaming": "`streaming`",
+        "h2o": "`h2o`",
+    },
+}
+"""Task -> policies, as the CSV calls them and as users do."""
+
+
+def facts(task: str) -> str:
+    """Return recall by policy and budget, with the full cache's first."""
+    asked = {"task": task, "length": "1024", "by": ENGINE}
+    full = one("quality_facts.csv", **asked, policy="full")
+    table = [["full cache", *([figure(full["mean"], 2)] * 3)]]
+    for policy, shown in FACTS[task].items():
+        table.append([shown, *_recall("quality_facts.csv", asked, policy)])
+    return markdown(("policy", *(f"{SHARES[s]} tokens" for s in ("0.1", "0.2", "0.3"))), table)
+
+
+def _recall(file: str, asked: Row, policy: str) -> list[str]:
+    cells = []
+    for share in ("0.1", "0.2", "0.3"):
+        found = find(file, **asked, policy=policy, share=share)
+        cells.append(figure(found[-1]["mean"], 2) if found else "")
+    return cells
+
+
+PRESSES = ("KVzip", "Ada-KV, SnapKV", "SnapKV", "StreamingLLM", "KeyDiff", "ObservedAttention")
+
+
+def presses() -> str:
+    """Return recall of kvpress's methods and of these policies, asked now and asked later."""
+    table = []
+    ours = {"h2o2": "`h2o2`", "h2o2 reconstruction": "`h2o2`, `score=reconstruction`"}
+    sides = [(shown, "quality_facts.csv", policy) for policy, shown in ours.items()]
+    sides += [(f"kvpress {press}", "quality_presses.csv", press) for press in PRESSES]
+    for shown, file, policy in sides:
+        by = ENGINE if file == "quality_facts.csv" else ""
+        cells = []
+        for task in ("asked_now", "asked_later"):
+            asked = {"task": task, "length": "1024", "by": by}
+            cells += _recall(file, asked, policy)
+        table.append([shown, *(cell or "-" for cell in cells)])
+    heads = [f"{when}, {s}" for when in ("now", "later") for s in ("10 %", "20 %", "30 %")]
+    return markdown(("method", *heads), table)
+
+
+def float8() -> str:
+    """Return nats per token with 16-bit and fp8 caches."""
+    table = []
+    sides = (("every token kept", "full", "1.0"), ("`h2o`, 20 %: 208 tokens", "h2o", "0.2"))
+    for shown, policy, share in sides:
+        asked = {"policy": policy, "share": share, "task": "prose", "length": "1024"}
+        wide = one("quality.csv", **asked, forced="768", by="bfloat16")
+        narrow = one("quality_fp8.csv", **asked)
+        table.append([shown, *(figure(row["mean"], 4) for row in (wide, narrow))])
+    return markdown(("", "16 bits", "fp8"), table)
+
+
+def dialogues() -> str:
+    """Return what continuing from an evicted cache costs, by turn."""
+    table = []
+    for turn in "123456":
+        asked = {"turn": turn, "budget": "256"}
+        first = one("dialogues.csv", **asked, policy="h2o2")
+        cells = [f"{turn}, {figure(first['prompt_tokens'], 0)}", figure(first["full"], 2)]
+        for policy in ("h2o2", "h2o"):
+            row = one("dialogues.csv", **asked, policy=policy)
+            cells += [figure(row[column], 2) for column in ("recomputed", "continued")]
+        table.append(cells)
+    sides = ("`h2o2`, recomputed", "`h2o2`, continued", "`h2o`, recomputed", "`h2o`, continued")
+    return markdown(("turn, tokens of its prompt", "full cache", *sides), table)
+
+
+PROFILES = (
+    ("P1", "32 requests, 512 + 1,024 tokens, memory for 4", "0.2"),
+    ("P2", "the same, stock vLLM with memory for all", "0.2"),
+    ("P4", "16 requests, 512 + 512 tokens, memory for all, nothing evicted", "1.0"),
+    ("P4-tracked", "the same, everything scored", "992"),
+    ("P6-100", "1 request, 512 + 512 tokens, nothing evicted", "1.0"),
+    ("P6-20", "the same, budget 20 %", "0.2"),
+    ("P3-4k", "one step of 8 requests of 4,096 tokens, budget 20 %", "0.2"),
+    ("P3-8k", "one step of 8 requests of 8,000 tokens, budget 20 %", "0.2"),
+    ("P5", "a prompt of 2,048 tokens alone, budget 20 %", "0.2"),
+)
+"""Profile of throughput-cpu.csv, in words, and the budget of its policy."""
+
+
+def profiles() -> str:
+    """Return throughput, steps and prompts of h2o and of stock vLLM; medians of several pairs."""
+    table = []
+    for profile, shown, budget in PROFILES:
+        pair = []
+        for side, own in (("h2o", budget), ("stock vLLM", "")):
+            found = find("throughput-cpu.csv", profile=profile, side=side, budget=own)
+            column = "step_ms" if profile.startswith("P3") else "output_tokens_per_s"
+            if profile == "P5":
+                pair.append(median(float(r["seconds"]) / int(r["num_prompts"]) for r in found))
+            else:
+                pair.append(median(float(row[column]) for row in found))
+        ours, stock = pair
+        if profile.startswith("P3"):
+            ratio, digits, unit = stock / ours, 1, "ms"
+        elif profile == "P5":
+            ratio, digits, unit = stock / ours, 2, "s"
+        else:
+            ratio, digits, unit = ours / stock, 0 if stock > 100 else 1, "tokens/s"
+        cells = [f"{figure(value, digits)} {unit}" for value in pair]
+        table.append([shown, f"**{figure(ratio, 2)}**", *cells, str(len(found))])
+    return markdown(("workload", "speed-up", "h2o", "stock vLLM", "pairs"), table)
+
+
+def prompts() -> str:
+    """Return how long prompts take with each policy, on the machine that ran all of them."""
+    table = []
+    names = ("stock vLLM", "h2o", "h2o2", "h2o2, merge=0.9", "h2o2, reconstruction")
+    for side in names:
+        found = find("throughput-cpu.csv", profile="H-prompts", side=side)
+        seconds = [float(row["seconds"]) for row in found if row["machine"].startswith("AMD")]
+        name, _, own = side.partition(", ")
+        shown = side if name == "stock vLLM" else f"`{name}`"
+        if own:
+            shown += f", `{own if '=' in own else 'score=' + own}`"
+        table.append([shown, figure(median(seconds), 1)])
+    return markdown(("side", "seconds"), table)
+
+
+def pressure() -> str:
+    """Return speed and cost of the two schedules, by the sequences that a pool holds whole."""
+    table = []
+    for pool in ("4", "8", "16", "32"):
+        profile = f"P7-{pool}"
+        speed: dict[str, Row] = {}
+        for row in reversed(find("pressure-cpu.csv", profile=profile, torch_compile="0")):
+            speed[row["side"]] = row  # the first run has all sides
+        cells = [pool]
+        for side in ("stock vLLM", "h2o, prompt_end", "h2o, pressure"):
+            cells.append(figure(speed[side]["output_tokens_per_s"], 1) if side in speed else "")
+        for side in ("h2o, prompt_end", "h2o, pressure"):
+            found = find("pressure-quality.csv", profile=profile, side=side)
+            cells.append(figure(found[-1]["above_full"], 3) if found else "")
+        cells.append(f"{int(speed['stock vLLM']['preemptions'])}")
+        table.append(cells)
+    head = ("pool for", "stock vLLM", "`prompt_end`", "`pressure`")
+    return markdown(
+        (*head, "cost of `prompt_end`", "cost of `pressure`", "stock's preemptions"), table
+    )
+
+
+def chats() -> str:
+    """Return throughput and times to the first token of conversations."""
+    sides = {"stock": "stock vLLM, prefix cache", "h2o": "`h2o`", "h2o continued": "`continuation`"}
+    table = []
+    for chats in ("16", "32"):
+        for side, shown in sides.items():
+            found = find("chat-cpu.csv", conversations=chats, side=side)
+            if not found:
+                continue
+            by_turn = {row["turn"]: row for row in found}
+            cells = [figure(by_turn["1"]["tokens_per_s"], 1)]
+            for turn in ("1", "8"):
+                for column in ("ttft_p50_s", "ttft_p99_s"):
+                    cells.append(f"{figure(by_turn[turn][column], 1)} s")
+            table.append([chats, shown, *cells])
+    times = [f"TTFT, turn {turn}, {p}" for turn in (1, 8) for p in ("p50", "p99")]
+    return markdown(("chats", "side", "tokens/s", *times), table)

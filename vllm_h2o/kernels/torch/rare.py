@@ -1,0 +1,116 @@
+"""Stages that run once in a prompt or a turn, in a few launches a layer, on any device.
+
+Twins of methods of :class:`~vllm_h2o.kernels.strip.Strip`, batched over KV heads: ``keep_scores``,
+``restore_scores``, ``renumber`` and, for a conversation's next turn, ``in_order``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_h2o.kernels.batch import PromptChunk
+from vllm_h2o.kernels.cache import LayerCache, first_slots
+from vllm_h2o.kernels.strip import Rotation
+from vllm_h2o.kernels.torch.prefill import chunk_rows
+
+
+@dataclass(frozen=True)
+class HeldTokens:
+    """What the slots of one request hold, of one layer, in order of position: a copy.
+
+    Args:
+        views: of each of the cache's views, [H, num_slots, ...].
+
+    """
+
+    views: tuple[torch.Tensor, ...]
+
+    def store(self, cache: LayerCache, blocks: torch.Tensor) -> None:
+        """Write it to the first slots of some blocks.
+
+        Args:
+            cache: written.
+            blocks: [P], integers: the blocks that hold the slots from now on.
+
+        """
+        at = first_slots(cache, blocks, self.views[0].shape[1])
+        for view, held in zip(_views(cache), self.views, strict=True):
+            view[at] = held
+
+
+class RareStages:
+    """The last four of :class:`~vllm_h2o.kernels.interface.Kernels`."""
+
+    def keep_scores(self, cache: LayerCache, chunks: Sequence[PromptChunk]) -> None:
+        """Before a term with a lifetime is added: keep each token's score without it.
+
+        Scores hold the term while it counts, and survivors move with both. So the sum of a large
+        score and small ones need not be undone.
+        """
+        assert cache.score_without_window is not None
+        for chunk in chunks:
+            rows = chunk_rows(cache, chunk)
+            cache.score_without_window[rows] = cache.score[rows]
+
+    def restore_scores(
+        self, cache: LayerCache, blocks: torch.Tensor, prompt_ends: torch.Tensor
+    ) -> None:
+        """When a term's lifetime is over: give the tokens of prompts the scores without it."""
+        assert cache.score_without_window is not None
+        rows = cache.rows(blocks)  # [H, P]
+        of_prompt = cache.position[rows] < prompt_ends[:, None]
+        without = cache.score_without_window[rows]
+        cache.score[rows] = torch.where(of_prompt, without, cache.score[rows])
+
+    @torch.inference_mode()
+    def renumber(
+        self,
+        cache: LayerCache,
+        blocks: torch.Tensor,
+        num_slots: int,
+        end: int,
+        rotate_back: Rotation,
+        accumulates: bool = False,
+    ) -> None:
+        """Give the tokens of one request positions [0, num_slots) in each KV head, in their order.
+
+        With ``accumulates`` a token keeps its score per query, as if it had been stored as many
+        queries ago as its new position says.
+        """
+        at = first_slots(cache, blocks, num_slots)
+        position = cache.position[at].to(torch.int64)  # [H, num_slots]
+        rank = position.argsort(dim=1).argsort(dim=1)
+        rotated = rotate_back(cache.key[at].to(torch.float32), position - rank)
+        cache.key[at] = rotated.to(cache.key.dtype)
+        cache.position[at] = rank.to(torch.int32)
+        if accumulates:
+            cache.score[at] *= (num_slots - rank) / (end - position)
+
+    def hold(
+        self, cache: LayerCache, blocks: torch.Tensor, num_slots: int, restored_end: int = 0
+    ) -> HeldTokens:
+        """Copy what the slots of one request hold, in order of position.
+
+        With ``restored_end`` a term's lifetime is over; either way scores count as kept.
+        """
+        rows = cache.rows(blocks)
+        slot = cache.position[rows].flatten(1)[:, :num_slots].argsort(dim=1)  # [H, num_slots]
+        at = (rows.gather(1, slot // cache.block_size), slot % cache.block_size)
+        held = [view[at] for view in _views(cache)]
+        if cache.score_without_window is not None:
+            if restored_end:
+                of_prompt = held[3] < restored_end
+                held[2] = torch.where(of_prompt, held[4], held[2])
+            held[4] = held[2]
+        return HeldTokens(tuple(held))
+
+
+def _views(cache: LayerCache) -> list[torch.Tensor]:
+    """What a slot has; float8 is moved as it is."""
+    views = [cache.key, cache.value, cache.score, cache.position]
+    if cache.score_without_window is not None:
+        views.append(cache.score_without_window)
+    return views

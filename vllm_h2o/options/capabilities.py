@@ -1,0 +1,306 @@
+"""Parts of a configuration and of an engine: what each needs, and what each breaks.
+
+Two parts conflict when one needs what the other breaks. A new feature is one row of
+:data:`OPTION_PARTS` or :data:`ENGINE_PARTS`; refusals and their messages follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from vllm_h2o.options.options import Options
+from vllm_h2o.options.traits import float8, images, skips_rotation, slides, stages
+from vllm_h2o.policy import Split
+
+
+class Property(Enum):
+    """A property that parts need or break, as in "X needs every query of the prompt"."""
+
+    EVERY_QUERY = "every query of the prompt"
+    PRIVATE_PAGES = "prompt pages that no other request reads"
+    SHORT_PROMPT = "a prompt that is evicted from after each chunk"
+    PLACE = "survivors that stay in place after the prompt"
+    ONE_VICTIM = "evictions that overwrite one token each"
+    ONE_TOKEN = "slots that hold one token each"
+    WRITTEN_ONCE = "keys that are written once"
+    ORIGINAL_POSITIONS = "tokens that keep their positions"
+    ROTARY = "rotary embeddings in every layer"
+    ONE_GROUP = "full attention in every layer"
+    ONE_STAGE = "one pipeline stage"
+    FINAL = "tokens that are final when they are stored"
+    FRACTION = "a budget that is a fraction"
+    ONE_BUDGET = "one budget for all turns"
+    CUT = "requests that are cut to their budgets"
+    BASE_WEIGHTS = "the weights of the base model"
+    TEXT = "text with one position per token"
+    TOKEN_IDS = "token ids as input"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration and, once it is known, the engine that it is for.
+
+    Args:
+        options: the options of the policy.
+        split: which KV heads share slots.
+        engine: vLLM's VllmConfig; None: not known yet.
+
+    """
+
+    options: Options
+    split: Split = "none"
+    engine: Any = None
+
+    @property
+    def model(self) -> Any:
+        """vLLM's ModelConfig of the engine."""
+        return self.engine.model_config
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a configuration or of an engine.
+
+    Args:
+        name: the part as the user knows it, formatted with the options as ``o``.
+        on: whether a setup has it.
+        off: how to do without it, as "use ..." or "leave ... out".
+        needs: properties that it needs.
+        breaks: properties that it breaks, each with how: "X stores drafts".
+
+    """
+
+    name: str
+    on: Callable[[Setup], bool]
+    off: str
+    needs: tuple[Property, ...] = ()
+    breaks: Mapping[Property, str] = field(default_factory=dict)
+
+
+class Conflict(NamedTuple):
+    """The four parts of an error: one part needs what another breaks."""
+
+    asked: str
+    found: str
+    why: str
+    remedy: str
+
+
+P = Property
+
+OPTION_PARTS: tuple[Part, ...] = (
+    Part(
+        "{o.ranking_name}",
+        lambda s: any(term.queries != "window" for term in s.options.ranking.terms),
+        "use --kv-policy snapkv",
+        needs=(P.EVERY_QUERY,),
+    ),
+    Part(
+        "{o.ranking_name}",
+        lambda s: any(term.sees_later for term in s.options.ranking.terms),
+        "use --kv-policy h2o or snapkv",
+        needs=(P.ORIGINAL_POSITIONS,),
+    ),
+    Part(
+        "{o.ranking_name}",
+        lambda s: s.options.ranking.term("reread") is not None,
+        "use score=combined",
+        needs=(P.ONE_GROUP, P.ONE_STAGE, P.FINAL, P.BASE_WEIGHTS, P.TEXT, P.TOKEN_IDS),
+    ),
+    Part(
+        "eviction=chunk",
+        lambda s: s.options.eviction == "chunk",
+        "use eviction=prompt_end",
+        needs=(P.PRIVATE_PAGES,),
+        breaks={P.PLACE: "moves survivors after each chunk"},
+    ),
+    Part(
+        "eviction={o.eviction}",
+        lambda s: s.options.eviction != "chunk",
+        "use eviction=chunk",
+        breaks={P.SHORT_PROMPT: "keeps a prompt whole until its end"},
+    ),
+    Part(
+        "eviction=pressure",
+        lambda s: s.options.eviction == "pressure",
+        "use eviction=prompt_end",
+        needs=(P.PRIVATE_PAGES, P.FINAL),
+        breaks={
+            P.PLACE: "moves survivors when the pool runs short",
+            P.CUT: "keeps every token until the pool runs short",
+        },
+    ),
+    Part(
+        "evict_every={o.evict_every}",
+        lambda s: not s.options.schedule.overwrites,
+        "use evict_every=1",
+        breaks={
+            P.PLACE: "moves survivors during decode",
+            P.ONE_VICTIM: "evicts several tokens at a time",
+        },
+    ),
+    Part(
+        "split={s.split}",
+        lambda s: s.split != "none",
+        "use split=none",
+        needs=(P.PLACE,),
+    ),
+    Part(
+        "split=layers",
+        lambda s: s.split == "layers",
+        "use split=heads",
+        needs=(P.ONE_GROUP, P.ONE_STAGE, P.PRIVATE_PAGES),
+    ),
+    Part(
+        "merge={o.merge}",
+        lambda s: s.options.merges,
+        "leave merge out",
+        needs=(P.ONE_VICTIM,),
+        breaks={
+            P.ONE_TOKEN: "stores several tokens in one slot",
+            P.WRITTEN_ONCE: "rewrites the key that takes a token in",
+        },
+    ),
+    Part(
+        "positions={o.positions}",
+        lambda s: s.options.rolls,
+        "use positions=original",
+        needs=(P.SHORT_PROMPT, P.ROTARY, P.ONE_GROUP, P.ONE_TOKEN, P.FINAL, P.TEXT),
+        breaks={
+            P.ORIGINAL_POSITIONS: "renumbers the tokens of a request",
+            P.WRITTEN_ONCE: "rewrites the keys of renumbered tokens",
+        },
+    ),
+    Part(
+        "continuation=true",
+        lambda s: s.options.continuation,
+        "leave continuation out",
+        needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.ONE_GROUP, P.FINAL),
+        breaks={P.PLACE: "stores the next prompt after the survivors of the last turn"},
+    ),
+    Part(
+        "budget_basis={o.budget_basis}",
+        lambda s: s.options.budget_basis != "max_model_len",
+        "leave budget_basis out",
+        needs=(P.FRACTION,),
+        breaks={P.ONE_BUDGET: "gives each turn a budget of its own"},
+    ),
+    Part(
+        "budget={o.budget}",
+        lambda s: isinstance(s.options.budget, int),
+        "give a budget in (0, 1]",
+        breaks={P.FRACTION: "is a number of tokens"},
+    ),
+)
+"""Parts that the options of a policy switch on."""
+
+ENGINE_PARTS: tuple[Part, ...] = (
+    Part(
+        "prefix caching",
+        lambda s: bool(s.engine.cache_config.enable_prefix_caching),
+        "leave --enable-prefix-caching out",
+        breaks={
+            P.EVERY_QUERY: "does not compute the queries of a cached prefix",
+            P.PRIVATE_PAGES: "shares prompt pages between requests",
+        },
+    ),
+    Part(
+        "speculative decoding",
+        lambda s: s.engine.speculative_config is not None,
+        "leave --speculative-config out",
+        needs=(P.ONE_GROUP, P.ONE_STAGE, P.TEXT),
+        breaks={P.FINAL: "stores drafts that may be rejected"},
+    ),
+    Part(
+        "a sliding-window model",
+        lambda s: slides(s.engine),
+        "choose another model",
+        breaks={P.ONE_GROUP: "keeps pages of its own for layers that slide"},
+    ),
+    Part(
+        "pipeline parallelism",
+        lambda s: stages(s.engine) > 1,
+        "leave --pipeline-parallel-size out",
+        breaks={P.ONE_STAGE: "divides the layers among several"},
+    ),
+    Part(
+        "LoRA",
+        lambda s: s.engine.lora_config is not None,
+        "leave --enable-lora out",
+        breaks={P.BASE_WEIGHTS: "changes weights from request to request"},
+    ),
+    Part(
+        "an image or M-RoPE model",
+        lambda s: images(s.engine),
+        "choose another model",
+        breaks={P.TEXT: "takes images, or several positions per token"},
+    ),
+    Part(
+        "prompt embeddings",
+        lambda s: bool(s.engine.model_config.enable_prompt_embeds),
+        "leave --enable-prompt-embeds out",
+        breaks={P.TOKEN_IDS: "replace token ids by vectors"},
+    ),
+    Part(
+        "an fp8 KV cache",
+        lambda s: float8(s.engine),
+        "use --kv-cache-dtype auto",
+        needs=(P.WRITTEN_ONCE,),
+    ),
+    Part(
+        "a model that skips rotary embeddings",
+        lambda s: skips_rotation(s.engine),
+        "choose another model",
+        breaks={P.ROTARY: "leaves keys of some layers unrotated"},
+    ),
+)
+"""Parts that vLLM's own options and the model switch on."""
+
+
+def parts_on(setup: Setup) -> Iterator[Part]:
+    """Yield the parts that a setup has."""
+    parts = OPTION_PARTS if setup.engine is None else OPTION_PARTS + ENGINE_PARTS
+    return (part for part in parts if part.on(setup))
+
+
+def find_conflict(setup: Setup) -> Conflict | None:
+    """Return the first two parts of a setup of which one needs what the other breaks."""
+    parts = list(parts_on(setup))
+    for needing in parts:
+        for wanted in needing.needs:
+            for breaking in parts:
+                if wanted in breaking.breaks:
+                    return describe(setup, needing, breaking, wanted)
+    return None
+
+
+def breaker(setup: Setup, wanted: Property) -> str | None:
+    """Return the name of the first part that breaks a property, if one does."""
+    names = (_name(part, setup) for part in parts_on(setup) if wanted in part.breaks)
+    return next(names, None)
+
+
+def describe(setup: Setup, needing: Part, breaking: Part, wanted: Property) -> Conflict:
+    """Say why two parts conflict, and what to do.
+
+    Args:
+        setup: the setup that has both.
+        needing: the part that needs a property.
+        breaking: the part that breaks it.
+        wanted: the property.
+
+    """
+    need, break_ = _name(needing, setup), _name(breaking, setup)
+    return Conflict(
+        f"{need} with {break_}",
+        f"{need} needs {wanted.value}",
+        f"{break_} {breaking.breaks[wanted]}",
+        f"{breaking.off}, or {needing.off}",
+    )
+
+
+def _name(part: Part, setup: Setup) -> str:
+    return part.name.format(o=setup.options, s=setup)
