@@ -50,7 +50,7 @@ def register() -> None:
 
     if not Path(__file__).with_name("patches").is_dir():
         raise PatchError(
-            "vllm-h2o from a checkout",
+            "vllm-h2o without its patches",
             "vllm_h2o/patches is not a link to the folder patches",
             "this checkout was made without symbolic links",
             "run `git config core.symlinks true`, then `git checkout -- vllm_h2o/patches`",
