@@ -1,4 +1,4 @@
-"""What this folder holds, for its README, and what is installed, for maintainers.
+"""Describe this folder, for its README, and the installed vLLM, for maintainers.
 
 ::
 
@@ -40,7 +40,7 @@ _COLUMNS = ("What changes", "Why no seam", "Upstream", "Drop when")
 
 
 class Liberty(NamedTuple):
-    """What is done to vLLM without a patch, in one place that a comment marks.
+    """A change to vLLM without a patch, in one place that a comment marks.
 
     Args:
         name: what stands in that line of code.
@@ -238,7 +238,7 @@ def digests() -> str:
 
 
 def follow(version: str) -> str:
-    """What a version of vLLM changes of them.
+    """Show the changes to them in a version of vLLM.
 
     Raises:
         UnsupportedError: when its sources cannot be had.

@@ -33,7 +33,7 @@ def digest_in(module: ast.Module, names: Sequence[str]) -> str:
 
 
 def definition(module: ast.AST, names: Sequence[str]) -> ast.stmt | None:
-    """What ``names`` lead to in a module; the class alone when it generates the function."""
+    """The object that ``names`` lead to; the class alone when it generates the function."""
     found: Any = module
     for name in names:
         inner = [

@@ -1,4 +1,4 @@
-"""What another vLLM has changed of the functions that this package stands on: the differences."""
+"""Differences between another vLLM and this one in the functions that this package relies on."""
 
 from __future__ import annotations
 

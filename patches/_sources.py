@@ -16,7 +16,7 @@ _BINARIES = ("vllm-rs",)
 
 
 def fetch(version: str, cache: Path = CACHE) -> Path:
-    """What no compiler made of a wheel of vLLM: an archive of some 50 MB.
+    """The Python part of a vLLM wheel: an archive of some 50 MB.
 
     Args:
         version: of vLLM, in full: ``0.33.0``.

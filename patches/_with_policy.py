@@ -1,4 +1,4 @@
-"""What only an engine with a policy needs: its patches, and symbols that it relies upon."""
+"""Patches, and symbols relied upon, that only an engine with a policy needs."""
 
 from __future__ import annotations
 

@@ -92,12 +92,12 @@ def plain_doors(module: Module) -> Iterator[str]:
 
 
 def kernel_doors(module: Module) -> Iterator[str]:
-    """Kernels import torch, triton, the count of pages and each other."""
+    """Kernels import torch, triton, policies, the count of pages and each other."""
     if module.path.startswith("vllm_h2o/kernels/"):
         for name in module.imports():
             standard = name.partition(".")[0] in sys.stdlib_module_names
             if not standard and not below(
-                name, "torch", "triton", "vllm_h2o.kernels", "vllm_h2o.pages"
+                name, "torch", "triton", "vllm_h2o.kernels", "vllm_h2o.pages", "vllm_h2o.policy"
             ):
                 yield name
 
@@ -112,6 +112,13 @@ def side_doors(module: Module) -> Iterator[str]:
         in_backend = module.path == "vllm_h2o/worker/backend.py"
         if module.path.startswith("vllm_h2o/worker/") and below(name, "vllm_h2o.scheduler"):
             yield from () if in_backend and below(name, "vllm_h2o.scheduler.spec") else (name,)
+
+
+def stage_doors(module: Module) -> Iterator[str]:
+    """The worker asks kernels for stages of their interface; only its selector knows the sets."""
+    sets = tuple(f"vllm_h2o.kernels.{name}" for name in ("torch", "native", "triton"))
+    if module.path.startswith("vllm_h2o/worker/") and not module.path.endswith("/selector.py"):
+        yield from (name for name in module.imports() if below(name, *sets))
 
 
 def patch_doors(module: Module) -> Iterator[str]:
@@ -228,6 +235,7 @@ RULES: tuple[Rule, ...] = (
     plain_doors,
     kernel_doors,
     side_doors,
+    stage_doors,
     patch_doors,
     second_copies,
     sizes,

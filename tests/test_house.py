@@ -33,6 +33,7 @@ from tests.house_rules import (
     second_copies,
     side_doors,
     sizes,
+    stage_doors,
     untyped,
 )
 
@@ -40,13 +41,14 @@ IMPORTED_BY_NO_TEST = {
     "vllm_h2o.kernels.torch.merge": "tests/kernels/test_agree.py calls its caller",
     "vllm_h2o.kernels.triton.decode": "tests/kernels/test_agree.py calls its launcher",
     "vllm_h2o.kernels.triton.merge": "tests/kernels/test_agree.py calls its launcher",
-    "vllm_h2o.kernels.triton.scoring_pass": "tests/kernels/test_agree.py calls its launcher",
     "vllm_h2o.kernels.triton.strips": "every kernel of a decode finds its slots with it",
     "vllm_h2o.kernels.triton.tiles": "every kernel of a prompt loads its tiles with it",
     "vllm_h2o.options.checks": "tests/options/test_config.py meets each of its refusals",
     "vllm_h2o.planner.show": "tests/test_cli.py reads what it prints",
+    "vllm_h2o.policy.base": "every policy is one of its class; tests/policy builds others",
+    "vllm_h2o.scheduler.integrity": "tests/scheduler/harness.py runs it after every step",
     "vllm_h2o.scheduler.stats": "tests/scheduler/test_stats.py asks the scheduler",
-    "vllm_h2o.worker.random": "tests/e2e/test_retained.py compares it with the reference",
+    "vllm_h2o.worker.prompts": "tests/worker/test_metadata.py builds its chunks",
     "vllm_h2o.worker.worker": "every engine runs it; tests/e2e/test_windows.py has pages cleared",
     "vllm_h2o.pages": "every count of pages goes through it",
 }
@@ -73,6 +75,7 @@ BREACHES = [
     (side_doors, "vllm_h2o/scheduler/spec.py", "from vllm_h2o.worker import step"),
     (side_doors, "vllm_h2o/worker/step.py", "from vllm_h2o.scheduler.spec import HeavyHitterSpec"),
     (side_doors, "vllm_h2o/worker/backend.py", "from vllm_h2o.scheduler import ledger"),
+    (stage_doors, "vllm_h2o/worker/step.py", "from vllm_h2o.kernels.torch import pack"),
     (patch_doors, "vllm_h2o/hooks.py", "from vllm_h2o.patches import ALWAYS"),
     (patch_doors, "vllm_h2o/hooks.py", "from vllm_h2o.plugin import activate"),
     (patch_doors, "patches/a__b.py", "from vllm_h2o import config"),

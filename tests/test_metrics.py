@@ -1,4 +1,4 @@
-"""The front end's side: what becomes of a report in Prometheus and in the log."""
+"""The front end's side: a report in Prometheus and in the log."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def clean_registry() -> Iterator[None]:
 
 
 def scheduler_stats(report: PolicyStats | None = REPORT) -> SchedulerStats:
-    """As they arrive in the front end, through vLLM's own encoding."""
+    """Statistics as they arrive in the front end, through vLLM's own encoding."""
     stats = SchedulerStats(num_running_reqs=3)
     if report is not None:
         report.put_into(stats.running_lora_adapters)
@@ -71,7 +71,7 @@ def scheduler_stats(report: PolicyStats | None = REPORT) -> SchedulerStats:
 
 
 def shown(field: str, engine: int = 0, suffix: str = "") -> float | None:
-    """What Prometheus would be told."""
+    """The value of a metric in Prometheus' registry."""
     labels = {"model_name": "tiny", "engine": str(engine)}
     return REGISTRY.get_sample_value(f"vllm:kv_policy_{field}{suffix}", labels)
 
@@ -121,7 +121,7 @@ def test_without_a_policy_nothing_is_added(model: str, with_policy: VllmConfig) 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said in the log."""
+    """Lines of the log."""
     said: list[str] = []
     logger = logging.getLogger("vllm.kv_policy")
     monkeypatch.setattr(logger, "info", lambda message, *args: said.append(message % args))
@@ -195,7 +195,7 @@ def test_dashboard_panels() -> None:
 
 
 def test_dashboard_shows_every_number(with_policy: VllmConfig) -> None:
-    """And nothing that ``/metrics`` has not: counters by ``_total``, under vLLM's own labels."""
+    """It queries nothing else: counters by ``_total``, under vLLM's own labels."""
     StatLoggerManager(with_policy)
     text = json.dumps(dashboard())
     exist = {sample.name for metric in REGISTRY.collect() for sample in metric.samples}

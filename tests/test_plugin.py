@@ -151,9 +151,9 @@ def test_another_vllm_does_not_start() -> None:
     """A vLLM of another version stops while it is imported, with the remedy, unchanged."""
     said = fresh(ANOTHER_VLLM.format(paths=sorted(ALWAYS)))
     assert said["said"] == (
-        "kv-policy: asked: vllm-h2o with this vLLM; is: version 0.34.0+cpu; why not: the plugin "
-        "was written against vLLM 0.32 or 0.33 and patches functions of it; "
-        "what to do: install vLLM 0.32 or 0.33, or uninstall vllm-h2o."
+        "kv-policy: vllm-h2o with this vLLM is not supported: version 0.34.0+cpu. The plugin "
+        "was written against vLLM 0.32 or 0.33 and patches functions of it. "
+        "Install vLLM 0.32 or 0.33, or uninstall vllm-h2o."
     )
     assert (said["wrapped"], said["backend"]) == ([], None)
 
@@ -189,10 +189,10 @@ def test_another_attention_plugin(custom_backend: AttentionBackendEnum) -> None:
         with pytest.raises(PatchError) as caught:
             plugin.register()
         assert str(caught.value) == (
-            "kv-policy: asked: vllm-h2o next to another attention plugin; "
-            "is: other_plugin.Backend is registered as the custom backend; "
-            "why not: vLLM has one place for a custom backend; "
-            "what to do: uninstall one of the two, or name the wanted one in VLLM_PLUGINS."
+            "kv-policy: vllm-h2o next to another attention plugin is not supported: "
+            "other_plugin.Backend is registered as the custom backend. "
+            "vLLM has one place for a custom backend. "
+            "Uninstall one of the two, or name the wanted one in VLLM_PLUGINS."
         )
         assert not any(patch.is_applied for patch in patches.ALWAYS)
         assert custom_backend.get_path() == "other_plugin.Backend"

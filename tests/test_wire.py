@@ -1,4 +1,4 @@
-"""The plan: what follows from its numbers, and that it travels."""
+"""The plan: lengths that follow from its numbers, and its trip to other processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One request worked by hand, in docs/design.md: by the real scheduler, manager and reference.
+"""One request worked by hand, for docs/design.md: the real scheduler, block manager and reference.
 
-Each token has a *weight*, and each query gives every token in reach its weight over the sum of all
-weights in reach: attention that can be added up on paper. It is real attention, over heads of size
-1: the key of a token is the logarithm of its weight, and every query is 1.
+Each token has a *weight*, and each query pays every token that it sees its weight over the sum of
+all weights that it sees: attention that can be added up on paper. It is real attention, over heads
+of size 1: the key of a token is the logarithm of its weight, and every query is 1.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from tests.scheduler.harness import make_scheduler
 from tests.tiny_models import engine_config, folder
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.strip import Strip
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.wire import Plans, RequestPlan
 
 WEIGHTS = (4, 1, 1, 2, 8, 1, 1, 6, 1, 5, 2, 1, 4, 1, 3, 2)
-"""Of the tokens at positions 0 to 15."""
+"""Weights of the tokens at positions 0 to 15."""
 PROMPT_LEN, NUM_BLOCKS = 11, 17
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of the engine.
+    """An engine and its requests.
 
     Args:
         options: of the policy, beyond 8 slots.
@@ -56,25 +57,23 @@ class Case:
 
 CASES = {
     "token": Case({}),
-    "block": Case({"granularity": "block", "recent_ratio": 0.25}, block_size=2),
-    "prefix": Case(
-        {"prefill": "window", "observation_window": 3, "window_score": "sum"}, 4, 8, 2, num_more=2
-    ),
+    "page": Case({"evict_every": "page", "recent_ratio": 0.25}, block_size=2),
+    "prefix": Case({"name": "snapkv", "observation_window": 3}, 4, 8, 2, num_more=2),
 }
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What one request holds, at one point of one step.
+    """One request at one point of one step.
 
     Args:
-        request_id: whose.
+        request_id: the request.
         plan: of the step.
         packed: whether this is after survivors were packed.
         row: of the block table; None where a page has been dropped.
-        num_free: pages of the pool that nobody holds.
-        positions: of the tokens in its slots; -1 in a free one.
-        scores: of those tokens.
+        num_free: free pages of the pool.
+        positions: of the tokens in its slots.
+        scores: of the tokens.
         victim: the slot that the next token takes; None where a slot is free.
 
     """
@@ -96,12 +95,14 @@ class Engine:
         self.case = case
         config = engine_config(
             folder(models, "LlamaForCausalLM"),
+            block_size=case.block_size,
             max_model_len=64,
             max_num_batched_tokens=64,
             max_num_seqs=8,
             enable_prefix_caching=case.num_requests > 1,
             additional_config={"kv_policy": {"name": "h2o", "budget": 8, **case.options}},
         )
+        self.config = KVPolicyConfig.required(config)
         self.scheduler: HeavyHitterScheduler = make_scheduler(config, NUM_BLOCKS, case.block_size)
         self.hasher = None
         if case.num_requests > 1:
@@ -125,7 +126,7 @@ class Engine:
         for _ in range(1 + self.case.num_more):
             output = self.scheduler.schedule()
             self.scheduler.check_integrity()
-            # What is told of the next step changes it, and moments are read later.
+            # The next step changes the plan, and moments are read later.
             plan = copy.copy(told.complete(output.residency_plan).requests[request_id])
             head = head or self._head(plan)
             yield from self._run(request_id, plan, head)
@@ -133,30 +134,31 @@ class Engine:
             self.scheduler.update_from_output(output, sampled)
 
     def _head(self, plan: RequestPlan) -> Head:
-        """Holds what the request found in the prefix cache; the scores there are others'."""
+        """A head with the tokens that the request found in the prefix cache; their scores are 0."""
         found = range(plan.logical_start)
         key = _keys(found)
         positions = torch.tensor(found, dtype=torch.int64)
         strip = Strip(key, key, torch.zeros(len(found), dtype=torch.float64), positions)
-        size = self.scheduler.ledger.victim_size
-        limits = (plan.capacity, plan.num_recent, plan.num_sinks)
-        return Head(strip, *limits, scale=1.0, page_size=size, logical_len=plan.logical_start)
+        return Head(strip, plan.budget, self.config.ranking, logical_len=plan.logical_start)
 
     def _run(self, request_id: str, plan: RequestPlan, head: Head) -> Iterator[Moment]:
         """The step, before survivors are packed, if any are, and at its end."""
         key = _keys(range(plan.logical_start, plan.logical_end))
         query = torch.ones(plan.num_new, 1, 1, dtype=torch.float64)
-        step = (query, key, key, plan.in_prompt, None, plan.scoring_start)
-        whole = replace(copy.deepcopy(head), capacity=len(WEIGHTS) + 1)
+        window = query[-self.config.num_window_queries :]
+        terms = [(term, window) for term in self.config.ranking.passes if plan.in_prompt]
+        step = (query, key, key, plan.in_prompt, terms)
         if plan.num_survivors:
+            whole = replace(copy.deepcopy(head), grows=True)
             whole.step(*step)
             yield self._moment(request_id, plan, whole, packed=False)
         head.step(*step)
         yield self._moment(request_id, plan, head, packed=plan.num_survivors > 0)
 
     def _moment(self, request_id: str, plan: RequestPlan, head: Head, packed: bool) -> Moment:
-        pool, null = self.scheduler.block_manager.block_pool, self.scheduler.block_manager.block_pool.null_block
-        blocks = self.scheduler.block_manager.req_to_blocks[request_id]
+        manager = self.scheduler.block_manager
+        pool, null = manager.block_pool, manager.block_pool.null_block
+        blocks = manager.req_to_blocks[request_id]
         return Moment(
             request_id,
             plan,
@@ -165,7 +167,7 @@ class Engine:
             pool.get_num_free_blocks(),
             tuple(head.strip.position.tolist()),
             tuple(head.strip.score.tolist()),
-            head.victim + head.next_offset if head.victim is not None else None,
+            head.victim,
         )
 
 
@@ -177,7 +179,7 @@ def _keys(positions: Sequence[int]) -> torch.Tensor:
 
 @cache
 def moments(name: str) -> tuple[Moment, ...]:
-    """What happens in one of the cases."""
+    """The moments of one of the cases."""
     with tempfile.TemporaryDirectory(prefix="vllm-h2o-docs-") as models:
         return tuple(Engine(CASES[name], Path(models)).moments())
 
@@ -201,7 +203,7 @@ def example(name: str) -> str:
 
 
 def _drawn(moment: Moment, case: Case, step: int) -> list[str]:
-    """A line that says what is computed, then pages, tokens and scores, one above the other."""
+    """A line about the step, then pages, tokens and scores, one above the other."""
     plan, size = moment.plan, case.block_size
     who = f"{moment.request_id}, " if case.num_requests > 1 else ""
     new = f"tokens {plan.logical_start} to {plan.logical_end - 1}, of the prompt"
@@ -214,9 +216,8 @@ def _drawn(moment: Moment, case: Case, step: int) -> list[str]:
         title = f"{who}step {step}, at its end: {plan.num_survivors} survivors are packed"
     width = 5 * size
     unused = len(pages) * size - len(moment.positions)
-    positions = ["." if p < 0 else str(p) for p in moment.positions] + ["."] * unused
+    positions = [*map(str, moment.positions), *["."] * unused]
     scores = [f"{score:.2f}" for score in moment.scores] + ["."] * unused
-    scores = ["." if p == "." else score for p, score in zip(positions, scores, strict=True)]
 
     def cells(values: Sequence[str]) -> str:
         parts = [values[i : i + size] for i in range(0, len(values), size)]
@@ -224,13 +225,13 @@ def _drawn(moment: Moment, case: Case, step: int) -> list[str]:
 
     head = " |".join(f"   {f'page {page}':<{width - 3}}" for page in pages).rstrip()
     lines = [title, f"  page  {head}", f"  token {cells(positions)}", f"  score {cells(scores)}"]
-    if not plan.in_prompt or moment.packed:
+    if moment.packed or not plan.num_survivors:
         lines.append(f"  next  {_next(moment)}")
     return lines
 
 
 def _next(moment: Moment) -> str:
-    """Where the next token goes."""
-    slot = moment.victim if moment.victim is not None else len(moment.positions)
-    free = slot == len(moment.positions) or moment.positions[slot] < 0
-    return f"slot {slot}, {'free' if free else f'over token {moment.positions[slot]}'}"
+    """The slot of the next token."""
+    if moment.victim is None:
+        return f"slot {len(moment.positions)}, free"
+    return f"slot {moment.victim}, over token {moment.positions[moment.victim]}"

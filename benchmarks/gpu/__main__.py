@@ -30,7 +30,7 @@ import torch
 from triton.errors import TritonError
 
 from benchmarks.gpu import kernels, latency, roofline
-from benchmarks.gpu.engines import COMPARED, ROOT, SECOND_PASS, Check, compare, control, retained
+from benchmarks.gpu.engines import COMBINED, COMPARED, ROOT, Check, compare, control, retained
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.triton.kernels import PromptAttention
 
@@ -205,8 +205,8 @@ def parts(small: bool, every: bool) -> list[Part]:
     found += [_kernels(size) for size in (*kernels.ODD[2:], *kernels.REAL)]
     found += [_graph(size) for size in kernels.REAL[2:]]
     long = Part("kernels: 128k tokens", 120, lambda _, device: kernels.check_long(device))
-    # OPT has no rotary embeddings, which a second pass needs.
-    plain = [name for name, (one, _) in COMPARED.items() if one != SECOND_PASS]
+    # OPT has no rotary embeddings, which h2o2's rotated queries need.
+    plain = [name for name, (one, _) in COMPARED.items() if one != COMBINED]
     return [*found, long, *(_engines("opt", plain, small) if every else ())]
 
 

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -97,29 +96,27 @@ def forbid_waits(_: Any) -> None:
     """Let what moves survivors and scores after a forward pass fail where it waits."""
     import torch
 
-    from vllm_h2o.worker.packing import Packing, Restoring
-    from vllm_h2o.worker.reconstruction import Reconstruction
-    from vllm_h2o.worker.renumbering import Rolled
+    from vllm_h2o.worker.after_step import AfterStep
 
-    def without_waits(run: Callable[[Any], None]) -> Callable[[Any], None]:
-        def checked(self: Any) -> None:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                run(self)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+    run = AfterStep.run
 
-        return checked if torch.cuda.is_available() else run
+    def checked(self: AfterStep) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
-    for kind in (Packing, Restoring, Rolled, Reconstruction):
-        kind.run = without_waits(kind.run)  # type: ignore[method-assign]
+    if torch.cuda.is_available():
+        AfterStep.run = checked  # type: ignore[method-assign]
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
     """Those of the policy, if there is one."""
     if args.policy_budget is None:
         return {}
-    config = {"budget": args.policy_budget, **({"prefill": "window"} if args.window else {})}
+    config: dict[str, Any] = {"budget": args.policy_budget}
+    config |= {"evict_every": "page"} if args.pages else {}
     config |= {"score": args.score} if args.score else {}
     return {"kv_policy": args.policy, "kv_policy_config": config}
 
@@ -134,8 +131,9 @@ def main() -> None:
     parser.add_argument("--score", help="of the policy, if it is not its own")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--v1", action="store_true", help="vLLM's first model runner")
+    parser.add_argument("--pages", action="store_true", help="evict whole pages")
     parser.add_argument(
-        "--window", action="store_true", help="prefix caching, and the last queries alone score"
+        "--prefixes", action="store_true", help="prefix caching, of prompts that begin alike"
     )
     parser.add_argument(
         "--strict",
@@ -163,13 +161,13 @@ def main() -> None:
         max_num_seqs=16,
         block_size=32,
         num_gpu_blocks_override=600,
-        enable_prefix_caching=args.window,
+        enable_prefix_caching=args.prefixes,
         jit_monitor_mode="error" if args.strict else "warn",
         enforce_eager=args.eager,
         seed=0,
         **options,
     )
-    prompts = prompts_of(args.requests, shared=200 if args.window else 0)
+    prompts = prompts_of(args.requests, shared=200 if args.prefixes else 0)
     greedy = SamplingParams(
         temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
     )

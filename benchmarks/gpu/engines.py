@@ -17,16 +17,18 @@ ROOT = Path(__file__).parents[2]
 Check = tuple[str, float, float]
 """What, the figure, and its maximum."""
 WHOLE, EVICTING = ("--policy-budget", "1.0"), ("--policy-budget", "0.125")
-WINDOW = (*EVICTING, "--window")
-SECOND_PASS = (*EVICTING, "--policy", "h2o2")
-SECOND_READING = (*SECOND_PASS, "--score", "reconstruction")
+PREFIXES = (*EVICTING, "--policy", "snapkv", "--prefixes")
+PAGES = (*EVICTING, "--pages")
+COMBINED = (*EVICTING, "--policy", "h2o2")
+SECOND_READING = (*COMBINED, "--score", "reconstruction")
 COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "100 % against stock": ((), WHOLE),
     "1/8, graphs against eager": (EVICTING, (*EVICTING, "--eager")),
     "1/8, nothing compiled while it serves": (EVICTING, (*EVICTING, "--strict")),
-    "1/8, shared prefixes, graphs against eager": ((*WINDOW, "--strict"), (*WINDOW, "--eager")),
+    "1/8, shared prefixes, graphs against eager": ((*PREFIXES, "--strict"), (*PREFIXES, "--eager")),
     "1/8, V2 against V1": (EVICTING, (*EVICTING, "--v1")),
-    "1/8, h2o2, graphs against eager": (SECOND_PASS, (*SECOND_PASS, "--eager")),
+    "1/8, whole pages, graphs against eager": ((*PAGES, "--strict"), (*PAGES, "--eager")),
+    "1/8, h2o2, graphs against eager": (COMBINED, (*COMBINED, "--eager")),
     "1/8, read twice, graphs against eager": (
         (*SECOND_READING, "--strict"),
         (*SECOND_READING, "--eager"),

@@ -9,26 +9,21 @@ from typing import Any
 
 import torch
 
-from vllm_h2o.kernels.batch import (
-    DECODE_FIELDS,
-    LARGEST_SECOND_PASS,
-    MEAN_SECOND_PASS,
-    WINDOW_PASS,
-    DecodeBatch,
-    PromptChunk,
-    Scoring,
-    ScoringPass,
-    StepTensors,
-)
+from vllm_h2o.kernels.batch import DECODE_FIELDS, DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.kernels.triton.kernels import PromptAttention, TritonKernels
+from vllm_h2o.policy import Term
+from vllm_h2o.policy.h2o2 import H2O2
+from vllm_h2o.policy.snapkv import SNAPKV
 
 VIEWS = ("key", "value", "score", "position")
-PASSES = {
-    "a second pass": MEAN_SECOND_PASS,
-    "a second pass by maximum": LARGEST_SECOND_PASS,
-    "an observation window": WINDOW_PASS,
+ROTATED, WINDOW = H2O2.ranking.passes
+TERMS = {
+    "rotated queries": ROTATED,
+    "sum of rotated queries": replace(ROTATED, reduce="sum"),
+    "an observation window": WINDOW,
+    "snapkv": SNAPKV.ranking.terms[0],
 }
 
 
@@ -138,13 +133,13 @@ def step_tensors(size: Size, num_tokens: int, device: torch.device) -> StepTenso
     heads = (size.num_heads, size.num_kv_heads, size.num_kv_heads)
     shapes = [(num_tokens, num, size.head_size) for num in heads]
     query, key, value = (torch.randn(shape, device=device).to(size.dtype) for shape in shapes)
-    return StepTensors(query, key, value, torch.empty_like(query), None, size.scale)
+    return StepTensors(query, key, value, torch.empty_like(query), size.scale)
 
 
 def exact_tensors(tensors: StepTensors) -> StepTensors:
     """The same in float32, for the torch kernels; ``out`` is a tensor of its own."""
     query, key, value = (t.float().cpu() for t in (tensors.query, tensors.key, tensors.value))
-    return StepTensors(query, key, value, torch.empty(query.shape), None, tensors.scale)
+    return StepTensors(query, key, value, torch.empty(query.shape), tensors.scale)
 
 
 def make(size: Size, device: torch.device, attention: PromptAttention | None) -> TritonKernels:
@@ -170,9 +165,9 @@ def check_decode(size: Size, device: torch.device) -> Iterator[tuple[str, float,
     yield "victims that differ", float((victims.cpu() != theirs)[written].float().mean()), 1e-3
 
 
-def _asked(size: Size, chunks: list[PromptChunk], which: ScoringPass) -> list[PromptChunk]:
-    """What a pass's queries see, block by block where it goes so."""
-    return [b for c in chunks for b in c.in_blocks(which.in_pages(size.block_size))]
+def _asked(size: Size, chunks: list[PromptChunk], term: Term) -> list[PromptChunk]:
+    """What a term's queries see, block by block where it goes so."""
+    return [block for chunk in chunks for block in chunk.in_blocks(term, size.block_size)]
 
 
 def check_prompt(
@@ -196,12 +191,13 @@ def check_prompt(
     kernels.prefill(cache, chunks, tensors, Scoring())
     TorchKernels().prefill(twin, twin_chunks, expected, Scoring())
     yield from _compare(cache, twin, tensors.out, expected.out, size)
-    for what, which in PASSES.items():
-        asked, twins = (_asked(size, each, which) for each in (chunks, twin_chunks))
-        kernels.score_pass(cache, asked, tensors.query, size.scale, which)
-        TorchKernels().score_pass(twin, twins, expected.query, size.scale, which)
+    for what, term in TERMS.items():
+        asked, twins = (_asked(size, each, term) for each in (chunks, twin_chunks))
+        kernels.score_term(cache, asked, tensors, term, by_age=True)
+        TorchKernels().score_term(twin, twins, expected, term, by_age=True)
         yield f"score of {what}, relative", _score_error(cache, twin), 1e-3
     yield _check_pack(cache, chunks, kernels)
+    yield _check_pack(cache, _by_page(size, chunks), kernels, by_page=True)
     yield from _check_copies(size, chunks, kernels, device)
 
 
@@ -212,16 +208,29 @@ def check_long(device: torch.device) -> Iterator[tuple[str, float, float]]:
     yield _check_pack(cache, chunks, make(LONG, device, None))
 
 
+def _by_page(size: Size, chunks: list[PromptChunk]) -> list[PromptChunk]:
+    """The chunks, of whose whole pages one is evicted if any may be."""
+    evicted = []
+    for chunk in chunks:
+        may_go = chunk.recent_start // size.block_size - -(-chunk.num_sinks // size.block_size)
+        num = chunk.attended_len - min(max(may_go, 0), 1) * size.block_size
+        evicted.append(replace(chunk, num_survivors=num))
+    return evicted
+
+
 def _check_pack(
-    cache: LayerCache, chunks: list[PromptChunk], kernels: TritonKernels
+    cache: LayerCache, chunks: list[PromptChunk], kernels: TritonKernels, by_page: bool = False
 ) -> tuple[str, float, float]:
     # The same scores on both sides: what is compared is the choice and the move.
+    scoring = Scoring(by_page=by_page)
+    ours = replace(cache, **{name: getattr(cache, name).clone() for name in VIEWS})
     twin = on_cpu(cache)
     twin_chunks = [replace(chunk, block_table=chunk.block_table.cpu()) for chunk in chunks]
-    kernels.pack_survivors([cache], chunks, Scoring())
-    TorchKernels().pack_survivors([twin], twin_chunks, Scoring())
-    kept = _positions(cache, chunks), _positions(twin, twin_chunks)
-    return "survivors that differ", float((kept[0] != kept[1]).float().mean()), 0.0
+    kernels.pack_survivors([ours], chunks, scoring)
+    TorchKernels().pack_survivors([twin], twin_chunks, scoring)
+    kept = _positions(ours, chunks), _positions(twin, twin_chunks)
+    what = "survivors by page that differ" if by_page else "survivors that differ"
+    return what, float((kept[0] != kept[1]).float().mean()), 0.0
 
 
 def _check_copies(
@@ -379,9 +388,9 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
     def prompt(power: int) -> float:
         return seconds(lambda: kernels.prefill(cache, chunk, long, Scoring(power=power)))
 
-    def score_pass(which: ScoringPass) -> float:
-        asked = _asked(size, chunk, which)
-        return seconds(lambda: kernels.score_pass(cache, asked, long.query, size.scale, which))
+    def score_term(term: Term) -> float:
+        asked = _asked(size, chunk, term)
+        return seconds(lambda: kernels.score_term(cache, asked, long, term, by_age=True))
 
     full, bare = prompt(1), prompt(0)
     # Its fields are sent by every call, so that it is not captured.
@@ -394,7 +403,7 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
         "decode_scoring_adds": scored / plain - 1,
         "prompt_ms": full * 1e3,
         "prompt_scoring_adds": full / bare - 1,
-        "prompt_second_pass_adds": score_pass(LARGEST_SECOND_PASS) / bare,
-        "prompt_window_pass_adds": score_pass(WINDOW_PASS) / bare,
+        "prompt_rotated_adds": score_term(ROTATED) / bare,
+        "prompt_window_adds": score_term(WINDOW) / bare,
         "pack_ms": packed * 1e3,
     }

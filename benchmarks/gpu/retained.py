@@ -23,7 +23,7 @@ from benchmarks.quality.llama import Llama
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.policy import Budget
+from vllm_h2o.policy import Budget, policies
 from vllm_h2o.trace.record import NOTHING, Frame, record
 
 BUDGET, BLOCK_SIZE = 96, 32
@@ -57,8 +57,8 @@ def kept_by_reference(
         for held in kept.values():
             held.append([])
         for index in range(model.num_kv_heads):
-            limits = (budget.capacity, budget.num_recent, budget.num_sinks)
-            head = Head(Strip.empty(model.head_size, torch.float64), *limits, model.scale)
+            strip = Strip.empty(model.head_size, torch.float64)
+            head = Head(strip, budget, policies()["h2o"].ranking, scale=model.scale)
             for chunk in chunks:
                 asked = query[0, index, :, chunk].transpose(0, 1)
                 out = head.step(

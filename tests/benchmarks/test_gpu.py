@@ -33,9 +33,9 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("size", kernels.SMALL, ids=str)
 def test_kernels_hold(size: kernels.Size) -> None:
-    """Decode, prompts, a second pass and packing."""
+    """Decode, prompts, terms of a ranking, and packing."""
     checks = list(check_kernels(CPU, size))
-    assert len(checks) == 28 and all(map(holds, checks))
+    assert len(checks) == 32 and all(map(holds, checks))
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_each_part_in_a_process(tmp_path: Path) -> None:
     assert ended == [f"{slow.name}: ended after 1 seconds"]
     with (tmp_path / "gpu-checks.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["holds"] for row in rows] == ["0", "0"] + ["1"] * 28
+    assert [row["holds"] for row in rows] == ["0", "0"] + ["1"] * 32
     assert [row["what"] for row in rows[:2]] == failed
 
 

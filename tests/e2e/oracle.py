@@ -312,7 +312,7 @@ def follow(
         generate(llm, prompts, max_tokens=40)
         assert probe.num_free == probe.num_total
     assert oracle.num_compared > 0
-    assert oracle.num_victims > 0
+    assert oracle.num_victims + oracle.num_together > 0
     assert oracle.num_ties <= max(max_ties * oracle.num_victims, 1)
     assert oracle.num_merge_ties <= oracle.num_merged / 20
     assert oracle.max_error < max_error

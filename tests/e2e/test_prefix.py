@@ -154,7 +154,7 @@ def test_smollm2() -> None:
 def test_sums_over_every_query_are_refused(tmp_path: Path) -> None:
     """A cached prefix is not computed again: what its queries gave would be missing."""
     with (
-        pytest.raises(UnsupportedError, match="its scores would be missing; what to do: use --kv"),
+        pytest.raises(UnsupportedError, match="needs every query of the prompt"),
         engine(tiny_llama(tmp_path, 4, 4), "h2o", {"budget": 64}, enable_prefix_caching=True),
     ):
         pass

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tests.e2e.harness import CHARACTERS, engine, generate, tiny_llama
-from vllm_h2o.kernels.batch import RECONSTRUCTION_PASS
+from vllm_h2o.policy.h2o2 import RECONSTRUCTION
 from vllm_h2o.worker.reconstruction import Block, Reader, Reconstruction
 
 PAGE, LONGEST = 16, 500
@@ -40,7 +40,9 @@ def second_reading(model: Any, prompt: list[int], block: Block) -> torch.Tensor:
     """[T, hidden]: a block read after its own end, over the first page, the block and itself."""
     first = DynamicCache()
     model(torch.tensor([prompt[: block.end]]), past_key_values=first)
-    start = block.start // RECONSTRUCTION_PASS.block * RECONSTRUCTION_PASS.block
+    term = RECONSTRUCTION.term("reread")
+    assert term is not None
+    start = block.start // term.block * term.block
     seen = [*(range(PAGE) if start else ()), *range(start, block.end)]
     cache = DynamicCache()
     for index, layer in enumerate(first.layers):

@@ -200,4 +200,4 @@ def test_a_server_with_a_bad_budget_stops_at_once(tmp_path: Path) -> None:
     server = Server(Path(smollm2()), tmp_path / "log", flags)
     assert server.process.wait(TIMEOUT) != 0
     text = server.log.read_text()
-    assert "kv-policy: asked: budget=1.5; is:" in text.strip().splitlines()[-1]
+    assert "kv-policy: budget=1.5 is not supported:" in text.strip().splitlines()[-1]

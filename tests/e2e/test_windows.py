@@ -57,7 +57,7 @@ def follow(
         oracle = Oracle(probe.scheduler).install(patch)
         generate(llm, PROMPTS, max_tokens)
         assert probe.num_free == probe.num_total
-    assert oracle.num_victims > 0
+    assert oracle.num_victims + oracle.num_together > 0
     assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
     assert oracle.max_error < 1e-4
     return oracle, probe
@@ -130,14 +130,14 @@ def test_a_small_pool(
 
 
 def test_a_pool_that_never_holds_a_request(tmp_path: Path) -> None:
-    """Its windows count, too: it is refused, where it would wait for ever; one token less runs."""
+    """Its windows count, too: it is refused, where it the request may need 15 pages; one token less runs."""
     prompt, full = CHARACTERS[:172], {"kv_budget": "full"}
     model, options = tiny_gemma3(tmp_path), {"budget": 32, "eviction": "chunk"}
     pool = {"num_gpu_blocks_override": 1 + 192 // 32 + 2 * NUM_WINDOW_PAGES}
     with engine(model, "h2o", options, **SETTINGS, **pool) as llm:
         config = llm.llm_engine.vllm_config
         assert window_pages(config, 192) == window_pages(config, 193) == 2 * NUM_WINDOW_PAGES
-        with pytest.raises(RefusedRequestError, match="would wait for ever"):
+        with pytest.raises(RefusedRequestError, match="the request may need 15 pages"):
             generate(llm, [prompt], 21, extra_args=full)
         assert len(token_ids(generate(llm, [prompt], 20, extra_args=full))[0]) == 20
 

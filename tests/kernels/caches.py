@@ -16,7 +16,7 @@ VIEWS = ("key", "value", "score", "position")
 
 
 def views_of(cache: LayerCache) -> tuple[str, ...]:
-    """What its slots hold."""
+    """Names of the views of its slots."""
     more = [name for name in ("mass", "score_without_window") if getattr(cache, name) is not None]
     return (*VIEWS, *more)
 
@@ -31,7 +31,7 @@ def on_triton(shape: Shape) -> Kernels:
 
 SHAPE = Shape(num_kv_heads=2, group=3, head_size=64, block_size=16)
 LAYERS = replace(SHAPE, num_layers=3)
-"""Of layers that share slots; the caches below are of the one in the middle."""
+"""Layers that share slots; the caches below are of the one in the middle."""
 BOTH = pytest.mark.parametrize("shape", [SHAPE, LAYERS], ids=["alone", "of several"])
 
 

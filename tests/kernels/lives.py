@@ -15,7 +15,7 @@ from vllm_h2o.policy import Budget, Policy, Ranking, Term, policies
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = (0.25, 2.0)
-"""Of K and V; powers of two, with which nothing but float8 rounds."""
+"""Scales of K and V: powers of two, with which nothing but float8 rounds."""
 Options = tuple[tuple[str, object], ...]
 
 CUSTOM = Policy(

@@ -1,4 +1,4 @@
-"""What vLLM says of a batch."""
+"""vLLM's metadata of a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
 def common_metadata(lengths: Sequence[int], table: torch.Tensor) -> CommonAttentionMetadata:
-    """vLLM's metadata of rows with so many tokens each."""
+    """vLLM's metadata of rows with these numbers of tokens."""
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     return CommonAttentionMetadata(
         query_start_loc=starts,

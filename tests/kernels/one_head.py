@@ -77,3 +77,21 @@ def causal(num_tokens: int) -> torch.Tensor:
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Equal but for the order of float64 sums."""
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def strip(scores: Sequence[float], positions: Sequence[int] | None = None) -> Strip:
+    """A strip with these scores; keys say which token they are of."""
+    position = torch.tensor(positions if positions is not None else range(len(scores)))
+    key = position[:, None].double().expand(-1, HEAD_SIZE).clone()
+    return Strip(key, -key, torch.tensor(scores, dtype=torch.float64), position)
+
+
+def budget(capacity: int, num_recent: int, num_sinks: int) -> Budget:
+    """Slots of a head that evicts a token with each new one."""
+    return Budget(capacity, capacity - 1 - num_recent - num_sinks, num_recent, num_sinks)
+
+
+def same(ours: Strip, theirs: Strip) -> None:
+    """Equal in all that a slot holds."""
+    for name in ("key", "value", "score", "position"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name

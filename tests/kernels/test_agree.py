@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -128,21 +129,23 @@ def test_prefill(make: Callable[[Shape], Kernels], shape: Shape, scoring: Scorin
 
 
 TERMS = {
-    "window": WINDOW,
-    "window of probabilities": SNAPKV.ranking.terms[0],
-    "sum of a window": Term("window", "sum", weight=0.7, reach=2, skip=3),
-    "rotated, blocks": COMBINED.passes[0],
-    "rotated": Term("rotated", "sum", power=2),
-    "reread": Term("reread", "max", weight=0.1, block=32),
+    # name: (term, whether scores are ranked as means)
+    "window": (WINDOW, True),
+    "window of probabilities": (SNAPKV.ranking.terms[0], False),
+    "sum of a window": (Term("window", "sum", weight=0.7, reach=2, skip=3), True),
+    "rotated, blocks": (COMBINED.passes[0], True),
+    "rotated": (Term("rotated", "sum", power=2), False),
+    "reread": (Term("reread", "max", weight=0.1, block=32), False),
 }
 SHAPES = {
-    "float32": SHAPE,
-    "float32, of several": LAYERS,
+    "of several": LAYERS,
     "bfloat16": replace(SHAPE, dtype=torch.bfloat16),
     "float16": replace(SHAPE, dtype=torch.float16),
     # The smallest tiles, most of which is the reach.
     "wide heads": replace(SHAPE, group=1, head_size=256),
 }
+EACH_TERM = [(name, SHAPE) for name in TERMS]
+EACH_TERM += list(product(("window", "rotated, blocks"), SHAPES.values()))
 
 
 def asked_chunks(shape: Shape, term: Term) -> tuple[list[PromptChunk], int]:
@@ -161,16 +164,12 @@ def asked_chunks(shape: Shape, term: Term) -> tuple[list[PromptChunk], int]:
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("by_age", [False, True])
-@pytest.mark.parametrize("name", TERMS)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_score_term(
-    make: Callable[[Shape], Kernels], name: str, by_age: bool, shape: Shape
-) -> None:
+@pytest.mark.parametrize(("name", "shape"), EACH_TERM)
+def test_score_term(make: Callable[[Shape], Kernels], name: str, shape: Shape) -> None:
     """Scores; K, V and positions, and what follows the chunks, are left alone."""
     if make is on_triton and shape.dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
-    term = TERMS[name]
+    term, by_age = TERMS[name]
     chunks, owned = asked_chunks(shape, term)
     theirs = filled(shape, owned + 1, seed=8)
     number(theirs, chunks)
@@ -186,13 +185,10 @@ def test_score_term(
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
-@pytest.mark.parametrize("by_age", [False, True])
-@pytest.mark.parametrize("name", ["window", "sum of a window"])
-def test_score_term_outside_of_pages(
-    make: Callable[[Shape], Kernels], name: str, by_age: bool
-) -> None:
+@pytest.mark.parametrize("name", ["window of probabilities", "sum of a window"])
+def test_score_term_outside_of_pages(make: Callable[[Shape], Kernels], name: str) -> None:
     """A chunk whose pages others read gets its values in the layer's row; others in their pages."""
-    term = TERMS[name]
+    term, by_age = TERMS[name]
     chunks, owned = asked_chunks(SHAPE, term)
     theirs = filled(SHAPE, owned + 1, seed=8)
     number(theirs, chunks)
@@ -279,12 +275,10 @@ def forget_others(cache: LayerCache, chunks: list[PromptChunk]) -> None:
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("by_age", [False, True])
 @pytest.mark.parametrize("by_page", [False, True])
-@pytest.mark.parametrize("negative", [False, True])
 @BOTH
-def test_pack(
-    make: Callable[[Shape], Kernels], by_age: bool, by_page: bool, negative: bool, shape: Shape
-) -> None:
+def test_pack(make: Callable[[Shape], Kernels], by_age: bool, by_page: bool, shape: Shape) -> None:
     """Survivors of two layers, with many equal scores, of both signs too."""
+    negative = by_age == by_page
     chunks, owned = prompt_chunks(shape, packs=True, by_page=by_page)
     their_layers = [filled(shape, owned + 1, seed, keeps_scores=by_age) for seed in (6, 7)]
     for cache in their_layers:

@@ -89,7 +89,7 @@ def test_one_at_a_time_is_the_same_definition() -> None:
 
 
 def kernels_of(name: str, shape: Shape) -> Kernels:
-    """Those of a device, or a variant of the C++ ones."""
+    """The kernels of a device, or a variant of the C++ ones."""
     if name == "torch":
         return TorchKernels()
     if name == "triton":

@@ -1,4 +1,4 @@
-"""What is stored as float8, and what is read of it: every number, every tie, every build."""
+"""K and V as float8, stored and read: every number, every tie, every build."""
 
 from __future__ import annotations
 

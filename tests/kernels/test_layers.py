@@ -28,7 +28,7 @@ VIEWS = ("key", "value", "score", "position", "score_without_window")
 
 
 def layers() -> list[LayerCache]:
-    """Of one buffer, with two prompts in it."""
+    """Layers of one buffer, with two prompts in it."""
     buffer = empty_cache(SHAPE, 13, extra_words=2)
     own = [buffer[:, SHAPE.heads(layer)] for layer in range(SHAPE.num_layers)]
     caches = [LayerCache.of(kv_cache, SHAPE.head_size, True, True, True) for kv_cache in own]

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
-from tests.kernels.one_head import HEAD_SIZE, SCALE, Inputs, causal, close, head, run
+from tests.kernels.one_head import (
+    SCALE,
+    Inputs,
+    budget,
+    causal,
+    close,
+    head,
+    run,
+    same,
+    strip,
+)
 from vllm_h2o.kernels.reference import (
     Head,
     Rolling,
     attend_and_score,
     pack_survivors,
-    reached,
     select_victim,
 )
 from vllm_h2o.kernels.strip import Strip
-from vllm_h2o.policy import Budget, Eviction, Ranking, Term
-from vllm_h2o.policy.ranking import Reduce
+from vllm_h2o.policy import Eviction
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -126,24 +132,6 @@ def test_new_token_may_be_the_victim() -> None:
         assert one.victim == 3
 
 
-def strip(scores: Sequence[float], positions: Sequence[int] | None = None) -> Strip:
-    """A strip with these scores; keys say which token they are of."""
-    position = torch.tensor(positions if positions is not None else range(len(scores)))
-    key = position[:, None].double().expand(-1, HEAD_SIZE).clone()
-    return Strip(key, -key, torch.tensor(scores, dtype=torch.float64), position)
-
-
-def budget(capacity: int, num_recent: int, num_sinks: int) -> Budget:
-    """Slots of a head that evicts a token with each new one."""
-    return Budget(capacity, capacity - 1 - num_recent - num_sinks, num_recent, num_sinks)
-
-
-def same(ours: Strip, theirs: Strip) -> None:
-    """Equal in all that a slot holds."""
-    for name in ("key", "value", "score", "position"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-
-
 @pytest.mark.parametrize(
     ("scores", "positions", "num_recent", "num_sinks", "victim"),
     [
@@ -184,82 +172,6 @@ def test_packing(
     same(packed, strip([scores[i] for i in survivors], survivors))
 
 
-@pytest.mark.parametrize(
-    ("scores", "pages", "num_recent", "num_sinks", "survivors"),
-    [
-        # Sums of pages of two: 6, 6, 3, 1. Single tokens would keep 0, 1, 3, 4.
-        ([1, 5, 0, 6, 3, 0, 1, 0], 2, 0, 0, [0, 1, 2, 3]),
-        ([0, 0, 5, 6, 1, 2, 9, 9], 3, 1, 1, [0, 1, 2, 3, 6, 7]),  # a sink and a recent token
-        ([1, 1, 1, 1, 1, 1, 1, 1], 2, 0, 0, [0, 1, 2, 3]),  # of equal sums the newest go
-        ([0, 0, 0, 2, 9, 9, 9, 9, 0], 1, 0, 0, [4, 5, 8]),  # the last page is not full
-        ([9, 9, 0, 0, 5, 5, 0, 0, 0], 2, 3, 0, [0, 1, 6, 7, 8]),  # recent tokens 6, 7 and 8
-        ([9, 9, 0, 0, 5], 2, 0, 0, [0, 1, 2, 3, 4]),  # no more than two pages are full
-    ],
-)
-def test_packing_of_pages(
-    scores: list[float], pages: int, num_recent: int, num_sinks: int, survivors: list[int]
-) -> None:
-    """Pages of two tokens: those with the largest sums survive, and each that is protected."""
-    heavy = 2 * pages - num_recent - num_sinks
-    slots = Budget(2 * pages + 2, heavy, num_recent, num_sinks, evict_every=2, unit=2)
-    packed = pack_survivors(strip(scores), len(scores), slots)
-    same(packed, strip([scores[i] for i in survivors], survivors))
-
-
-def test_packing_of_pages_by_mean() -> None:
-    """Each token's mean counts, not the mean of the page's sum."""
-    slots = Budget(4, 2, 0, 0, evict_every=2, unit=2)
-    scores = [4.0, 3.0, 2.0, 1.5]  # sums 7 and 3.5; means 1 + 1 and 1 + 1.5
-    packed = pack_survivors(strip(scores), 4, slots, by_age=True)
-    assert packed.position.tolist() == [2, 3]
-
-
-def by_pages(
-    inputs: Inputs, prompt: int, num_pages: int, num_recent: int, num_sinks: int, size: int
-) -> list[set[int]]:
-    """Positions that are held after the prompt and each later token, from a mask alone.
-
-    Pages are cut anew from what is held whenever one goes, by the sums of what was paid to them.
-    """
-    num_tokens = inputs.key.shape[0]
-    visible = causal(num_tokens)
-    score = inputs.probabilities(visible)[:prompt].sum(dim=(0, 1))
-    held, seen = list(range(prompt)), []
-
-    def best(end: int) -> list[int]:
-        pages = [held[start : start + size] for start in range(0, len(held), size)]
-
-        def protected(page: list[int]) -> bool:
-            return len(page) < size or page[0] < num_sinks or page[-1] >= end - num_recent
-
-        order = sorted(pages, key=lambda p: (not protected(p), -float(score[p].sum()), p[0]))
-        kept = order[: num_pages + (len(held) % size > 0)]
-        return sorted(token for page in kept for token in page)
-
-    for position in range(prompt - 1, num_tokens):
-        if position >= prompt:
-            held.append(position)
-            visible[position] = False
-            visible[position, held] = True
-            score = score + inputs.probabilities(visible)[position].sum(0)
-        if position == prompt - 1 or len(held) == (num_pages + 1) * size:
-            held = best(position + 1)
-        seen.append(set(held))
-    return seen
-
-
-@pytest.mark.parametrize("prompt", [1, 11, 12, 13, 25])
-@pytest.mark.parametrize(("num_recent", "num_sinks"), [(0, 0), (3, 0), (5, 2)])
-def test_pages_as_a_mask(prompt: int, num_recent: int, num_sinks: int) -> None:
-    """The lowest page goes whenever the next token would need another one."""
-    inputs, num_pages, size = Inputs.draw(60, 2, seed=prompt), 4, 3
-    heavy = num_pages * size - num_recent - num_sinks
-    one = head(16, num_recent, num_sinks)
-    one.budget = Budget((num_pages + 1) * size, heavy, num_recent, num_sinks, size, size)
-    _, held = run(one, inputs, [prompt])
-    assert held == by_pages(inputs, prompt, num_pages, num_recent, num_sinks, size)
-
-
 @pytest.mark.parametrize(("prompt", "after"), [(1, 1), (8, 8), (9, 9), (10, 9), (40, 9)])
 def test_prompts_end(prompt: int, after: int) -> None:
     """With C = 10, k = 9: nothing is dropped from n <= k, and k stay of n = k + 1 and of many."""
@@ -281,98 +193,6 @@ def test_chunks_do_not_matter(chunks: list[int]) -> None:
         0
     ).tolist()
     close(one.strip.score, other.strip.score)
-
-
-SNAPKV = Term("window", "max", reach=2)
-
-
-def test_an_observation_window_by_hand() -> None:
-    """C = 4, R = 0, five tokens: the largest probability of two queries, which reaches two on."""
-    weights = torch.tensor([1.0, 1.0, 8.0, 1.0, 2.0], dtype=torch.float64)
-    key, query = weights.log()[:, None], torch.ones(5, 1, 1, dtype=torch.float64)
-    one = Head(Strip.empty(1, torch.float64), budget(4, 0, 0), Ranking(SNAPKV))
-    one.step(query, key, key, ends_prompt=True, terms=[(SNAPKV, query[3:])])
-    # The query of token 3 gives 1, 1, 8 and 1 of 11; that of token 4 less, and itself 2 of 13.
-    # Tokens 3 and 4 have the 8 of 11 of token 2.
-    assert one.strip.position.tolist() == [2, 3, 4]
-    assert one.strip.score.tolist() == pytest.approx([8 / 11] * 3)
-    one.step(query[:1], key[:1], key[:1])
-    assert one.strip.score.tolist() == pytest.approx(
-        [8 / 11 + w / 12 for w in (8, 1, 2)] + [1 / 12]
-    )
-    assert one.victim == 3
-
-
-@pytest.mark.parametrize("chunks", [[30], [10, 20], [22, 1, 7]])
-@pytest.mark.parametrize("prompt", [30, 9])
-@pytest.mark.parametrize("reduce", ["max", "sum"])
-def test_an_observation_window(chunks: list[int], prompt: int, reduce: Reduce) -> None:
-    """No other query scores, in chunks of any size; all tokens have scores, kept or not."""
-    term = Term("window", reduce, power=2, reach=8)
-    inputs, one = Inputs.draw(32, group=2), head(10, 4)
-    one.ranking = Ranking(term)
-    chunks, start = chunks if prompt == 30 else [2, 7], 0
-    for i, length in enumerate(chunks):
-        part = slice(start, start := start + length)
-        last = i == len(chunks) - 1
-        asked = [(term, inputs.query[prompt - 5 : prompt])] if last else []
-        one.step(inputs.query[part], inputs.key[part], inputs.value[part], last, asked)
-    each = inputs.probabilities(causal(32))[prompt - 5 : prompt, :, :prompt].square().flatten(0, 1)
-    value = [max(column) if reduce == "max" else sum(column) for column in each.T.tolist()]
-    score = [max(value[max(j - 8, 0) : j + 1]) for j in range(prompt)]
-    expected = list(range(prompt))
-    if prompt == 30:
-        best = sorted(range(prompt - 4), key=lambda j: (-score[j], j))[:5]
-        expected = sorted([*best, *range(prompt - 4, prompt)])
-    assert one.strip.position.tolist() == expected
-    assert one.strip.score.tolist() == pytest.approx([score[j] for j in expected])
-
-
-def test_a_last_token_computed_alone_scores_as_later_ones_do() -> None:
-    """A prompt of one token, or a turn of one, has no window: its query adds its probabilities."""
-    inputs, one = Inputs.draw(3, group=2), head(10, 4)
-    one.ranking = Ranking(SNAPKV)
-    for i in range(3):
-        one.step(inputs.query[[i]], inputs.key[[i]], inputs.value[[i]], ends_prompt=i == 1)
-    close(one.strip.score, inputs.probabilities(causal(3))[1:].sum(dim=(0, 1)))
-
-
-def test_a_lifetime_ends() -> None:
-    """Three tokens after the prompt its tokens have the scores that they have without the window.
-
-    Later tokens keep theirs, and what was paid to the prompt since then is not given back.
-    """
-    brief, other = Term("window", "max", weight=0.3, lifetime=3), head(20, 4)
-    inputs, one = Inputs.draw(14, group=2), head(20, 4)
-    one.ranking = Ranking(Term("all", "sum"), brief)
-    part = slice(0, 10)
-    tokens = (inputs.query[part], inputs.key[part], inputs.value[part], True)
-    other.step(*tokens)
-    before = other.strip.score
-    one.step(*tokens, terms=[(brief, inputs.query[5:10])])
-    assert (one.strip.score[:9] > before[:9]).all()
-    for i in range(10, 13):
-        for each in (one, other):
-            each.step(inputs.query[[i]], inputs.key[[i]], inputs.value[[i]])
-    close(one.strip.score[:10], before)
-    close(one.strip.score[10:], other.strip.score[10:])
-
-
-@pytest.mark.parametrize(
-    ("scores", "positions", "reach", "expected"),
-    [
-        ([3, 1, 2, 0, 0], [0, 1, 2, 3, 4], 0, [3, 1, 2, 0, 0]),
-        ([3, 1, 2, 0, 0], [0, 1, 2, 3, 4], 1, [3, 3, 2, 2, 0]),
-        ([3, 1, 2, 0, 0], [0, 1, 2, 3, 4], 8, [3, 3, 3, 3, 3]),
-        ([0, 3, -1, 0, -2], [4, 0, 1, 2, 9], 2, [0, 3, 3, 3, -2]),
-    ],
-)
-def test_reach(
-    scores: list[float], positions: list[int], reach: int, expected: list[float]
-) -> None:
-    """The largest score of tokens up to ``reach`` positions before, wherever they lie."""
-    held = strip(scores, positions)
-    assert reached(held.score, held.position, reach).tolist() == expected
 
 
 def test_group_is_summed() -> None:

@@ -26,7 +26,7 @@ from vllm_h2o.policy import Term
 from vllm_h2o.policy.h2o2 import COMBINED
 
 SINKS = torch.tensor([-200.0, -1.0, 0.0, 1.5, 3.0, 200.0])
-"""Of six query heads: none, some that matter, and one that takes all."""
+"""Sinks of six query heads: none, some that matter, and one that takes all."""
 ONE_OF_EACH: dict[str, Callable[[Shape], Kernels]] = {
     "torch": lambda shape: TorchKernels(),
     **dict(list(KERNELS.items())[:2]),  # Triton's, and the best build of the C++ ones

@@ -20,7 +20,7 @@ from vllm_h2o.wire import RequestPlan
 RTOL, SCORE_ATOL, OUTPUT_ATOL = 1e-5, 1e-7, 5e-6
 """Float32 against float64, whatever the cache's dtype: both sides read the same rounded inputs."""
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-"""Of a merged token's K and V, relative to the largest: one rounding to the cache's dtype."""
+"""Error of a merged token's K and V, relative to the largest: one rounding to the cache's dtype."""
 NEAR = 1e-5
 """Scores that differ by less, relatively, may be ranked either way in float32."""
 

@@ -14,7 +14,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.flags import add_flags
 from vllm_h2o.options.option import help_line, table_row
 from vllm_h2o.options.options import Options
-from vllm_h2o.policy import Eviction
+from vllm_h2o.policy import Eviction, Policy, Ranking, Term, shelf
 
 FIELDS = {field.name: field for field in fields(Options)}
 TAKEN: dict[str, list[Any]] = {
@@ -227,3 +227,17 @@ def test_help_lists_every_option() -> None:
     for name, field in FIELDS.items():
         assert (f"- {help_line(field)}" in printed) == (name != "name")
         assert table_row(field).startswith(f"| `{name}` | ")
+
+
+def test_policy_of_another_package_has_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Help, suggestions and scores know it."""
+    peak = Ranking(Term("window", "max", power=2))
+    theirs = Policy("theirs", "one query is enough", peak, {"peak": peak}, "peak")
+    monkeypatch.setitem(shelf._SHELF, "theirs", theirs)
+    config = KVPolicyConfig("theirs", observation_window=8, score="peak", evict_every="page")
+    assert (config.ranking, config.num_window_queries) == (peak, 8)
+    assert refusal(name="thiers").endswith(" Did you mean 'theirs'?")
+    assert "score=peak is a ranking of theirs. Use --kv-policy theirs" in refusal(score="peak")
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawTextHelpFormatter)
+    add_flags(parser)
+    assert "- theirs: one query is enough" in parser.format_help()

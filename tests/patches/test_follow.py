@@ -70,7 +70,7 @@ def test_what_cannot_be_fetched(cache: Path) -> None:
     with pytest.raises(UnsupportedError) as caught:
         _sources.fetch("9.9.8", cache)
     assert str(caught.value).startswith(
-        "kv-policy: asked: the sources of vLLM 9.9.8; is: ERROR: no such version; why not: "
+        "kv-policy: the sources of vLLM 9.9.8 is not supported: ERROR: no such version. "
     )
     assert list(cache.iterdir()) == []
 
@@ -104,7 +104,7 @@ def test_the_command(
         assert described.main() == status
     printed, error = capsys.readouterr()
     assert "3 of" in printed
-    assert "asked: the sources of vLLM 9.9.8" in error
+    assert "the sources of vLLM 9.9.8" in error
 
 
 def test_the_overlay(cache: Path, tmp_path: Path) -> None:

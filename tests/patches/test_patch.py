@@ -145,10 +145,10 @@ def test_message_says_all(foreign: Foreign) -> None:
         known.verify()
     found = foreign.symbol("Host.static").digest
     for part in (
-        f"asked: vllm-h2o on {foreign.name}:Host.static; ",
-        f"is: vLLM {_patch.installed_version()}; ",
-        f"its digest is {found}, not {known.digest}, at {foreign.path}:16; ",
-        "what to do: install the vLLM 0.32 or 0.33 that this release was written against, or a ",
+        f"kv-policy: vllm-h2o on {foreign.name}:Host.static is not supported: ",
+        f"vLLM {_patch.installed_version()}. ",
+        f"its digest is {found}, not {known.digest}, at {foreign.path}:16. ",
+        "Install the vLLM 0.32 or 0.33 that this release was written against, or a ",
     ):
         assert part in str(caught.value)
 
@@ -262,8 +262,8 @@ def test_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(_patch, "version", lambda _, installed=installed: installed)
         with pytest.raises(PatchError) as caught:
             verify_all([])
-        assert f"is: version {installed}; " in str(caught.value)
-        assert "install vLLM 0.32 or 0.33, or uninstall vllm-h2o" in str(caught.value)
+        assert f": version {installed}. " in str(caught.value)
+        assert "Install vLLM 0.32 or 0.33, or uninstall vllm-h2o" in str(caught.value)
     for installed in ("0.32.7+cpu", "0.33.0"):
         monkeypatch.setattr(_patch, "version", lambda _, installed=installed: installed)
         verify_version()

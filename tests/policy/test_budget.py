@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_h2o.policy import POLICIES, Budget, ScoreKind, split_budget
+from vllm_h2o.policy import Budget, Eviction, split_budget
 from vllm_h2o.policy.budget import minimum_slots
 
 ratios = st.floats(0, 1)
@@ -72,8 +72,8 @@ def test_examples(
     ],
 )
 def test_slots_for_several_tokens(evict_every: int, max_len: int | None, expected: Budget) -> None:
-    """What is kept is the same; the slots for new tokens come on top."""
-    budget = split_budget(64, 16, 0.5, 0, evict_every, max_len)
+    """As many tokens are kept; the slots for new tokens come on top."""
+    budget = split_budget(64, 16, 0.5, 0, Eviction(every=evict_every), max_len)
     assert budget == expected and budget.kept == 63
 
 
@@ -99,18 +99,55 @@ def test_parts_that_do_not_add_up(parts: tuple[int, int, int, int]) -> None:
         Budget(*parts)
 
 
-def test_policies() -> None:
-    """Each policy is found by its own name, and no ranking is asked for without a score."""
-    assert list(POLICIES) == [
-        "h2o",
-        "h2o2",
-        "streaming",
-        "local",
-        "random",
-        "full",
-    ]
-    for name, policy in POLICIES.items():
-        assert policy.name == name
-        assert policy.summary
-        assert policy.keeps_heavy == (policy.score is not ScoreKind.NONE)
-    assert [name for name, policy in POLICIES.items() if not policy.evicts] == ["full"]
+BY_PAGE = Eviction(unit="page")
+
+
+@pytest.mark.parametrize(
+    ("slots", "recent_ratio", "num_sinks", "every", "expected"),
+    [
+        (64, 0.5, 0, 1, Budget(64, 24, 24, 0, 16, 16)),
+        (65, 0.5, 4, 1, Budget(80, 30, 30, 4, 16, 16)),
+        # The page of the sinks is protected whole: no more than two are for recent tokens.
+        (64, 1.0, 4, 1, Budget(64, 12, 32, 4, 16, 16)),
+        (80, 0.3, 0, 2, Budget(80, 34, 14, 0, 32, 16)),
+        (64, 0.0, 17, 1, Budget(64, 31, 0, 17, 16, 16)),
+    ],
+)
+def test_budgets_of_whole_pages(
+    slots: int, recent_ratio: float, num_sinks: int, every: int, expected: Budget
+) -> None:
+    """Numbers worked out by hand: the pages of the next tokens are part of the budget."""
+    eviction = Eviction(every=every, unit="page")
+    assert split_budget(slots, 16, recent_ratio, num_sinks, eviction) == expected
+
+
+@given(st.integers(0, 500), st.sampled_from([8, 16]), ratios, st.integers(0, 40), st.data())
+def test_protected_pages_always_fit(
+    above_least: int, size: int, recent_ratio: float, num_sinks: int, data: st.DataObject
+) -> None:
+    """Pages with sinks or recent tokens are no more than survive, wherever the last page ends."""
+    eviction = Eviction(every=data.draw(st.integers(1, 3)), unit="page")
+    slots = minimum_slots(recent_ratio, num_sinks, eviction, size) + above_least
+    budget = split_budget(slots, size, recent_ratio, num_sinks, eviction)
+    assert budget.num_recent > 0 or recent_ratio == 0
+    length = budget.capacity + data.draw(st.integers(0, 50))
+    survivors = budget.survivors(length)
+    assert (length - survivors) % size == 0 and survivors - budget.kept < size
+    first_recent = length - budget.num_recent
+    protected = {*range(num_sinks), *range(first_recent // size * size, length)}
+    protected |= set(range(-(-num_sinks // size) * size))
+    assert len(protected | set(range(length // size * size, length))) <= survivors
+
+
+def test_survivors_of_whole_pages() -> None:
+    """The page that is not full survives as well; a short request keeps all."""
+    budget = split_budget(64, 16, 0.5, 0, BY_PAGE)
+    assert [budget.survivors(n) for n in (5, 48, 63, 64, 65, 80)] == [5, 48, 63, 48, 49, 48]
+    assert not budget.overwrites and budget.most_slots(100) == 48 + 15 + 100
+
+
+def test_whole_pages_that_are_none() -> None:
+    """Slots and evictions are whole pages."""
+    for parts in ((60, 22, 22, 0, 16, 16), (64, 28, 28, 0, 8, 16)):
+        with pytest.raises(ValueError, match="whole units"):
+            Budget(*parts)

@@ -1,4 +1,4 @@
-"""Random conversations: who said what to whom is told from the tokens, not from the plans."""
+"""Random conversations: the owner of a token follows from texts, not from plans."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ConversationPool(ShadowPool):
         super().execute(output)
 
     def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
-        """What slots held before this step, in order of position."""
+        """Tokens of slots before this step, in order of position."""
         size = self.block_size
         slots = range(each.num_slots)
         tokens = [self.slots[each.source[slot // size], slot % size] for slot in slots]
@@ -166,7 +166,7 @@ class Talking(Simulation):
     def go_on(
         self, whom: int, less: int, more: int, most: int, num: int, tenant: int | None
     ) -> None:
-        """The next turn of what somebody said, as it was or a little less, perhaps elsewhere."""
+        """Add the next turn of a text, perhaps without its last tokens or as another tenant."""
         if not self.said:
             return
         own, text = self.said[-1 - whom % len(self.said)]

@@ -190,7 +190,7 @@ class Simulation:
         scheduler.check_integrity()
         self.count["ongoing"] += len(tuple(output.residency_plan.ongoing))
         whole = self.told.complete(output.residency_plan, output.finished_req_ids)
-        # Those of ongoing requests change in the next step, and outputs are read after it.
+        # Plans of ongoing requests change in the next step, and outputs are read after it.
         copies = {request_id: copy(plan) for request_id, plan in whole.requests.items()}
         output.residency_plan = ResidencyPlan(copies, continued=whole.continued)
         self.count["preempt"] += len(before - {r.request_id for r in scheduler.running})
@@ -245,7 +245,7 @@ class Simulation:
         )
 
     def _accepted(self, output: SchedulerOutput, request_id: str) -> list[int]:
-        """As many of a request's drafts as happen to be accepted."""
+        """Accept a random number of a request's drafts."""
         drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
         num = self.random.randint(0, len(drafts))
         self.count["accepted"] += num
@@ -261,7 +261,7 @@ class Simulation:
         return STOP if self.random.random() < self.stop_rate else 7
 
     def reset(self) -> None:
-        """What vLLM does after its weights were changed: every running request begins again."""
+        """Reset as vLLM does after new weights: every running request begins again."""
         self.count["reset"] += 1
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
         self.scheduler.check_integrity()

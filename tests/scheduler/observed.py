@@ -83,7 +83,7 @@ class Observed(Simulation):
         stock = (sum(-(-tokens // size) for tokens in computed.values()) + others) * size * 256
         held = (self.num_total - self.num_free) * size * 264
         return {
-            "continuation_queries": 0,  # nobody continues here
+            "continuation_queries": 0,  # no request continues here
             "continuation_hits": 0,
             "requests_at_capacity": sum(map(self._is_full, with_pages)),
             "resident_tokens": sum(

@@ -69,13 +69,13 @@ overlaps = st.sampled_from([(1, False), (2, True), (2, False), (3, False), (3, T
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens to an engine, whatever its options are.
+    """Events of an engine, whatever its options are.
 
     Args:
         ops: as :meth:`Simulation.run` reads them.
         block_size: slots of a page.
         stop_rate: how often a request ends before its time.
-        policy: vLLM's, of who is served first.
+        policy: vLLM's order of requests.
         seed: of what is sampled.
 
     """
@@ -87,7 +87,7 @@ class Schedule:
     seed: int
 
     def num_blocks(self, num_pages: int) -> int:
-        """As much memory as so many pages of :data:`BLOCK_SIZE` slots, and the null page."""
+        """Pages with the memory of ``num_pages`` of :data:`BLOCK_SIZE` slots, and the null page."""
         return 1 + num_pages * BLOCK_SIZE // self.block_size
 
     def play(

@@ -83,7 +83,7 @@ class ShadowPool:
             window.execute(output, index, self.slots, self._token)
 
     def accept(self, request_id: str, plan: RequestPlan, num: int) -> None:
-        """Of a step's drafts the first ``num`` are the request's own, for whoever finds them."""
+        """Make the first ``num`` drafts of a step tokens of the request."""
         for i in range(1, num + 1):
             slot = self._slot(request_id, plan.resident_start + i, plan.first_block_idx)
             self.slots[slot] = self._token(request_id, plan.logical_start + i)
@@ -93,7 +93,7 @@ class ShadowPool:
         return row[start + index // self.block_size], index % self.block_size
 
     def _token(self, request_id: str, position: int) -> tuple[object, int]:
-        """What a slot with the request's token at ``position`` holds."""
+        """The content of a slot with the request's token at ``position``."""
         if position >= self.whole_until[request_id]:
             return (request_id, self.lives[request_id]), position
         prefix = self.prompts[request_id][: position + 1]

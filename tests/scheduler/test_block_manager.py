@@ -50,7 +50,7 @@ def test_a_page_freed_while_held_is_seen(simulation: Simulation) -> None:
 
 
 def test_lengths_without_pages_are_seen(simulation: Simulation) -> None:
-    """And pages that are more than the resident tokens need."""
+    """Pages without lengths, and more pages than resident tokens need."""
     manager = simulation.scheduler.block_manager
     manager.ledger.close("r0")
     with pytest.raises(IntegrityError, match="lengths without owners: {'r0'}"):

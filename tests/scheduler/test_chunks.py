@@ -24,7 +24,7 @@ def _image(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
 
 
 def _request(images: list[Chunk], prompt_len: int) -> SimpleNamespace:
-    """What vLLM's scheduler reads of one with images."""
+    """A request with images, as far as vLLM's scheduler reads it."""
     features = [_image(f"image {at}", at, length) for at, length in images]
     return SimpleNamespace(
         request_id="r0",
@@ -106,7 +106,7 @@ def test_every_prompt_comes_to_its_end(
     assert found[0][0] == 0 and len(found) > 1
 
 
-def test_who_waits_for_the_encoder_holds_none_of_it() -> None:
+def test_a_request_that_waits_for_the_encoder_holds_none_of_it() -> None:
     """Two requests, whose images each fit, do not wait for each other."""
     options = (("prefix_caching", True), ("name", "snapkv"), ("observation_window", 12))
     simulation = Simulation(vllm_config(12, 20, 8, "fcfs", False, options), 200, 1)

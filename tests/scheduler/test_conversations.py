@@ -1,4 +1,4 @@
-"""Who continues from whom: random schedules, in which nobody ever reads another's cache."""
+"""Random conversations, in which no request reads the cache of another tenant."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_the_next_turn_begins_where_the_last_one_ended(depth: int, tenant: Tenan
 
 
 @pytest.mark.parametrize("other", TENANTS[1:])
-def test_nobody_goes_on_from_another_tenant_s(other: Tenant) -> None:
-    """Of another salt, adapter or budget: either way round."""
+def test_no_request_continues_from_another_tenant(other: Tenant) -> None:
+    """Another salt, adapter or budget, either way round."""
     for one, two in ((TENANTS[0], other), (other, TENANTS[0])):
         talking = talk()
         text = first_turn(talking, one)
@@ -113,7 +113,7 @@ def test_nobody_goes_on_from_another_tenant_s(other: Tenant) -> None:
 
 
 def test_the_longest_wins_and_a_taken_page_is_gone() -> None:
-    """A branch goes on from where it left; who takes one page of an entry ends all of it."""
+    """A branch continues where it left; an entry ends when one of its pages is taken."""
     talking = talk()
     text = first_turn(talking)
     longer = [*text, 100, 101]
@@ -143,7 +143,7 @@ def _request_of(talking: Talking, prompt: list[int]) -> Request:
 
 
 def test_a_reset_ends_them_all() -> None:
-    """As vLLM does when its weights change, or it sleeps."""
+    """VLLM resets its cache when weights change, or when it sleeps."""
     talking = talk()
     text = first_turn(talking)
     assert talking.scheduler.reset_prefix_cache()
@@ -165,7 +165,7 @@ def test_what_is_seen() -> None:
 
 
 def test_requests_with_a_raw_hit_are_counted() -> None:
-    """As asking for all their tokens, and as continuing from none."""
+    """They ask for all their tokens, and continue from none."""
     talking = talk(name="streaming", num_sink_tokens=2, prefix_caching=True)
     for _ in range(2):
         talking.say(range(10, 42), 1, TENANTS[0])

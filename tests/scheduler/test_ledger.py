@@ -189,7 +189,7 @@ def test_preview_changes_nothing() -> None:
 
 
 def test_a_request_preempted_in_its_own_step_leaves_the_plan() -> None:
-    """And may come back with a longer prompt: what it had generated is computed again."""
+    """It may come back with a longer prompt: generated tokens are computed again."""
     ledger = Ledger(BUDGET, block_size=4)
     ledger.commit("r", ledger.preview("r", 0, 5, RequestInfo(5)), RequestInfo(5))
     ledger.close("r")
@@ -233,7 +233,7 @@ def test_a_plan_that_is_not_the_schedule_raises() -> None:
 
 
 def test_which_requests_are_split() -> None:
-    """Those whose prompts are evicted from, from then on, where heads share slots; no others."""
+    """A request is split from the step on that evicts from its prompt, if heads share slots."""
     for splits, prompt_len, split in ((True, 16, True), (True, 15, False), (False, 16, False)):
         ledger = Ledger(BUDGET, 4, Rules(splits=splits))
         first = run(ledger, 0, 10, prompt_len)

@@ -1,4 +1,4 @@
-"""``eviction=pressure``: who falls back to its budget, when, and that no page is lost over it."""
+"""``eviction=pressure``: which requests fall back to their budget, when, and their pages."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_an_abort_around_a_pack(steps: int) -> None:
 
 
 def test_who_is_thrown_out_begins_again_and_grows() -> None:
-    """What it had fallen back to is gone with its pages."""
+    """It has lost its pages, and keeps every token again."""
     simulation = engine(20)
     first = simulation.add(20, 40)
     for _ in range(6):
@@ -241,12 +241,12 @@ def forecast(
 def test_as_few_as_are_enough(
     free: int, forecasts: list[Forecast], waiting: list[int], spare: int, expected: Relief
 ) -> None:
-    """Priority, then fewest tokens for a page, then the latest; who cannot be helped is not."""
+    """Priority, then fewest tokens for a page, then the latest; none for a hopeless request."""
     assert relieve(free, forecasts, waiting, spare) == expected
 
 
 def test_who_falls_back_already_is_not_asked_again() -> None:
-    """What it gives comes with the step after its own."""
+    """Its pages come back with the step after its own."""
     coming = Forecast(request_id="a", takes=1, gives=5)
     assert relieve(0, [coming, forecast("b", 4, 4)], [], 0) == Relief()
     assert relieve(0, [coming, forecast("b", 5, 4)], [], 0) == Relief(("b",))

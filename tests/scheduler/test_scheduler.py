@@ -221,7 +221,7 @@ def test_a_streaming_input_with_a_token_too_many_begins_again() -> None:
     ids=["merged", "no pages", "no positions"],
 )
 def test_a_streaming_input_that_finds_no_room_begins_again(options: Any, pages: int) -> None:
-    """What it holds when it has generated is more than what a chunk of its prompt leaves."""
+    """After decode it holds more tokens than survive a chunk of its prompt."""
     config = vllm_config(BUDGET, 9, 8, "fcfs", False, options)
     simulation = Simulation(config, 1 + pages, depth=1)
     session = simulation.add(30, 7, resumable=True)
@@ -292,6 +292,20 @@ def test_a_prompt_of_three_times_the_pool() -> None:
     assert held[8:-1] == [PAGES_AT_CAPACITY] * len(held[8:-1])
     assert simulation.count["preempt"] == 0
     assert simulation.num_free == simulation.num_total
+
+
+def test_free_after_a_short_last_chunk_returns_pages_of_earlier_ones() -> None:
+    """One token ends the prompt and fills no page: nothing is evicted, and the pages still go."""
+    simulation = Simulation(vllm_config(BUDGET, 8, 8, "fcfs", False, (CHUNK, *PAGE)), 40, depth=1)
+    simulation.add(2, 1)
+    request = simulation.add(6 + 3 * 8 + 1, 30)
+    plans = [simulation.step().residency_plan.requests[request] for _ in range(5)]
+    last = plans[-1]
+    assert (last.num_new, last.num_survivors, last.resident_end) == (1, 0, 11)
+    assert simulation.pages_of(request) > PAGES_AT_CAPACITY
+    for _ in range(20):
+        simulation.step()
+        assert simulation.pages_of(request) == PAGES_AT_CAPACITY
 
 
 @pytest.mark.parametrize(

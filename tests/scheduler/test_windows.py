@@ -98,7 +98,7 @@ def random_prefixes(
     spare: int,
     overlap: tuple[int, bool],
 ) -> None:
-    """What is found in one group is found in all, and is what anybody would have computed."""
+    """A hit in one group is a hit in all, and holds the tokens of the prefix."""
     config = vllm_config(BUDGET, 20, 8, schedule.policy, overlap[1], options)
     pool = Pool(0, schedule.block_size)
     pages = pool.pages_of(MAX_MODEL_LEN) + pool.pages_of(BUDGET)
@@ -119,7 +119,7 @@ def test_prefixes_next_to_windows() -> None:
 
 @pytest.mark.skipif(not bounds_hits(None), reason="refused before vLLM 0.33")
 def test_nothing_is_published_that_evicted_tokens_were_missing_from() -> None:
-    """Past a prompt that was evicted from, layers that slide compute what nobody else would."""
+    """Past a prompt that was evicted from, tokens of sliding layers fit no other request."""
     config = vllm_config(BUDGET, 64, 8, "fcfs", False, SHARED[1])
     simulation = Simulation(config, 60, 1, windows=(6,))
     simulation.add(prompt_len=20, max_tokens=40)
@@ -147,7 +147,7 @@ def test_every_window_finds_its_tokens() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("windows", [(6,), (5, 9, 40), (1,)])
 def test_pages_past_a_prompt(windows: tuple[int, ...], depth: int) -> None:
-    """As many as the line at the start says, and at some moment no fewer."""
+    """At most the number that the line at the start says, and at some moment that number."""
     config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=depth == 2)
     simulation = Simulation(config, 80, depth, windows=windows)
     simulation.add(prompt_len=20, max_tokens=40)
@@ -226,7 +226,7 @@ def test_groups_that_do_not_go(specs: list[KVCacheSpec], message: str) -> None:
 
 
 def test_drafts_go_with_one_group() -> None:
-    """And prefix caching before vLLM 0.33, also where a config does not tell of windows."""
+    """Prefix caching before vLLM 0.33 does, too, even if no config names windows."""
     groups = [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate([OWN, WINDOW])]
     with pytest.raises(UnsupportedError, match="that its configuration does not name"):
         policy_group(KVCacheConfig(9, [], groups), alone=True)

@@ -1,4 +1,4 @@
-"""What one step asks of the kernels, whatever device they are for."""
+"""Arguments of the kernels in one step, whatever the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_h2o.policy import Ranking, Term
 
 @dataclass(frozen=True)
 class Scoring:
-    """What each query adds to the scores of tokens, and how scores are ranked.
+    """Numbers that each query adds to the scores of tokens, and how scores are ranked.
 
     Args:
         power: of the probabilities that are added; 0 adds nothing.
@@ -34,7 +34,7 @@ class Scoring:
 
     @classmethod
     def of(cls, ranking: Ranking, by_page: bool = False, merge: float = 0.0) -> Scoring:
-        """That of a ranking."""
+        """Take it from a ranking."""
         return cls(ranking.power, ranking.scores_every_query, ranking.by_age, by_page, merge)
 
 
@@ -161,7 +161,7 @@ class PromptChunk:
         return self.first_window_query if term.queries == "window" else self.first_scoring_query
 
     def in_blocks(self, term: Term, page: int) -> list[PromptChunk]:
-        """What the term's queries see, as chunks: all, or the first page and a block for each.
+        """Cut the chunk into what the term's queries see: all, or the first page and a block each.
 
         A block's chunk ends where this one does, so that its tokens are as old.
 

@@ -18,7 +18,7 @@ from vllm_h2o.policy import Term
 
 
 class Held(Protocol):
-    """What one request's slots hold, of one layer, in order of position: a copy."""
+    """A copy of what one request's slots hold, of one layer, in order of position."""
 
     def store(self, cache: LayerCache, blocks: torch.Tensor) -> None:
         """Write it to the first slots of some blocks.

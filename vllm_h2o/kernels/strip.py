@@ -16,7 +16,7 @@ makes of each key that many positions earlier."""
 
 @dataclass
 class Strip:
-    """What one KV head holds of one request: L slots.
+    """The L slots of one KV head, of one request.
 
     Args:
         key: [L, D].

@@ -1,4 +1,4 @@
-"""What tells one eviction policy from another."""
+"""An eviction policy: its name, its ranking and its defaults."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Budget:
 
     @property
     def parts(self) -> str:
-        """What the slots are for, in words."""
+        """The parts of the budget, in words."""
         left = "1 for the incoming token"
         if self.evict_every > 1:
             left = f"{self.evict_every} for incoming tokens"

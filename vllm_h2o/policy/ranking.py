@@ -25,7 +25,7 @@ Reduce = Literal["sum", "mean", "max"]
 
 @dataclass(frozen=True)
 class Term:
-    """What some queries pay to each token.
+    """Attention that some queries pay to each token.
 
     Args:
         queries: ``all``: every query of prompt and output. ``window``: the prompt's last

@@ -110,7 +110,7 @@ class HeavyHitterManager(FullAttentionManager):
         return self._ledger
 
     def info_of(self, request: Request) -> RequestInfo:
-        """What a request brings before it holds blocks."""
+        """The lengths and limits that a request brings before it holds blocks."""
         return RequestInfo(
             prompt_len=request.num_tokens,
             max_len=request.num_prompt_tokens + request.max_tokens + self._max_overshoot,

@@ -19,14 +19,7 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.rules import Rules
-from vllm_h2o.scheduler.state import (
-    LedgerStats,
-    RequestInfo,
-    RequestState,
-    check_evicts,
-    check_position_end,
-    check_span,
-)
+from vllm_h2o.scheduler.state import LedgerStats, RequestInfo, RequestState, check_span
 from vllm_h2o.wire import RequestPlan, ResidencyPlan
 
 
@@ -174,14 +167,18 @@ class Ledger:
         end = held.resident_len + num_new
         num_survivors = budget.survivors(end)
         packs = falls_back if held.grows else due
-        packs = packs and (pack_block_idx > 0 or num_survivors < end)
-        # A request with nothing to evict yet falls back and moves nothing; a short prompt grows on.
+        # Past its prompt, a request within its capacity falls back and moves nothing.
+        evicts = num_survivors < end if due else end > budget.capacity
+        packs = packs and (pack_block_idx > 0 or evicts)
         grows = held.grows and (packs or due or not falls_back)
         is_bounded = not in_prompt and not grows
         if is_bounded and not budget.overwrites:
             packs = end > budget.capacity if held.fits else end == budget.capacity
-        if packs or (is_bounded and held.resident_len == budget.capacity):
-            check_evicts(request_id, held, num_tokens)
+        if held.fits and (packs or (is_bounded and held.resident_len == budget.capacity)):
+            raise IntegrityError(
+                f"request {request_id}: token {num_tokens} does not fit into {budget.capacity} "
+                "slots, but the request was admitted as one that fits"
+            )
         plan = RequestPlan(
             logical_start=num_computed,
             num_new=num_new,
@@ -209,7 +206,12 @@ class Ledger:
         """
         self._check_once(request_id)
         # Not when it is previewed: a prompt is previewed whole before it is admitted.
-        check_position_end(request_id, plan.position_end, self.rules.position_limit)
+        limit = self.rules.position_limit
+        if limit is not None and plan.position_end > limit:
+            raise IntegrityError(
+                f"request {request_id}: a token would have position {plan.position_end - 1}, and "
+                f"there are {limit}"
+            )
         start = plan.logical_start
         held = self._states.get(request_id) or self._fresh(request_id, info, start)
         # Before the prompt's end nothing is freed: a worker's block table only grows meanwhile.

@@ -1,7 +1,7 @@
 """``eviction=pressure``: chooses requests that fall back to their budget when the pool runs short.
 
 No torch, no vLLM. Before each step the scheduler adds up the pages that running requests take in
-their next two steps, and those that the first waiting requests need. If fewer are free, it chooses
+their next two steps and that the first waiting requests need. If fewer are free, it chooses
 requests that hold more than their budget::
 
     this step    computes a token of each, in a slot of its own, and packs the survivors

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.policy import Budget, Eviction
+from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.footprint import Pool, row_bytes
 
 
@@ -37,49 +37,45 @@ class Start:
 
     def lines(self) -> Iterator[str]:
         """The lines, in order."""
-        config, limit = self.config, self.config.position_limit
+        config, longest = self.config, f"max_model_len={self.max_model_len}"
         if config.splits:
             heads = "of all layers" if config.splits_layers else "of a layer"
             yield f"the KV heads {heads} share slots; numbers of slots are means."
         elif config.split_reason:
             yield f"KV heads do not share slots, as they would without {config.split_reason}."
-        yield self._budget()
-        if self.num_window_pages:
-            yield (
-                f"that is of {self.num_layers[0]} layers with full attention; the other "
-                f"{self.num_layers[1]} keep the tokens of their sliding windows, in up to "
-                f"{self.num_window_pages} pages more of each sequence."
-            )
-        if limit is not None:
-            taken = row_bytes(self.max_num_seqs, self.max_model_len, self.pool.block_size)
-            yield (
-                f"positions roll below {limit}; the rows of {self.max_num_seqs} sequences of "
-                f"max_model_len={self.max_model_len} take {taken >> 20} MiB in each worker, for "
-                "ids of tokens and pages (--max-num-seqs)."
-            )
-        if config.schedule.at == "pressure":
-            whole = self.pool.num_sequences(self.max_model_len, self.num_window_pages)
-            yield (
-                "eviction=pressure: until memory is short a sequence holds every token, and the "
-                f"pool holds {whole} sequences of max_model_len={self.max_model_len}."
-            )
-
-    def _budget(self) -> str:
-        budget, pool = self.budget, self.pool
-        slots, others = min(budget.capacity, self.max_model_len), self.num_window_pages
-        most = "" if self.config.budget_basis == "max_model_len" else "at most "
-        return (
-            f"past its prompt a sequence holds {most}{budget.capacity} tokens ({budget.parts}) = "
-            f"{pool.pages_of(slots)} pages of {pool.block_size}"
-            f"{_evicts(self.config.schedule, budget)}; the pool of {pool.num_pages} pages holds "
-            f"{pool.num_sequences(slots, others)} sequences of max_model_len={self.max_model_len} "
-            "at once, stock vLLM in the same memory "
+        slots, others = min(self.budget.capacity, self.max_model_len), self.num_window_pages
+        whole = self.pool.num_sequences(self.max_model_len, others)
+        yield (
+            f"past its prompt a sequence holds "
+            f"{'' if config.budget_basis == 'max_model_len' else 'at most '}"
+            f"{self.budget.capacity} tokens ({self.budget.parts}) = {self.pool.pages_of(slots)} "
+            f"pages of {self.pool.block_size}{self._evicts()}; the pool of {self.pool.num_pages} "
+            f"pages holds {self.pool.num_sequences(slots, others)} sequences of {longest} at once, "
+            f"stock vLLM in the same memory "
             f"{self.stock_pool.num_sequences(self.max_model_len, others)}."
         )
+        if others:
+            yield (
+                f"that is of {self.num_layers[0]} layers with full attention; the other "
+                f"{self.num_layers[1]} keep the tokens of their sliding windows, in up to {others} "
+                "pages more of each sequence."
+            )
+        if config.position_limit is not None:
+            taken = row_bytes(self.max_num_seqs, self.max_model_len, self.pool.block_size)
+            yield (
+                f"positions roll below {config.position_limit}; the rows of {self.max_num_seqs} "
+                f"sequences of {longest} take {taken >> 20} MiB in each worker, for ids of tokens "
+                "and pages (--max-num-seqs)."
+            )
+        if config.schedule.at == "pressure":
+            yield (
+                "eviction=pressure: until memory is short a sequence holds every token, and the "
+                f"pool holds {whole} sequences of {longest}."
+            )
 
-
-def _evicts(schedule: Eviction, budget: Budget) -> str:
-    """How tokens are evicted, if not one at a time."""
-    if schedule.by_page:
-        return f", and evicts whole pages of {budget.unit} tokens"
-    return "" if budget.overwrites else f", and evicts {budget.evict_every} tokens at a time"
+    def _evicts(self) -> str:
+        """How many tokens are evicted at a time, if not one."""
+        if self.config.schedule.by_page:
+            return f", and evicts whole pages of {self.budget.unit} tokens"
+        every = self.budget.evict_every
+        return f", and evicts {every} tokens at a time" if every > 1 else ""

@@ -1,4 +1,4 @@
-"""What the ledger holds of each request, and what it counts: no torch, no vLLM."""
+"""States of requests in the ledger, and its counts: no torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Left:
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """What a request brings before it holds pages.
+    """The lengths and limits that a request brings before it holds pages.
 
     Args:
-        prompt_len: tokens of its prompt; of a resumed request, also those that it had generated:
-            all of them are computed again.
+        prompt_len: tokens of its prompt; of a resumed request, also the tokens that it had
+            generated: all of them are computed again.
         max_len: tokens of its prompt and of all that may follow; None: no limit.
         budget: its own budget; None: the engine's.
         turn: the lengths that it continues from; None: it begins anew.
@@ -54,7 +54,7 @@ class RequestInfo:
 
 @dataclass
 class RequestState:
-    """What a request holds after the last committed step.
+    """Lengths of a request after its last committed step.
 
     Args:
         logical_len: tokens computed.
@@ -272,7 +272,7 @@ class LedgerStats:
             self.pressure_evicted_tokens += plan.num_evicted
 
     def count_begun(self, plan: RequestPlan, state: RequestState) -> None:
-        """Count the tokens of a request that this step admits, and those that it continues from."""
+        """Count all tokens of a request that this step admits, and the tokens it continues from."""
         if plan.in_prompt and plan.logical_start == state.num_found:
             self.continuation_queries += state.prompt_end
             self.continuation_hits += state.turn_start
@@ -303,32 +303,4 @@ def check_span(
         raise IntegrityError(
             f"request {request_id}: tokens [{num_computed}, {num_tokens}) cross the end of the "
             f"prompt at {held.prompt_end}, or are more drafts than there is room for"
-        )
-
-
-def check_position_end(request_id: str, position_end: int, position_limit: int | None) -> None:
-    """Check that a step's last token has a position that the model knows.
-
-    Raises:
-        IntegrityError: when resident tokens and the step's need more positions than there are.
-
-    """
-    if position_limit is not None and position_end > position_limit:
-        raise IntegrityError(
-            f"request {request_id}: a token would have position {position_end - 1}, and there are "
-            f"{position_limit}"
-        )
-
-
-def check_evicts(request_id: str, held: RequestState, num_tokens: int) -> None:
-    """Check that a request may lose tokens when token ``num_tokens`` is computed.
-
-    Raises:
-        IntegrityError: when all of it was expected to fit.
-
-    """
-    if held.fits:
-        raise IntegrityError(
-            f"request {request_id}: token {num_tokens} does not fit into {held.budget.capacity} "
-            "slots, but the request was admitted as one that fits"
         )

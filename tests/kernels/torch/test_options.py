@@ -121,7 +121,8 @@ def test_any_lives_of_unequal_heads(
     split = ("split", "heads" if num_layers == 1 else "layers")
     options = (*(o for o in options if o[0] != "split"), split)
     layer = Layer(shape, policy, num_blocks, kernels=kernels, options=options)
-    live(layer, lives, count)
+    # Their queries are up to twice as sharp: float32's largest errors are 5e-6.
+    live(layer, lives, count, output_atol=2e-5)
 
 
 def retained(

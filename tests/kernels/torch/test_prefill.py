@@ -40,7 +40,7 @@ def full_page(num_blocks: int, blocks: list[int], num_tokens: int) -> LayerCache
 
 
 def strips(cache: LayerCache, chunk: PromptChunk, num_slots: int) -> list[Strip]:
-    """What each head holds in its first slots."""
+    """The strip of each head's first slots."""
     views = [
         getattr(cache, name)[cache_rows(chunk.block_table, 2)].flatten(1, 2)[:, :num_slots]
         for name in VIEWS

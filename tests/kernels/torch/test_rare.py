@@ -151,7 +151,7 @@ def test_copies_are_in_order_and_pages_may_be_written_to() -> None:
 
 
 def test_a_lifetime_ends_with_a_turn() -> None:
-    """Of the prompt's tokens, and of no others; afterwards all scores are without a window."""
+    """Only the prompt's tokens are restored; afterwards all scores are without a window."""
     cache = filled(TURN, 4, seed=3)
     cache = LayerCache(
         cache.key, cache.value, cache.score, cache.position, 3,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.kernels.torch.test_pack import BLOCKS, LENGTH, VIEWS, shared, strips
+from tests.kernels.torch.prompts import BLOCKS, LENGTH, VIEWS, shared, strips
 from vllm_h2o.kernels.batch import StepTensors
 from vllm_h2o.kernels.reference import score_term
 from vllm_h2o.kernels.strip import Strip

@@ -17,13 +17,19 @@ SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by compute capability."""
 SPILLED: dict[int, dict[str, int]] = {
     75: {"attend_split": 256},
-    80: {"attend": 472, "reached_scores": 208},
+    80: {
+        "attend": 472,
+        "attend_split": 24,
+        "merge_and_score": 8,
+        "column_scores": 32,
+        "reached_scores": 208,
+    },  # fmt: skip
     89: {"attend": 8, "column_scores": 24, "reached_scores": 288},
     90: {"attend": 48, "attend_split": 48, "reached_scores": 216},
 }
 """Bytes at most that do not fit into a thread's registers, of any shape; 0 of other kernels.
-``reached_scores`` is ``column_scores`` of a term with reach, which spills once, after its loop. Most
-others are of float32 and float8, of groups of 7 and 8, and of Turing."""
+``reached_scores`` is ``column_scores`` of a term with reach, which compares all pairs of a tile's
+positions. Most others are of float32 and float8, of groups of 7 and 8, and of Turing."""
 MULTIPLIES = ("attend", "column_scores")
 """Kernels of prompts, which have matrix units multiply where K is of 16 bits."""
 

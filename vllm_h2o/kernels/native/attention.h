@@ -211,7 +211,7 @@ class Attention {
     }
   }
 
-  // Of a tile's slots, from `slot` on, all but the victim's own.
+  // Offers a tile's slots, from `slot` on, without the victim's own.
   void find_nearest(Part& part, const Tile<S>& tile, int64_t slot) const {
     float* dots = part.extra + (slot - part.begin);
     const int count = static_cast<int>(std::min<int64_t>(kTile, part.end - slot));

@@ -29,7 +29,7 @@ void with_types(int32_t tensors_type, int32_t cache_type, F f) {
   if (tensors_type == kHalf) with(Half());
 }
 
-// What one KV head holds of one request, in elements of S: slot s is in the head's page s / N,
+// One KV head's tokens of one request, in elements of S: slot s is in the head's page s / N,
 // which is a row of a block of its own, or, where heads share slots, one of rows that follow one
 // another.
 template <class S>
@@ -92,7 +92,7 @@ struct Strip {
   // [D]
   S* value(int64_t slot) const { return key(slot) + static_cast<int64_t>(block_size) * head_size; }
 
-  // Of tokens that move, T is S.
+  // T is S where a token moves.
   template <class T>
   void store(int64_t slot, const T* new_key, const T* new_value, float score,
              int64_t position) const {
@@ -122,8 +122,8 @@ inline const T* head_of(const char* tensor, int64_t token_stride, int64_t token,
   return reinterpret_cast<const T*>(tensor) + token * token_stride + head * head_size;
 }
 
-// What a row's weights are multiplied by: 1 / their sum, in which an attention sink takes its part.
-// Weights are e^(logit - row_max). `sink`: its logit, or null.
+// The factor of a row's weights: 1 / their sum, in which an attention sink takes its part. Weights
+// are e^(logit - row_max). `sink`: its logit, or null.
 inline float factor_of(float row_sum, float row_max, const float* sink) {
   if (!sink) return 1.0f / row_sum;
   const float above = row_max - *sink;

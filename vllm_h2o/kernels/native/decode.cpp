@@ -186,7 +186,7 @@ class Decode {
     return tensors_.sink_logits ? tensors_.sink_logits + part.head * group_ + g : nullptr;
   }
 
-  // Of all parts of a strip.
+  // The nearest key of all parts of a strip.
   Nearest nearest(const Part& of) const {
     Nearest found;
     for_each_part(of, [&](const Part& part) {

@@ -112,7 +112,7 @@ struct Group {
   }
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-  // Of contiguous slots: rows is [kLanes, D].
+  // Contiguous slots: rows is [kLanes, D].
   template <int D>
   static Floats dot_pairs(const T* rows, const uint16_t* q) {
     Floats sums[kLanes] = {};
@@ -128,7 +128,7 @@ struct Group {
     return sums_of(sums);
   }
 
-  // Of slots anywhere: rows is [kLanes] addresses of [D].
+  // Slots anywhere: rows is [kLanes] addresses of [D].
   Floats dot_pairs(const T* const* rows, const uint16_t* q) const {
     __m512 sums[kLanes] = {};
     int d = 0;

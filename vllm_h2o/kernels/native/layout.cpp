@@ -1,4 +1,4 @@
-// What this library was built with, for the loader to compare with layout.py.
+// Lists what this library was built with, for the loader to compare with layout.py.
 
 #include "layout.h"
 

@@ -123,7 +123,7 @@ struct H2oPacked {
   int64_t splits;
 };
 
-// What compilers call for `#pragma omp parallel` and `#pragma omp barrier`. All null: one thread.
+// Compilers call these for `#pragma omp parallel` and `#pragma omp barrier`. All null: one thread.
 struct H2oRuntime {
   void (*parallel)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
   void (*barrier)();

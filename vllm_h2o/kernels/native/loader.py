@@ -24,7 +24,7 @@ VARIANTS: dict[str, frozenset[str]] = {
     "v3": frozenset({"avx2", "bmi2", "f16c", "fma", "movbe"}),
     "portable": frozenset(),
 }
-"""Best first: what a processor must have for each, in addition to what those after it need."""
+"""Best first: features of a processor that each needs, besides those of the ones after it."""
 
 _RUNTIME = (
     "GOMP_parallel",
@@ -33,7 +33,7 @@ _RUNTIME = (
     "omp_get_thread_num",
     "omp_get_num_threads",
 )
-"""What GCC calls the functions of ``layout.H2oRuntime``."""
+"""Names that GCC has for the functions of ``layout.H2oRuntime``."""
 
 
 class NativeUnavailableError(Exception):

@@ -33,7 +33,7 @@ struct QueryTile {
   int64_t query_begin;  // within the chunk
 };
 
-// What a thread has for the rows of one tile, which are (head, query).
+// A thread's memory for the rows of one tile, which are (head, query).
 template <class Element>
 struct TileRows {
   float* logits;        // [rows, stride], then weights e^(logit - row_max)
@@ -50,7 +50,7 @@ struct PromptMemory {
   Scratch offsets, arranged, column_sums, rows;
 };
 
-// Of this library alone: a process may open several.
+// This library's own: a process may open several.
 namespace {
 PromptMemory& prompt_memory() {
   static thread_local PromptMemory memory;

@@ -41,7 +41,7 @@ struct Cut {
   int64_t slot;
 };
 
-// What lies between two cuts. Only strips at its ends can lie in other splits, too: their parts
+// The slots between two cuts. Only strips at its ends can lie in other splits, too: their parts
 // are kept until those are computed.
 struct Split {
   Cut begin;

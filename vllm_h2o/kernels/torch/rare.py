@@ -19,7 +19,7 @@ from vllm_h2o.kernels.torch.prefill import chunk_rows
 
 @dataclass(frozen=True)
 class HeldTokens:
-    """What the slots of one request hold, of one layer, in order of position: a copy.
+    """A copy of the slots of one request, of one layer, in order of position.
 
     Args:
         views: of each of the cache's views, [H, num_slots, ...].
@@ -109,7 +109,7 @@ class RareStages:
 
 
 def _views(cache: LayerCache) -> list[torch.Tensor]:
-    """What a slot has; float8 is moved as it is."""
+    """The views that move with a slot; float8 is moved as it is."""
     views = [cache.key, cache.value, cache.score, cache.position]
     if cache.score_without_window is not None:
         views.append(cache.score_without_window)

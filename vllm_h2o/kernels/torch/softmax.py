@@ -8,7 +8,7 @@ from vllm_h2o.kernels.sinks import SinkLogits
 
 
 def softmax(logits: torch.Tensor, sink_logits: SinkLogits) -> torch.Tensor:
-    """Those without sinks, times what the sinks leave: ``sigmoid(lse - sink)``.
+    """Softmax without sinks, times what the sinks leave: ``sigmoid(lse - sink)``.
 
     Args:
         logits: [..., L], float32.
