@@ -1,1 +1,1 @@
-"""What a machine with a GPU has to prove: ``make gpu-check``."""
+"""Checks for a machine with a GPU: ``make gpu-check``."""

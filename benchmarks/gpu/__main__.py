@@ -1,4 +1,4 @@
-"""All that a machine with a GPU has to prove, in one command; a table comes last.
+"""Run all checks for a machine with a GPU in one command; a table comes last.
 
 Usage::
 
@@ -29,23 +29,23 @@ from pathlib import Path
 import torch
 from triton.errors import TritonError
 
-from benchmarks.gpu import kernels, latency, roofline
+from benchmarks.gpu import kernels, latency, roofline, speed
 from benchmarks.gpu.engines import COMBINED, COMPARED, ROOT, Check, compare, control, retained
 from benchmarks.record import append_rows, machine_name
 from vllm_h2o.kernels.triton.kernels import PromptAttention
 
 KINDS = ("kernels", "engines", "graphs", "speed", "throughput", "latency")
-"""Of parts."""
+"""Kinds of parts."""
 PROFILES = ("OPT-16-512+512",)
 MORE_PROFILES = (*PROFILES, "8B-1/8", "free-100", "OPT-80-512+512")
 """Pools of cards of 16, 24 and 80 GB, and one that is free."""
 REQUESTS_PER_S = 8.0
-"""Of the servers whose latencies are measured."""
+"""Rate at which the servers get requests while latencies are measured."""
 BROKEN = (
     RuntimeError, ValueError, AssertionError, AttributeError, TypeError, LookupError, ImportError,
     ArithmeticError, OSError, TritonError,
 )  # fmt: skip
-"""What a device, a build of vLLM or a kernel may raise; whatever else ends a part is found by the
+"""Errors of a device, a build of vLLM or a kernel; whatever else ends a part is found by the
 status of its process."""
 DOES_NOT_HOLD = 3
 """Status of a process whose part ran to its end, and some of whose checks failed."""
@@ -116,7 +116,7 @@ class Report:
 
     def speed(self, size: kernels.Size, device: torch.device) -> Iterator[Check]:
         """Figures of one size, printed and kept; nothing is asked of them here."""
-        figures = kernels.speed(size, device, flash(device, size))
+        figures = speed.speed(size, device, flash(device, size))
         figures["decode_of_copy_predicted"] = predicted(self.machine, size)
         row = {"machine": self.machine, "torch": torch.__version__, **vars(size), **figures}
         append_rows(self.out / "gpu-kernels.csv", [row])
@@ -124,7 +124,7 @@ class Report:
         yield from ()
 
     def latency(self, small: bool) -> Iterator[Check]:
-        """Of each side, printed and kept; that every request is answered is checked."""
+        """Latencies of each side, printed and kept; every request must be answered."""
         profile = latency.SMALL if small else latency.PROFILE
         for name, figures in latency.measure(profile, REQUESTS_PER_S, small):
             row = {"machine": self.machine, "vllm": version("vllm"), "profile": profile.id}
@@ -156,14 +156,14 @@ def holds(check: Check) -> bool:
 
 
 def line(check: Check) -> str:
-    """Of the table."""
+    """One line of the table."""
     what, figure, allowed = check
     return f"{'ok  ' if holds(check) else 'FAIL'} {figure:9.3g} (at most {allowed:.3g})  {what}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What runs in one process.
+    """A part of the checks, which runs in one process.
 
     Args:
         name: its kind, and what it is about.
@@ -198,7 +198,7 @@ def parts(small: bool, every: bool) -> list[Part]:
     found = [_kernels(size) for size in kernels.ODD[:2]]
     found += [_retained(dtype, small) for dtype in ("float32", "bfloat16")]
     found += [_graph(size) for size in kernels.REAL[:2]]
-    found += [_speed(size) for size in kernels.SPEED]
+    found += [_speed(size) for size in speed.SIZES]
     found += [_throughput(profile) for profile in (MORE_PROFILES if every else PROFILES)]
     found += _engines("llama", names if every else names[:4], small)  # two starts for each
     found += [_latency(small)]
@@ -286,7 +286,7 @@ def run_all(
 
 
 def ended(command: list[str], seconds: float, environment: dict[str, str]) -> tuple[int, str]:
-    """Status of a process that is given so many seconds; why it has that, if not by its checks."""
+    """Status of a process with a time limit; and why, if its checks are not the reason."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         status = process.wait(seconds)

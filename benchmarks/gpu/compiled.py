@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for a device that need not be there.
+"""Compile the kernels for a device that need not be there, and say what they take.
 
 Usage::
 
@@ -45,7 +45,7 @@ from vllm_h2o.policy.snapkv import SNAPKV
 HALF, SINGLE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
-"""Of a launch; the rest of what it is given by name are constants."""
+"""Options of a launch; its other keywords are constants."""
 NAMES = {HALF: "*fp16", BRAIN: "*bf16", SINGLE: "*fp32", E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
 TOKENS = {"key_ptr", "value_ptr", "query_ptr", "out_ptr"}
 CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
@@ -65,7 +65,7 @@ ALIGNED = {
 
 
 class Shape(NamedTuple):
-    """Of a layer.
+    """One layer.
 
     Args:
         dtype: of queries, and of K and V as they come.
@@ -114,9 +114,9 @@ SHAPES = {
 }  # fmt: skip
 """By compute capability, each its own, the widest among them: all on all takes minutes."""
 ALL = Term("all")
-"""What every query of a prompt pays."""
+"""The term that every query of a prompt adds to."""
 SERVED = [Shape(HALF, 128, 16, 1), Shape(BRAIN, 128, 16, 4)]
-"""Of the models that :mod:`benchmarks.gpu.roofline` speaks of."""
+"""Layers of the models that :mod:`benchmarks.gpu.roofline` predicts."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Made:
         spilled: bytes of a thread's registers that lie in memory.
         shared: bytes of a program.
         warps: of a program.
-        loads_ahead: copies to shared memory that nobody waits for yet.
+        loads_ahead: copies to shared memory that are not waited for yet.
         products: instructions of the matrix units.
 
     """
@@ -183,7 +183,7 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
 
 
 def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
-    """Those of a decode step."""
+    """The kernels of a decode step."""
     sizes, paged, size = shape.sizes, shape.paged, shape.dtype.itemsize
     tile = decode_tile(sizes["D_PAD"], size, shape.group)
     grouped = {"G": shape.group, "G_PAD": padded_group(shape.group), "TILE": tile}
@@ -231,7 +231,7 @@ def _products(shape: Shape) -> dict[str, Any]:
 
 
 def served_launches(shape: Shape, capability: int) -> Iterator[Launch]:
-    """Those of ``h2o`` that a server runs most."""
+    """The kernels of ``h2o`` that a server runs most."""
     yield from decode_launches(shape, merges=False)
     yield column_scores(shape, capability, ALL)
 
@@ -273,7 +273,7 @@ def build(launch: Launch, shape: Shape, capability: int) -> Made:
 
 
 def _kind(name: str, shape: Shape, fields: str, constants: dict[str, Any]) -> str:
-    """Of an argument."""
+    """The type of an argument."""
     kinds = (
         (name in constants or name == "field_stride", "constexpr"),
         (name in TOKENS, NAMES[shape.dtype]),

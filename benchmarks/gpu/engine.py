@@ -27,7 +27,7 @@ from benchmarks.throughput.models import write_random
 
 MAX_MODEL_LEN = 1024
 LENGTHS = (500, 257, 100, 33, 7, 1)
-"""Of prompts, one after another: next to the ends of pages, and of one token."""
+"""Lengths of prompts, one after another: next to the ends of pages, and of one token."""
 SHAPES: dict[str, dict[str, Any]] = {
     "opt": {
         "architectures": ["OPTForCausalLM"],
@@ -88,7 +88,7 @@ def prompts_of(num: int, shared: int) -> list[dict[str, list[int]]]:
 
 
 def pool_bytes(worker: Any) -> int | None:
-    """What vLLM's profile run leaves for the pool; None on a CPU, where nothing is profiled."""
+    """Bytes that vLLM's profile run leaves for the pool; None on a CPU: nothing is profiled."""
     return getattr(worker, "available_kv_cache_memory_bytes", None)
 
 
@@ -112,7 +112,7 @@ def forbid_waits(_: Any) -> None:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of the policy, if there is one."""
+    """The policy's options, if there is one."""
     if args.policy_budget is None:
         return {}
     config: dict[str, Any] = {"budget": args.policy_budget}

@@ -1,4 +1,4 @@
-"""What whole engines have to prove, each in a process of its own: tokens, memory, what is kept."""
+"""Checks of whole engines, each in a process of its own: tokens, memory, what is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu.engine import LENGTHS, MAX_MODEL_LEN
 
 ROOT = Path(__file__).parents[2]
 Check = tuple[str, float, float]
-"""What, the figure, and its maximum."""
+"""A name, the figure, and its maximum."""
 WHOLE, EVICTING = ("--policy-budget", "1.0"), ("--policy-budget", "0.125")
 PREFIXES = (*EVICTING, "--policy", "snapkv", "--prefixes")
 PAGES = (*EVICTING, "--pages")
@@ -38,7 +38,7 @@ COMPARED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def found_by(logs: Path, module: str, *options: str) -> dict[str, Any]:
-    """What one engine gives, in a process of its own; what it says is in a file of ``logs``."""
+    """Run one engine in a process of its own and return its figures; its log goes to ``logs``."""
     log = logs / f"{'_'.join([module, *(option.strip('-') for option in options)])}.log"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
@@ -80,7 +80,7 @@ def compare(logs: Path, small: bool, shape: str, name: str) -> Iterator[Check]:
 
 
 def control(logs: Path, small: bool, shape: str) -> Iterator[Check]:
-    """That a budget shows in the tokens at all."""
+    """Check that a budget shows in the tokens at all."""
     sizes = (shape, *size_of(small))
     each = (found_by(logs, "engine", *sizes, *options) for options in (WHOLE, EVICTING))
     whole, evicted = (found["tokens"] for found in each)
@@ -90,7 +90,7 @@ def control(logs: Path, small: bool, shape: str) -> Iterator[Check]:
 
 
 def retained(logs: Path, small: bool, dtype: str) -> Iterator[Check]:
-    """What is kept, against the reference in a model of float64."""
+    """Compare what is kept with the reference in a model of float64."""
     sizes = ("--prompt", "160", "--tokens", "16") if small else ()
     found = found_by(logs, "retained", "--dtype", dtype, *sizes)
     # Half precision orders tokens of nearly one score otherwise.

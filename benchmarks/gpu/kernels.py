@@ -1,11 +1,9 @@
-"""The Triton kernels on a device: against the torch ones, in a captured graph, and their speed."""
+"""Check the Triton kernels on a device: against the torch ones, and in a captured graph."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -29,7 +27,7 @@ TERMS = {
 
 @dataclass(frozen=True)
 class Size:
-    """Of a check.
+    """The size of a check.
 
     Args:
         requests: in the batch.
@@ -52,12 +50,12 @@ class Size:
 
     @property
     def pages(self) -> int:
-        """Of one request."""
+        """Pages of one request."""
         return -(-self.tokens // self.block_size)
 
     @property
     def scale(self) -> float:
-        """Of the logits."""
+        """Scale of the logits."""
         return self.head_size**-0.5
 
 
@@ -77,12 +75,6 @@ ODD = (
 """Other heads, groups and pages."""
 LONG = Size(1, 1 << 17, 32, 8, 128, 16, torch.bfloat16)
 """A prompt whose survivors are chosen of 128k tokens."""
-SPEED = tuple(
-    Size(requests, tokens, 32, num_kv_heads, 128, 16, torch.bfloat16)
-    for num_kv_heads in (8, 32)
-    for requests, tokens in ((64, 2048), (8, 2048), (256, 512), (1, 8192), (8, 8192))
-)
-"""What is timed: batches and slots as :mod:`benchmarks.gpu.roofline` predicts them."""
 SMALL = (Size(3, 100, 6, 2, 64, 16, torch.float32), Size(2, 64, 4, 4, 64, 16, torch.float16))
 
 
@@ -165,8 +157,8 @@ def check_decode(size: Size, device: torch.device) -> Iterator[tuple[str, float,
     yield "victims that differ", float((victims.cpu() != theirs)[written].float().mean()), 1e-3
 
 
-def _asked(size: Size, chunks: list[PromptChunk], term: Term) -> list[PromptChunk]:
-    """What a term's queries see, block by block where it goes so."""
+def asked(size: Size, chunks: list[PromptChunk], term: Term) -> list[PromptChunk]:
+    """The chunks that a term's queries see, or their blocks."""
     return [block for chunk in chunks for block in chunk.in_blocks(term, size.block_size)]
 
 
@@ -181,8 +173,8 @@ def check_prompt(
     cache = filled(size, device)
     twin = on_cpu(cache)
     chunks = [
-        _chunk(size, 0, slice(0, half), 0, device),
-        _chunk(size, 1, slice(half, size.tokens), half if later else 0, device),
+        chunk_of(size, 0, slice(0, half), 0, device),
+        chunk_of(size, 1, slice(half, size.tokens), half if later else 0, device),
     ]
     twin_chunks = [replace(chunk, block_table=chunk.block_table.cpu()) for chunk in chunks]
     tensors = step_tensors(size, size.tokens, device)
@@ -192,8 +184,8 @@ def check_prompt(
     TorchKernels().prefill(twin, twin_chunks, expected, Scoring())
     yield from _compare(cache, twin, tensors.out, expected.out, size)
     for what, term in TERMS.items():
-        asked, twins = (_asked(size, each, term) for each in (chunks, twin_chunks))
-        kernels.score_term(cache, asked, tensors, term, by_age=True)
+        seen, twins = (asked(size, each, term) for each in (chunks, twin_chunks))
+        kernels.score_term(cache, seen, tensors, term, by_age=True)
         TorchKernels().score_term(twin, twins, expected, term, by_age=True)
         yield f"score of {what}, relative", _score_error(cache, twin), 1e-3
     yield _check_pack(cache, chunks, kernels)
@@ -204,7 +196,7 @@ def check_prompt(
 def check_long(device: torch.device) -> Iterator[tuple[str, float, float]]:
     """The survivors of a very long prompt."""
     cache = filled(LONG, device)
-    chunks = [_chunk(LONG, 0, slice(0, LONG.tokens), 0, device)]
+    chunks = [chunk_of(LONG, 0, slice(0, LONG.tokens), 0, device)]
     yield _check_pack(cache, chunks, make(LONG, device, None))
 
 
@@ -266,7 +258,7 @@ def _check_copies(
 
 
 def _positions(cache: LayerCache, chunks: list[PromptChunk]) -> torch.Tensor:
-    """Of all survivors."""
+    """Positions of all survivors."""
     return _kept(cache, chunks, "position")
 
 
@@ -279,7 +271,7 @@ def _kept(cache: LayerCache, chunks: list[PromptChunk], name: str) -> torch.Tens
     return torch.cat(kept)
 
 
-def _chunk(
+def chunk_of(
     size: Size, request: int, tokens: slice, resident_start: int, device: torch.device
 ) -> PromptChunk:
     first_block = request * size.pages
@@ -343,67 +335,3 @@ def check_graph(size: Size, device: torch.device) -> Iterator[tuple[str, float, 
     step()
     differ = sum(not torch.equal(a, b) for a, b in zip(of_graph, written, strict=True))
     yield f"{size.requests}x{size.tokens}: graph and eager differ", float(differ), 0.0
-
-
-def seconds(action: Callable[[], Any], repeats: int = 20, captured: bool = True) -> float:
-    """Median time of one call on the device: of a captured graph, so that Python's is left out."""
-    for _ in range(3):
-        action()
-    torch.cuda.synchronize()
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            action()
-        action = graph.replay
-    spans = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        action()
-        end.record()
-        torch.cuda.synchronize()
-        spans.append(begin.elapsed_time(end) / 1000)
-    return statistics.median(spans)
-
-
-def speed(size: Size, device: torch.device, attention: PromptAttention | None) -> dict[str, float]:
-    """Decode against the device's copy; what scores, victims and survivors add."""
-    cache = filled(size, device)
-    victims = torch.zeros(cache.num_blocks, size.num_kv_heads, dtype=torch.int32, device=device)
-    step, kernels = step_tensors(size, size.requests, device), make(size, device, attention)
-    source = torch.empty(1 << 28, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() / seconds(lambda: target.copy_(source))
-
-    def decode(power: int, evicts: int) -> float:
-        batch, scoring = full_batch(size, device, evicts), Scoring(power=power)
-        return seconds(lambda: kernels.decode(cache, batch, victims, step, scoring))
-
-    scored, plain = decode(1, 1), decode(0, 0)
-    slots = size.requests * size.tokens * size.num_kv_heads
-    moved = slots * (2 * size.head_size * size.dtype.itemsize + 8)  # K, V, score and position
-    chunk = [_chunk(size, 0, slice(0, size.tokens), 0, device)]
-    long = step_tensors(size, size.tokens, device)
-
-    def prompt(power: int) -> float:
-        return seconds(lambda: kernels.prefill(cache, chunk, long, Scoring(power=power)))
-
-    def score_term(term: Term) -> float:
-        asked = _asked(size, chunk, term)
-        return seconds(lambda: kernels.score_term(cache, asked, long, term, by_age=True))
-
-    full, bare = prompt(1), prompt(0)
-    # Its fields are sent by every call, so that it is not captured.
-    packed = seconds(lambda: kernels.pack_survivors([cache], chunk, Scoring()), captured=False)
-    return {
-        "copy_GB_per_s": copy / 1e9,
-        "decode_GB_per_s": moved / scored / 1e9,
-        "decode_of_copy": moved / scored / copy,
-        "decode_ms": scored * 1e3,
-        "decode_scoring_adds": scored / plain - 1,
-        "prompt_ms": full * 1e3,
-        "prompt_scoring_adds": full / bare - 1,
-        "prompt_rotated_adds": score_term(ROTATED) / bare,
-        "prompt_window_adds": score_term(WINDOW) / bare,
-        "pack_ms": packed * 1e3,
-    }

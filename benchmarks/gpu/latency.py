@@ -23,7 +23,7 @@ Figures = dict[str, float]
 def measure(
     profile: Profile, requests_per_s: float, small: bool = False
 ) -> Iterator[tuple[str, Figures]]:
-    """What the bench finds of stock vLLM and of the policy, one after the other.
+    """Measure stock vLLM and the policy with the bench, one after the other.
 
     Args:
         profile: model, lengths, requests and pool.

@@ -1,4 +1,4 @@
-"""What an engine keeps, against a model in float64 whose heads are the reference's, in a file.
+"""Compare what an engine keeps with a model in float64 whose heads are the reference's.
 
 The model is random, and computed on the processor from weights and tokens alone: whatever differs
 in a prompt's attention, scores, packing, victims or graphs shows as other tokens kept.
@@ -35,7 +35,7 @@ Kept = dict[int, list[list[set[int]]]]
 def kept_by_reference(
     folder: Path, dtype: torch.dtype, token_ids: Sequence[int], prompt_len: int, budget: Budget
 ) -> Kept:
-    """What each head holds after the prompt, and after each token that follows.
+    """Collect what each head holds after the prompt, and after each token that follows.
 
     Args:
         folder: of a Llama.

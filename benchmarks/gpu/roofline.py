@@ -1,4 +1,4 @@
-"""What a device should take, by bytes, launches and occupancy: written before it is measured.
+"""Predict what a device takes, by bytes, launches and occupancy, before it is measured.
 
 Usage::
 
@@ -40,7 +40,7 @@ other."""
 MATRIX = 0.55
 """Share of the matrix units' rate that attention over a prompt reaches."""
 REGISTERS, WARPS, PROGRAMS = 65536, 64, 32
-"""Of a multiprocessor: 32-bit registers, and the most warps and programs at once."""
+"""Limits of a multiprocessor: 32-bit registers, and the most warps and programs at once."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Device:
     shared: int
 
     def programs(self, kernel: Kernel) -> int:
-        """Of a kernel, at once."""
+        """Programs of a kernel that run at once."""
         per_program = math.ceil(kernel.registers / 8) * 8 * 32 * kernel.warps
         limits = (
             REGISTERS // per_program,
@@ -76,7 +76,7 @@ class Device:
         return self.processors * max(min(limits), 1)
 
     def seconds(self, kernel: Kernel, programs: int, num_bytes: float, longest: float) -> float:
-        """Of one launch.
+        """Seconds of one launch.
 
         Args:
             kernel: its needs.
@@ -94,7 +94,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the compiler makes of one: for each thread, program and launch.
+    """One kernel as compiled.
 
     Args:
         registers: of a thread.
@@ -186,12 +186,12 @@ class Decode:
 
     @property
     def total(self) -> float:
-        """Of both launches."""
+        """Seconds of both launches."""
         return self.attend + self.score
 
     @property
     def share(self) -> float:
-        """Of a copy's rate that is reached."""
+        """Share of a copy's rate that is reached."""
         return self.least / self.total
 
 

@@ -44,6 +44,8 @@ MODES = {
     "continuation": Mode(
         ("--kv-policy-config.continuation=true",),
         happens="vllm:kv_policy_continuation_hits_total",
+        # It begins like other prompts, so it may continue from one of them.
+        repeats=frozenset(canary.name for canary in CANARIES if canary.name != "past the budget"),
     ),
     "drafts": Mode(
         ("--kv-policy-config.evict_every=16",),

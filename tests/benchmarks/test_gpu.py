@@ -1,4 +1,4 @@
-"""What a GPU has to prove, proven of itself: its checks run here, interpreted, at small sizes."""
+"""The checks for a GPU run here, interpreted, at small sizes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_check_that_raises_fails_alone(tmp_path: Path) -> None:
-    """Those before it are kept, and those after it still run."""
+    """Checks before it are kept, and checks after it still run."""
 
     def breaks() -> Iterator[Check]:
         yield "a", 0.0, 0.0
@@ -62,7 +62,7 @@ def test_a_check_that_raises_fails_alone(tmp_path: Path) -> None:
 
 
 def nothing(*_: object) -> Iterator[Check]:
-    """Of a part that its own process looks up by name."""
+    """The action of a part that its own process looks up by name."""
     yield from ()
 
 
@@ -96,13 +96,13 @@ def test_the_most_telling_first() -> None:
 
 
 def test_a_part_here(tmp_path: Path) -> None:
-    """What fails says so by its status."""
+    """A part that fails says so by its status."""
     part = Part("kernels: a", 1, lambda *_: [("a", 1.0, 0.0)])
     assert not run_part("kernels: a", [part], tmp_path, small=True)
 
 
 def test_apart() -> None:
-    """What follows the first difference counts, be it alike or not."""
+    """Tokens after the first difference count, alike or not."""
     assert apart([[1, 2, 3, 4], [5, 6]], [[1, 9, 3, 4], [5, 6]]) == 0.375
 
 

@@ -130,7 +130,7 @@ def test_a_small_pool(
 
 
 def test_a_pool_that_never_holds_a_request(tmp_path: Path) -> None:
-    """Its windows count, too: it is refused, where it the request may need 15 pages; one token less runs."""
+    """Its windows count, too: it is refused, and runs with one token less."""
     prompt, full = CHARACTERS[:172], {"kv_budget": "full"}
     model, options = tiny_gemma3(tmp_path), {"budget": 32, "eviction": "chunk"}
     pool = {"num_gpu_blocks_override": 1 + 192 // 32 + 2 * NUM_WINDOW_PAGES}

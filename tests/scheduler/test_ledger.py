@@ -144,7 +144,7 @@ def test_a_windows_lifetime_ends_once(prompt_len: int) -> None:
 
 @pytest.mark.parametrize("falls_back_at", [13, 14, 15, 16, 40])
 def test_under_pressure_a_request_grows_until_it_falls_back(falls_back_at: int) -> None:
-    """Its next token is appended, C - 1 survive; up to C - 1 tokens there is nothing to pack."""
+    """Its next token is appended, C - 1 survive; up to C tokens there is nothing to pack."""
     ledger = Ledger(BUDGET, 4, Rules("pressure"))
     run(ledger, 0, 10, prompt_len=10)
     for length in range(10, falls_back_at):
@@ -154,11 +154,11 @@ def test_under_pressure_a_request_grows_until_it_falls_back(falls_back_at: int) 
         assert not ledger.states["r"].is_full
     ledger.falling_back.add("r")
     plan = run(ledger, falls_back_at, falls_back_at + 1, prompt_len=10)
-    packs = falls_back_at >= 15
+    packs = falls_back_at >= 16
     assert (plan.attended_len, plan.overwrites) == (falls_back_at + 1, False)
     assert (plan.falls_back, plan.num_survivors) == (packs, 15 if packs else 0)
     assert plan.num_evicted == (falls_back_at + 1 - 15 if packs else 0)
-    assert not plan.selects
+    assert plan.selects == (falls_back_at == 15)
     assert plan.held_end == (16 if packs else falls_back_at + 1)
     assert not ledger.falling_back
     for length in range(falls_back_at + 1, 60):

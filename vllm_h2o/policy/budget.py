@@ -109,11 +109,12 @@ def minimum_slots(
 ) -> int:
     """Fewest slots with which a sequence goes on: sinks, a recent token if any, the next tokens.
 
-    Where whole pages are evicted, each of these takes pages of its own.
+    Where whole pages are evicted, each of these takes pages of its own, and one page stays.
     """
     recent = 1 if recent_ratio > 0 else 0
     if eviction.by_page:
-        pages = num_pages(num_sinks, block_size) + recent + eviction.every
+        stays = max(num_pages(num_sinks, block_size) + recent, 1)
+        pages = stays + eviction.every
         return pages * block_size
     return num_sinks + recent + 1
 

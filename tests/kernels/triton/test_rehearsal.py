@@ -1,4 +1,4 @@
-"""What prompts will need is run before, on pages of its own."""
+"""The rehearsal runs all kernels of prompts beforehand, on pages of its own."""
 
 from __future__ import annotations
 

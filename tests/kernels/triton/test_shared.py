@@ -54,7 +54,7 @@ def twin(cache: LayerCache) -> LayerCache:
 
 
 def kernels() -> TritonKernels:
-    """Of such layers."""
+    """The kernels of such layers."""
     return TritonKernels(torch.device("cpu"), 4, 6, 3, 32)
 
 
@@ -128,7 +128,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_scores_that_are_read_are_let_go() -> None:
-    """What lay outside of the pages of a prompt is free once its survivors are copied."""
+    """The window scores of a prompt are free once its survivors are copied."""
     cache, own = filled(), kernels()
     chunk = PromptChunk(
         tokens=slice(0, 20),

@@ -5,7 +5,7 @@
 //
 // arXiv 2306.14048, section 2.1.
 
-#include "prompt.h"
+#include "stage.h"
 
 namespace h2o {
 namespace {

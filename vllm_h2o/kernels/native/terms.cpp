@@ -8,7 +8,7 @@
 // Rotated and reread queries see every token of their chunk's table; those of a window see tokens
 // up to their own, and give nothing to the `skip` right before them. See policy/ranking.py.
 
-#include "prompt.h"
+#include "stage.h"
 
 namespace h2o {
 namespace {

@@ -273,7 +273,7 @@ class TritonKernels(RareStages):
     def _prompt_options(
         self, cache: LayerCache, query: torch.Tensor
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the kernels that walk the keys of some queries, and the queries of some keys."""
+        """Options of kernels that walk the keys of some queries, and the queries of some keys."""
         constants = kv_shape(cache.block_size, self.head_size) | {"G": self.group}
         exact, size = {"PRECISION": precision(query.dtype)}, query.element_size()
         by_query, by_key = prompt_tiles(self.padded_head, size, self._capability)

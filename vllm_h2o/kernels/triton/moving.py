@@ -22,7 +22,7 @@ MAX_SURVIVORS = 1 << 24
 
 @dataclass(frozen=True)
 class Moving:
-    """Of layers of one shape.
+    """Moves survivors in layers of one shape.
 
     Args:
         head_size: D.
@@ -127,7 +127,7 @@ class Moving:
     def _addresses(
         self, caches: Sequence[LayerCache], scores: torch.Tensor | None, shares: bool
     ) -> list[list[int]]:
-        """Of each layer's K, V, ranked scores, scores, positions, kept scores and first rows."""
+        """Address each layer's K, V, ranked scores, scores, positions, kept scores, first rows."""
         moved = [_moved(cache) for cache in caches]
         own = [
             [view[cache.first_head :].data_ptr() for cache, view in zip(caches, views, strict=True)]
@@ -171,6 +171,6 @@ class Moving:
 
 
 def _moved(cache: LayerCache) -> tuple[torch.Tensor, ...]:
-    """What moves with a token; the last, where nothing else does, is read by no kernel."""
+    """The views that move with a token; without a kept score no kernel reads the last."""
     more = cache.score if cache.score_without_window is None else cache.score_without_window
     return cache.key, cache.value, cache.score, cache.position, more

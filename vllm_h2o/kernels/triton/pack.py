@@ -11,7 +11,7 @@ that has a sink or a recent token, or is not full, survives. The page size is a 
 Where others read the prompt's pages (APART), survivors go to pages of a second table, and scores
 lie outside the pages, those of each (layer, KV head) after the last's.
 
-Of a layer's views the addresses are those of the rows that it begins with in each block.
+An address of a layer's view is that of its first row in a block.
 """
 
 from __future__ import annotations

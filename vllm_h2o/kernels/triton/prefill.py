@@ -47,8 +47,6 @@ TOKEN_START = tl.constexpr(CHUNK_FIELDS.index("tokens.start"))
 NUM_TOKENS = tl.constexpr(CHUNK_FIELDS.index("num_tokens"))
 RESIDENT_START = tl.constexpr(CHUNK_FIELDS.index("resident_start"))
 LOGICAL_START = tl.constexpr(CHUNK_FIELDS.index("logical_start"))
-FIRST_SCORING_QUERY = tl.constexpr(CHUNK_FIELDS.index("first_scoring_query"))
-FIRST_WINDOW_QUERY = tl.constexpr(CHUNK_FIELDS.index("first_window_query"))
 FIRST_SCORED_SLOT = tl.constexpr(CHUNK_FIELDS.index("first_scored_slot"))
 
 

@@ -88,7 +88,7 @@ def merge_splits(
 
 @triton.jit
 def best_of(lowest, newest, slot):
-    """Of candidates: the lowest score; of equals the newest position; its slot."""
+    """Choose among candidates the lowest score, of equals the newest position; and its slot."""
     least = tl.min(lowest, axis=0)
     latest = tl.max(tl.where(lowest == least, newest, -1), axis=0)
     is_it = (lowest == least) & (newest == latest)

@@ -1,7 +1,7 @@
 """At a prompt's end, where the KV heads of a layer share its slots: how many pages each has.
 
-Those of layers that share slots are of one layer here, see ``cache.LayerCache.joined``: each row of
-a block is one of its heads'.
+Layers that share slots look like one layer here, see ``cache.LayerCache.joined``: each row of a
+block is one of its heads'.
 
 ``count_best`` finds, for each (layer, request), the score of the last of the best tokens of all KV
 heads, bit by bit as ``pack.select_survivors`` does in one, a launch for each bit, and then counts
@@ -30,7 +30,7 @@ from vllm_h2o.kernels.triton.pack import (
 from vllm_h2o.kernels.triton.tiles import kv_offsets, locate, page_row
 
 BITS = tl.constexpr(32)
-"""Of a sort key."""
+"""Bits of a sort key."""
 
 
 def most_survivors(chunk: PromptChunk, cache: LayerCache) -> int:
@@ -41,7 +41,7 @@ def most_survivors(chunk: PromptChunk, cache: LayerCache) -> int:
 
 @triton.jit
 def heavy_hitters(fields, num_chunks):
-    """Of the survivors of a KV head on average, those that are there for their scores."""
+    """Count the survivors of a KV head, on average, that are there for their scores."""
     num_recent = tl.load(fields + LOGICAL_END * num_chunks)
     num_recent -= tl.load(fields + RECENT_START * num_chunks)
     num_sinks = tl.load(fields + NUM_SINKS * num_chunks)

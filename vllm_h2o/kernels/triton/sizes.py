@@ -20,8 +20,8 @@ PAGE_LANES = 512
 MAX_KV_SPLITS = 32
 """Programs that one (request, KV head) is divided among, at most."""
 MAX_REGISTERS = 128
-"""Of a thread, where nothing spills: then four programs of a decode step share a multiprocessor,
-and two of a prompt's scores."""
+"""Registers of a thread where nothing spills: four programs of a decode step share a multiprocessor
+then, and two of a prompt's scores."""
 NUM_STAGES = {2: 3, 4: 1}
 """Loads in flight of a prompt's kernels, by bytes of an element."""
 
@@ -53,7 +53,7 @@ def few_registers(padded_head: int, element_size: int) -> dict[str, int]:
 
 
 def programs_per_processor(padded_head: int, element_size: int, shared: int) -> int:
-    """Of a decode step, at once: the tiles on their way, and what else a program has there.
+    """Count programs of a decode step that run at once, by the tiles on their way.
 
     Args:
         padded_head: D_PAD.
@@ -112,5 +112,5 @@ def prompt_tiles(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Of matrix products: float32 is not rounded to fewer bits."""
+    """Name the precision of matrix products: float32 is not rounded to fewer bits."""
     return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,4 +1,4 @@
-"""What a decode batch says of one KV head of one request, and which slots its programs take."""
+"""Read one KV head of one request from a decode batch, and divide its slots among programs."""
 
 from __future__ import annotations
 
