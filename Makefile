@@ -51,11 +51,12 @@ bench-quality: $(STAMP) $(LIBRARIES)  ## what a budget costs: the charts' figure
 	@$(BIN)/python -m benchmarks.quality.chart $(RESULTS)/quality.csv $(RESULTS)/quality_facts.csv \
 	    $(RESULTS)/quality_presses.csv $(RESULTS)/quality.svg
 
-lint: $(STAMP)  ## ruff, mypy and clang-format
+lint: $(STAMP)  ## ruff, mypy, clang-format, and the language of docs and commits
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/clang-format --dry-run --Werror $(wildcard $(KERNELS)/*.cpp $(KERNELS)/*.h)
 	@$(BIN)/mypy
+	@$(BIN)/python -m tools.language
 
 clean:  ## remove caches and build output; .venv and the converted model stay
 	@rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

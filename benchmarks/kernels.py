@@ -54,7 +54,7 @@ SHAPES = (Shape("SmolLM2-135M", 9, 3, 64), Shape("Llama-3.2-1B", 32, 8, 64))
 DECODES = ((1, 512), (1, 2048), (1, 8192), (8, 512), (8, 2048), (8, 4096), (32, 1024))
 PROMPTS = (128, 512, 2048, 4096)
 RANKINGS = {"prompt": H2O.ranking, "combined": H2O2.ranking}
-"""What a prompt's queries add to scores, by the name in tables."""
+"""Rankings whose scoring of prompts is timed, by the name in tables."""
 KINDS = ("decode", *RANKINGS)
 
 

@@ -30,7 +30,7 @@ from vllm_h2o.patches._sources import fetch
 
 README = Path(__file__).with_name("README.md")
 LABELS = ("Symbol", "Why no seam", "What changes", "Upstream", "Drop when")
-"""What the docstring of every patch says, in this order."""
+"""Lines of the docstring of every patch, in this order."""
 _APPLIED = {
     "always": patches.ALWAYS,
     "with a policy": patches.WITH_POLICY,

@@ -149,7 +149,7 @@ def test_images_that_would_wait_for_ever_are_refused(model: Path) -> None:
     apart = seen([*range(40), *image, *range(60), *image], picture(1), picture(2))
     with engine(str(model), "snapkv", options, **own) as llm:
         probe = Probe(llm)
-        with pytest.raises(RefusedRequestError, match="the encoder's cache has"):
+        with pytest.raises(RefusedRequestError, match="the encoder's cache holds"):
             answers(llm, [seen([*range(40), *image, 7, *image], picture(1), picture(2))])
         assert len(answers(llm, [apart])[0].outputs[0].token_ids) == OWN["max_tokens"]
         assert probe.num_free == probe.num_total

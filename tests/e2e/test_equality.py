@@ -119,7 +119,7 @@ def test_every_policy_equals_stock(tmp_path: Path) -> None:
     both = [(p, output) for p, output in zip(prompts, stock, strict=True) if len(p) > 128]
     longer, longer_stock = map(list, zip(*both, strict=True))
     for policy in policies():
-        window = {"observation_window": 24} if policy == "h2o2" else {}
+        window = {"observation_window": 24} if policy in ("h2o2", "snapkv") else {}
         merge = {"merge": 0.5} if policy == "streaming" else {}
         options = None if policy == "full" else {"budget": 1.0, **window, **merge}
         ours = run(model, prompts, policy, options=options, **settings)

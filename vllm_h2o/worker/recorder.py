@@ -27,7 +27,7 @@ from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.terms import PromptTerms
 
 Frame = dict[str, Any]
-"""What one request holds after one step, in plain values that any executor can send.
+"""Contents of one request after one step, in plain values that any executor can send.
 
 ``request_id``, ``logical_len``; ``layers``: their indices; ``first_head``, ``num_kv_heads``: the KV
 heads of this rank; ``positions``, ``scores`` and, where tokens are merged, ``masses``: bytes of

@@ -17,7 +17,7 @@ NAMES = {
     "rotated": "second pass",
     "reread": "second pass",
 }
-"""What a page of a trace calls a term, by its queries."""
+"""The name of a term on the page of a trace, by its queries."""
 
 
 class PromptTerms:
