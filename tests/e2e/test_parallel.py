@@ -228,18 +228,14 @@ def test_stages_that_go_on(
 
 @pytest.mark.parametrize(
     ("policy", "more"),
-    [
-        ("h2o", {"evict_every": 5}),
-        ("h2o2", {"score": "reconstruction", "observation_window": 8}),
-    ],
+    [("h2o", {"evict_every": 5}), ("h2o2", {"score": "reconstruction", "observation_window": 8})],
 )
 def test_ranks_after_a_step(policy: str, more: dict[str, Any], model: str, two_ranks: Any) -> None:
     """All pack in the same steps, and take part in the same second reading."""
     runs = []
     for size in (1, 2):
-        with engine(
-            model, policy, {**OPTIONS, **more}, **SETTINGS, tensor_parallel_size=size
-        ) as llm:
+        settings = {**SETTINGS, "tensor_parallel_size": size}
+        with engine(model, policy, {**OPTIONS, **more}, **settings) as llm:
             runs.append(measure(llm))
     assert_same(*runs)
 

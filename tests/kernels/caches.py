@@ -11,6 +11,7 @@ from tests.kernels.harness import Shape, empty_cache, views
 from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.triton.kernels import TritonKernels
 
 VIEWS = ("key", "value", "score", "position")
 
@@ -23,8 +24,6 @@ def views_of(cache: LayerCache) -> tuple[str, ...]:
 
 def on_triton(shape: Shape) -> Kernels:
     """In the interpreter here."""
-    from vllm_h2o.kernels.triton.kernels import TritonKernels
-
     num_heads = shape.num_kv_heads * shape.group
     return TritonKernels(torch.device("cpu"), 8, num_heads, shape.num_kv_heads, shape.head_size)
 

@@ -10,7 +10,6 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "arrange.h"
 #include "cache.h"
