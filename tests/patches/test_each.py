@@ -69,7 +69,7 @@ def test_applies_and_reverts(module: ModuleType, patch: Patch) -> None:
 def test_refuses_another_body(module: ModuleType) -> None:
     """The digest is compared, not merely kept."""
     symbol: Symbol = module.PATCH.symbol
-    with pytest.raises(PatchError, match=f"its digest is {symbol.digest}, not 0+, at /.*:[0-9]+"):
+    with pytest.raises(PatchError, match=f"Its digest is {symbol.digest}, not 0+, at /.*:[0-9]+"):
         Patch(Symbol(symbol.path, "0" * 12), module.PATCH.wrap).verify()
 
 

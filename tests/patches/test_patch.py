@@ -109,7 +109,7 @@ def test_verify_refuses_an_altered_source(foreign: Foreign, old: str, new: str) 
     """Whatever could change the behaviour changes the digest, a moved indent included."""
     symbol = foreign.symbol("plain")
     foreign.rewrite(old, new)
-    with pytest.raises(PatchError, match=r"its digest is \w{12}, not \w{12}"):
+    with pytest.raises(PatchError, match=r"Its digest is \w{12}, not \w{12}"):
         symbol.verify()
 
 
@@ -147,7 +147,7 @@ def test_message_says_all(foreign: Foreign) -> None:
     for part in (
         f"kv-policy: vllm-h2o on {foreign.name}:Host.static is not supported: ",
         f"vLLM {_patch.installed_version()}. ",
-        f"its digest is {found}, not {known.digest}, at {foreign.path}:16. ",
+        f"Its digest is {found}, not {known.digest}, at {foreign.path}:16. ",
         "Install the vLLM 0.32 or 0.33 that this release was written against, or a ",
     ):
         assert part in str(caught.value)
@@ -156,11 +156,11 @@ def test_message_says_all(foreign: Foreign) -> None:
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("{}:absent", "it is not defined in "),
-        ("{}:Host.absent", "it is not defined in "),
-        ("{}:Absent.method", "it is not defined in "),
-        ("{}.absent:plain", "its module is not there"),
-        ("absent_package.module:plain", "its module is not there"),
+        ("{}:absent", "It is not defined in "),
+        ("{}:Host.absent", "It is not defined in "),
+        ("{}:Absent.method", "It is not defined in "),
+        ("{}.absent:plain", "Its module is not there"),
+        ("absent_package.module:plain", "Its module is not there"),
     ],
 )
 def test_missing_symbol(foreign: Foreign, path: str, why: str) -> None:
@@ -181,7 +181,7 @@ def test_generated_init(foreign: Foreign) -> None:
     patch.revert()
     foreign.rewrite("b: int", "c: int")
     importlib.reload(foreign.module())
-    with pytest.raises(PatchError, match="its digest is"):
+    with pytest.raises(PatchError, match="Its digest is"):
         symbol.verify()
 
 
@@ -238,7 +238,7 @@ def test_refuses_what_somebody_else_has_replaced(foreign: Foreign) -> None:
         functools.partial(original, b=3),
     ):
         module.plain = replacement
-        with pytest.raises(PatchError, match="something else has replaced it"):
+        with pytest.raises(PatchError, match="Something else has replaced it"):
             patch.verify()
     module.plain = original
     patch.verify()
@@ -252,7 +252,7 @@ def test_refuses_what_somebody_else_has_put_around_the_patch(foreign: Foreign) -
     ours = module.plain
     for replacement in (around(ours), functools.wraps(ours)(around(ours))):
         module.plain = replacement
-        with pytest.raises(PatchError, match="something else has replaced it"):
+        with pytest.raises(PatchError, match="Something else has replaced it"):
             patch.verify()
 
 
@@ -280,7 +280,7 @@ def test_digests_of_each_version(foreign: Foreign, monkeypatch: pytest.MonkeyPat
         if right:
             symbol.verify()
             continue
-        with pytest.raises(PatchError, match=f"its digest is {found}, not {other}"):
+        with pytest.raises(PatchError, match=f"Its digest is {found}, not {other}"):
             symbol.verify()
 
 
@@ -294,7 +294,7 @@ def test_what_a_version_does_not_have(foreign: Foreign, monkeypatch: pytest.Monk
             if has_it == there:
                 symbol.verify()
                 continue
-            said = "it is not defined in" if has_it else f"its digest is {found}, not absent"
+            said = "It is not defined in" if has_it else f"Its digest is {found}, not absent"
             with pytest.raises(PatchError, match=said):
                 symbol.verify()
 
