@@ -61,9 +61,9 @@ def test_fraction_too_small_is_refused_once_the_length_is_known() -> None:
     assert config.resolve(1024, 16).capacity == 16
 
 
-@pytest.mark.parametrize(("ratio", "sinks", "least"), [(0.5, 0, 32), (0.0, 0, 16), (0.5, 20, 64)])
+@pytest.mark.parametrize(("ratio", "sinks", "least"), [(0.5, 0, 32), (0.0, 0, 32), (0.5, 20, 64)])
 def test_budget_of_pages_has_room_for_the_next_page(ratio: float, sinks: int, least: int) -> None:
-    """Sinks, a recent token and the next tokens take whole pages."""
+    """Sinks, a recent token and the next tokens take whole pages; one page stays in any case."""
     options = {"evict_every": "page", "recent_ratio": ratio, "num_sink_tokens": sinks}
     assert KVPolicyConfig(budget=least, **options).resolve(1024, 16).capacity == least
     assert KVPolicyConfig(budget=least - 15, **options).resolve(1024, 16).capacity == least
