@@ -260,7 +260,7 @@ def _cuts_windows(setup: Setup) -> bool:
     if any(term.sees_later for term in setup.options.ranking.terms):
         room = max(room, max_tokens // 2)  # their chunks wait until they have that much
     longest = limits.long_prefill_token_threshold or room
-    return bool(min(room, longest) < window)
+    return window > 0 and bool(min(room, longest) < window)
 
 
 def _drafts_too_many(setup: Setup) -> bool:
