@@ -114,7 +114,7 @@ def test_prefixes_next_to_windows() -> None:
     totals.clear()
     random_prefixes()
     for event in ["add", "chunk", "decode", "preempt", "resume", "abort", "finish", "pack", "hit"]:
-        assert totals[event] >= 50, (event, totals)
+        assert totals[event] >= 20, (event, totals)
 
 
 @pytest.mark.skipif(not bounds_hits(None), reason="refused before vLLM 0.33")
@@ -140,7 +140,7 @@ def test_every_window_finds_its_tokens() -> None:
     random_schedules()
     events = "add chunk decode preempt resume abort finish pack evict reset"
     for event in (*events.split(), "pack within a prompt", "page"):
-        assert totals[event] >= 50, (event, totals)
+        assert totals[event] >= 20, (event, totals)
     assert totals["fall back"] >= 20
 
 
