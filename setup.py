@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ kernels: one library for each instruction set. All else is in pyproject.toml.
 
 The libraries are opened with ctypes and need neither Python's headers nor an OpenMP runtime. They

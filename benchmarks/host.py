@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the cost of a step on the host: ``python -m benchmarks.host``. No model runs.
 
 vLLM's scheduler, stock and with the policy, schedules sequences that all generate; the policy's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native CPU kernels and vLLM's own, on the same shapes: see README.md in this folder."""
 
 from __future__ import annotations

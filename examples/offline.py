@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generate with a policy, offline: ``python examples/offline.py MODEL --prompt TEXT``.
 
 The budget is a fifth of the longest sequence. The second output comes from the same prompt with a

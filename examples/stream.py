@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read a text longer than the model's context: ``python -m examples.stream FILE [--model MODEL]``.
 
 Positions roll and the prompt is evicted from after each chunk, so a text of any length needs the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches of vLLM: only what has no registry or option. One file per symbol; see README.md here.
 
 The folder stands at the root of the repository; `vllm_h2o/patches` links to it. It is imported by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describe this folder, for its README, and the installed vLLM, for maintainers.
 
 ::

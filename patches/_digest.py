@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Definitions in a source file, and digests of them: of a file that is installed, or of any other.
 
 Nothing is imported: a module that is not patched yet stays unloaded, and another version's sources

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Differences between another vLLM and this one in the functions that this package relies on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verify, apply and revert a patch: the one mechanism for all files in this folder."""
 
 from __future__ import annotations

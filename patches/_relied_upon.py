@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Symbols of vLLM that are not patched, but overridden or counted on: verified like the patched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Python sources of any vLLM, fetched once: to follow its releases, and to test on them."""
 
 from __future__ import annotations

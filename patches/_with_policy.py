@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches, and symbols relied upon, that only an engine with a policy needs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same as ``engine_args__init`` for the server's engine arguments.
 
 Symbol: vllm.engine.arg_utils:AsyncEngineArgs.__init__

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets the CPU platform use the attention backend that was selected.
 
 Symbol: vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls

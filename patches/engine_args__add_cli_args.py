@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adds ``--kv-policy`` and ``--kv-policy-config`` to every command that takes engine arguments.
 
 Symbol: vllm.engine.arg_utils:EngineArgs.add_cli_args

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns a policy in ``additional_config`` into vLLM's own options, and refuses what does not go.
 
 Symbol: vllm.engine.arg_utils:EngineArgs.create_engine_config

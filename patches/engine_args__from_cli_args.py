@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carries the two flags from the command line into the engine arguments.
 
 Symbol: vllm.engine.arg_utils:EngineArgs.from_cli_args

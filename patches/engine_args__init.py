@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets ``LLM(kv_policy=..., kv_policy_config=...)`` and ``EngineArgs(...)`` take the two arguments.
 
 Symbol: vllm.engine.arg_utils:EngineArgs.__init__

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuses a request whose own budget or images cannot be used, before it reaches the engine.
 
 Symbol: vllm.v1.engine.input_processor:InputProcessor.process_inputs

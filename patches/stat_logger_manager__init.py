@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adds the policy's numbers to ``/metrics`` and to the periodic log.
 
 Symbol: vllm.v1.metrics.loggers:StatLoggerManager.__init__

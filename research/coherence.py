@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure whether text from few slots holds together: ``python -m research.coherence``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the cost of continuing from an evicted cache: ``python -m research.dialogues``.
 
 Questions about passages, two passages a dialogue, each in the first of three turns; the questions,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Give a model a KV head for each query head: ``python -m research.heads FOLDER``.
 
 In a Llama whose query heads share KV heads, K and V are repeated for each query head, as attention

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure how much of a fact stays in the cache: ``python -m research.kept``.
 
 After a prompt has been evicted from, some layers and KV heads hold a token and others do not. A row

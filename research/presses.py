@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run kvpress on the same questions: ``python -m research.presses``, in its own environment.
 
 A press compresses a context once, at its end; forced tokens are added to the survivors. Ada-KV

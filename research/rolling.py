@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the cost of renumbering seldom: ``python -m research.rolling``.
 
 A Llama in plain torch, with a reference for each of its KV heads, reads a text three times. It

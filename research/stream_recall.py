@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ask far into a text for facts that it said lately: ``python -m research.stream_recall``.
 
 After a preamble of State of the Union addresses, taken in by chunks with positions that roll, come

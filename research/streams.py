@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure how a text's cost changes with its length: ``python -m research.streams``.
 
 All State of the Union addresses, one after the other, are one prompt. The engine takes it in by

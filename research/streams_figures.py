@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draw the chart and the table of ``research.streams``: ``python -m research.streams_figures``.
 
 A part of a text far from its beginning is compared with the same part in a request that begins

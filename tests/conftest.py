@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the quick, quiet engine; they must be there before vLLM is imported."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The house rules as functions: each takes one module and yields what is wrong with it."""
 
 from __future__ import annotations

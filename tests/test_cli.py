@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands: help, tables, pictures, and refusals without a traceback."""
 
 from __future__ import annotations

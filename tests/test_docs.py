@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation agrees with code and CSVs: generated parts, words, links, lengths."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors: their tree and the form of their messages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks: from flags and arguments to vLLM's options. Refusals are in options/test_refusals.py."""
 
 from __future__ import annotations

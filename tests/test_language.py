@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lint of language finds each kind of fault, and leaves names, tables and code alone."""
 
 from __future__ import annotations

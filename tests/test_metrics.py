@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The front end's side: a report in Prometheus and in the log."""
 
 from __future__ import annotations

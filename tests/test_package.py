@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is built to be installed: complete, and usable wherever a process happens to start."""
 
 from __future__ import annotations

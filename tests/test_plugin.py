@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry points, in processes that start afresh, as a user's do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan: lengths that follow from its numbers, and its trip to other processes."""
 
 from __future__ import annotations

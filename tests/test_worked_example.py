@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The request in docs/design.md, worked by hand once more, and against the scheduler."""
 
 from __future__ import annotations

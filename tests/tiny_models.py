@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders with the config of a tiny model, enough for vLLM to make an engine's config of."""
 
 from __future__ import annotations

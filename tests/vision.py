@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plugin of pytest's that lets models for images load: torchvision, without its own kernels.
 
 ``tools/setup_venv.sh`` puts torchvision into ``.venv/vision``, out of the way of everybody else:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write the generated parts of the documentation, each between two markers.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of docs/quality.md and docs/performance.md, made from the CSVs in benchmarks/results.
 
 A row of a CSV is one measurement. Of rows that agree in everything that a table asks for, the last

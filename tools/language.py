@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check the language of code, options, documentation and commits: ``python -m tools.language``.
 
 Prints a line for each fault and exits with 1 if there is one. ``make lint`` runs it.

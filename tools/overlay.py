@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second environment for the tests: another vLLM's Python over the extension that is installed.
 
 ::

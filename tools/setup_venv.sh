@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Set up .venv for development on a CPU: vLLM's CPU build, this plugin (editable), the tools, the
 # demo's model. Safe to interrupt and to run again: each step looks at what is there first.
 set -euo pipefail

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request worked by hand, for docs/design.md: the real scheduler, block manager and reference.
 
 Each token has a *weight*, and each query pays every token that it sees its weight over the sum of

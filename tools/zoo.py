@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a tiny model of each decoder family on the installed vLLM, and write tests/e2e/zoo.csv.
 
 ::

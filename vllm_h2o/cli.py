@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm-h2o``: plan capacity, trace evictions, check chat templates."""
 
 from __future__ import annotations

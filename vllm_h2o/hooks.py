@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Set vLLM's options for a policy and refuse unsupported ones, where an engine is configured.
 
 The patches call these functions, in a process that starts an engine, in this order::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy's numbers in the front end: Prometheus metrics, and a line in vLLM's periodic log.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds slots up to pages, in one place for scheduler, workers and planner."""
 
 from __future__ import annotations

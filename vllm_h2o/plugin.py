@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry points, and the one place where order matters.
 
 ::

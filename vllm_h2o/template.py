@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check whether a chat template reproduces generated tokens in the next turn's prompt.
 
 A turn's text is its prompt and the generated tokens of its answer. The template builds the next

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of the scheduler: plans for the workers, counts for the front end.
 
 The scheduler decides *how many* tokens of a request stay, the worker decides *which*. Nothing

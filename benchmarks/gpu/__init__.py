@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks for a machine with a GPU: ``make gpu-check``."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run all checks for a machine with a GPU in one command; a table comes last.
 
 Usage::

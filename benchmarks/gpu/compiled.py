@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile the kernels for a device that need not be there, and say what they take.
 
 Usage::

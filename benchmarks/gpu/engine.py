@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Greedy tokens of one engine with random weights, in a file: two engines are compared by them.
 
 And what memory it finds for its pool, once its prompts' peaks are known.

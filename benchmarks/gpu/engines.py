@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of whole engines, each in a process of its own: tokens, memory, what is kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check the Triton kernels on a device: against the torch ones, and in a captured graph."""
 
 from __future__ import annotations

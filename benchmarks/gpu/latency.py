@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times to first tokens and between tokens: ``vllm bench serve`` against a server of each side."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare what an engine keeps with a model in float64 whose heads are the reference's.
 
 The model is random, and computed on the processor from weights and tokens alone: whatever differs

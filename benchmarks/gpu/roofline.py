@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict what a device takes, by bytes, launches and occupancy, before it is measured.
 
 Usage::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time the Triton kernels on a device: decode, prompts, the terms of a ranking, and survivors."""
 
 from __future__ import annotations

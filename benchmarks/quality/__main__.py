@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the cost of a budget in the engine: ``python -m benchmarks.quality``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The figures as a chart: ``python -m benchmarks.quality.chart CSV [CSV ...] OUT.svg``."""
 
 from __future__ import annotations

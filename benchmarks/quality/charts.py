@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the figures of the charts, and draw them: ``make bench-quality``.
 
 Two parts run at a time, each on a core of its own. A row is in its file as soon as it is there,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts as a user states them: a word, name, code, date or phrase, said once in real prose.
 
 Every instance has a hay of its own, a sentence of it that states a fact, and a question. What

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that the engine is made to say, each judged after what was evicted before it.
 
 A whole text in one forward pass would be judged before anything is evicted from it. So its start

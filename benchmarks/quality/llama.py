@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama's forward pass in plain torch, layer by layer, so that attention can be replaced."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers against the full cache's, pair by pair: ``python -m benchmarks.quality.paired CSV``."""
 
 from __future__ import annotations

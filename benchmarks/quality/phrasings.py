@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two sets of words and sentences for facts, with nothing in common.
 
 Sentences were shaped on the development set alone, until the model answered most of it with its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of a measurement: tasks, budgets and policies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure what eviction costs under load: texts in one tight pool, each forced along its own words.
 
 Usage::

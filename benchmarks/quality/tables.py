@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures as rows of a CSV, and as a table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks for a model: a context, evicted from at its end, and forced tokens after it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real English texts, from a package of data sets that is fetched into the user's cache."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server under a mixed load, with its pages counted at every step, and then killed."""

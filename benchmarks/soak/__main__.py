@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server under a mixed load for minutes, its pages counted at every step; then it is killed.
 
 Usage::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inside the server's engine process: pages and lengths are checked at every step.
 
 vLLM loads what is installed under ``vllm.general_plugins`` in each of its processes. A folder with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One of the server's processes is killed while requests are on their way."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clients: requests of all kinds, well-formed or not, and canaries among them."""
 
 from __future__ import annotations

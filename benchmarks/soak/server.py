@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ``vllm serve`` of a small model of random weights, and the processes that it consists of."""
 
 from __future__ import annotations

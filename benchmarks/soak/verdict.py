@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Judge a soak: each function yields a sentence for each fault."""
 
 from __future__ import annotations

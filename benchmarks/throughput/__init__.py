@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock vLLM and the policy in alternation, through ``vllm bench throughput``."""

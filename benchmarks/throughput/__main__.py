@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock vLLM and h2o in alternation, in one run: A B A B, medians of pairs, a CSV and a chart.
 
 Usage::

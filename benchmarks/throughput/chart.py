@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ratios of a CSV as a chart, PNG and SVG."""
 
 from __future__ import annotations

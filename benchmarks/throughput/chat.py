@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """P10: conversations of several turns, at random times, in a pool for a third of their histories.
 
 Stock vLLM with its prefix cache, h2o without continuation and h2o with it, in turn, in pools of

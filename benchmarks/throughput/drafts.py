@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """P9: a text that is copied, with drafts by n-grams and without, with the policy and without.
 
 Usage::

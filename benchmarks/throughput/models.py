@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models: the demo's, and shapes of larger ones with random weights."""
 
 from __future__ import annotations

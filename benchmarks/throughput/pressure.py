@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """P7: pressure, stock vLLM and prompt_end in turn, in pools of several sizes.
 
 Usage::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles: a model, lengths, a pool, and two engines that differ by the policy alone."""
 
 from __future__ import annotations

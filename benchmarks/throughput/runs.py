@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run of one side of a profile, and what is kept of it."""
 
 from __future__ import annotations

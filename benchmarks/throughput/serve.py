@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """P8: servers under Poisson arrivals: pressure, stock vLLM and prompt_end, at rate after rate.
 
 Usage::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``vllm bench throughput`` in this process, with the steps of its engine written down.
 
 Usage::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy of one's own: mean attention, what the last queries look at, and four sinks."""
 
 from vllm_h2o.policy import Policy, Ranking, Term

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines of others and ours in turn: ``python -m research.peers throughput`` or ``answers``.
 
 Each side starts afresh for every figure. Pin it to one core, which every engine then has alone::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An environment for each peer, made once in the user's cache from the package registry.
 
 ``python -m research.peers.environments kvpress`` prints its interpreter.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker's job and its result, as JSON files. Imports nothing but the standard library.
 
 A worker is a module of this folder that runs in the environment of its engine::

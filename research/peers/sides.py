@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who is compared: an engine with its options, in its environment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the processor time of a decode step goes: ``python -m research.peers.step --csv FILE``.
 
 One process runs everything, so parts can be timed from within it; a part that contains another is

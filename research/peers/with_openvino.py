@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker: OpenVINO GenAI's continuous batching, in an environment of its own.
 
 Options: ``eviction``, of ``CacheEvictionConfig``, with ``aggregation_mode`` by name; ``precision``,

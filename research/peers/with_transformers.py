@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker: ``generate`` of transformers, in static batches as large as the pool holds whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker: vLLM, stock or with a policy. Options: ``policy``; the rest is of vLLM's ``LLM``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure the attention that an eviction leaves in reach: ``python -m research.simulation.mass``.
 
 Queries and keys are those of the model with its full cache. Each policy evicts from them, and its

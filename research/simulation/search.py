@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores and splits compared in simulation: ``python -m research.simulation.search``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eviction on given tokens in plain torch: an oracle for the engine, and a place to try scores.
 
 What one layer evicts depends on its own queries and keys alone, and the tokens are given. So texts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to rank tokens, tried out in simulation before any becomes a policy."""
 
 from __future__ import annotations

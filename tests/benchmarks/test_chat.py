@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """P10 in small: three engines that talk, and what is told of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Facts in hays are what they say; no engine, the small model's tokenizer is enough."""
 
 from __future__ import annotations

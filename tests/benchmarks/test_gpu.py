@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks for a GPU run here, interpreted, at small sizes."""
 
 from __future__ import annotations

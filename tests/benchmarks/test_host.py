@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench of the host's side runs, with the real schedulers. Nothing is timed here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt over HTTP that is longer than the context and the pool, in the bench's short form."""
 
 from __future__ import annotations

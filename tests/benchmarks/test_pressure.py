@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows and charts of P7 to P9 and their quality. Nothing is timed here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench in its quick form: real model, real texts, real engine; orders, not digits."""
 
 from __future__ import annotations

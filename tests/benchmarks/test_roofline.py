@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictions for devices: no faster than memory, and what is worked by hand."""
 
 from __future__ import annotations

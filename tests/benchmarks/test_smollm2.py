@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small real model: converted whole or not at all, and right to the bit where it is read."""
 
 from __future__ import annotations

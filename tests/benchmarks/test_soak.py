@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The soak's audit, on a real scheduler, and its verdict: both find what does not add up."""
 
 from __future__ import annotations

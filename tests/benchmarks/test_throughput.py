@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The throughput bench runs through vLLM's own, stock and policy in turn. Nothing is timed here."""
 
 from __future__ import annotations

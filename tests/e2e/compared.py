@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine holds, against what the references hold."""
 
 from __future__ import annotations

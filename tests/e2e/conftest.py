@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One server for all tests that talk to one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversations in a real engine, each followed by one reference from its first turn on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real engines in this process, and what can be read from inside them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What test_images.py runs: images are tokens like others, and evicted like others."""
 
 from __future__ import annotations

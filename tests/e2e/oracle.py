@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine's real Q, K, V of a run, followed by the reference after every step."""
 
 from __future__ import annotations

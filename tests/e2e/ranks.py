@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workers of ranks and stages, forked from one process that has imported vLLM already.
 
 vLLM spawns them on a CPU, and each takes ten seconds to import the same modules.

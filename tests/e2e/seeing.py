@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models of random weights that see images: LLaVA, and Qwen2.5-VL with M-RoPE."""
 
 from __future__ import annotations

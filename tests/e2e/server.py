@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ``vllm serve`` with a policy, started as examples/serve.md starts it, and its client."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request does not notice its neighbours, nor a pool that is too small."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A conversation is one request that is evicted from at the end of each turn's prompt."""
 
 from __future__ import annotations

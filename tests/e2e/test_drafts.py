@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafts by n-grams: the tokens and the retained sets of the same requests without drafts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With a budget that does not bind, the tokens are stock vLLM's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several tokens evicted at a time, in the engine: what stays is what the reference keeps."""
 
 from __future__ import annotations

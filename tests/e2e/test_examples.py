@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The files in examples/, run as a reader would run them."""
 
 from __future__ import annotations

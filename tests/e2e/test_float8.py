@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An fp8 KV cache: stock's own where nothing is evicted, the reference's where something is."""
 
 from __future__ import annotations

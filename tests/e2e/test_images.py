@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that see images, in a process of their own: there, torchvision can be imported."""
 
 from __future__ import annotations

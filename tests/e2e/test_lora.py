@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters: what they change in K and V is scored and evicted like the rest."""
 
 from __future__ import annotations

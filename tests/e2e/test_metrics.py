@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``LLM.get_metrics()`` of a real engine, against vLLM's own counts and pool at each step."""
 
 from __future__ import annotations

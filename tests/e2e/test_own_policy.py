@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy of another package, found by its entry point, in real engines and in each kernel set."""
 
 from __future__ import annotations

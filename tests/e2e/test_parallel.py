@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks, stages and replicas give the tokens of one process, past the budget."""
 
 from __future__ import annotations

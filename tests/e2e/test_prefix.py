@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefix caching together with eviction: a hit gives what a cold run gives, and harms nobody."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``eviction=pressure``: nothing goes while there is room; then what the reference says."""
 
 from __future__ import annotations

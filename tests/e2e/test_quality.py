@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """At 64 slots of 224 generated tokens, h2o's text holds together and local's does not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine keeps is what the reference keeps: every layer and KV head, every step."""
 
 from __future__ import annotations

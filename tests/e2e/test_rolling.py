@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Positions that roll: texts longer than the model was trained on, followed by the reference."""
 
 from __future__ import annotations

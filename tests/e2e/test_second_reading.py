@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an engine reads again, against transformers' own model reading it so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """As users run it: ``vllm serve`` and ``vllm bench`` with the engine in processes of its own."""
 
 from __future__ import annotations

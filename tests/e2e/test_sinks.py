@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gpt-oss: attention sinks in the layers that the policy evicts from, and windows in the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The soak in its short form: a server under load, its pages counted, its worker killed."""
 
 from __future__ import annotations

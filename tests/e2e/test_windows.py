@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Full attention next to sliding windows: the policy on the one, vLLM's own attention on the other.
 
 Windows of 32 tokens, so that prompts are shorter and longer than one.

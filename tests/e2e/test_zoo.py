@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each family of decoders is stock vLLM's at 100 %, the reference's at less, or refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where float32, or 16 bits, may order two scores either way, the reference follows the engine."""
 
 from __future__ import annotations

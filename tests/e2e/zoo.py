@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of the decoder families that people serve, and what becomes of each.
 
 ``python -m tools.zoo`` writes zoo.csv from it, of which docs/compatibility.md is made.

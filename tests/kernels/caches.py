@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer caches of random tokens, copied and compared."""
 
 from __future__ import annotations

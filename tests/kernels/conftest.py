@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels are compared on one thread: small tensors gain nothing from more, and sums keep order.
 
 A few policies are on the shelf that only these tests have.

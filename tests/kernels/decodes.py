@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode steps for every set of kernels, and their comparison with the torch ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One attention layer with the real builder and the real ledger, over one small pool of pages.
 
 Pages start as poison (NaN keys, values and scores, the lowest score, position 0) and are poisoned

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes of a layer under test, and the requests that it computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random lives of requests, for layers with any kernels."""
 
 from __future__ import annotations

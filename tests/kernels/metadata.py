@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's metadata of a batch."""
 
 from __future__ import annotations

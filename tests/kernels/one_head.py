@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One KV head's inputs, a reference that runs on them, and torch's own attention."""
 
 from __future__ import annotations

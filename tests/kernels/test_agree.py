@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every set of kernels does the same as the torch ones, in each stage."""
 
 from __future__ import annotations

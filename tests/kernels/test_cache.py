@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page layout, byte by byte, and what is refused to be viewed as one."""
 
 from __future__ import annotations

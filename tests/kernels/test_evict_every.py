@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several tokens evicted at a time: the definition, and every set of kernels that packs."""
 
 from __future__ import annotations

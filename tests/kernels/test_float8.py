@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """K and V as float8, stored and read: every number, every tie, every build."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that share slots: the survivors of a prompt, among the KV heads of all of them."""
 
 from __future__ import annotations

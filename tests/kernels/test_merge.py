@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Victims that are merged into the nearest key: the definition by hand, and odd shapes."""
 
 from __future__ import annotations

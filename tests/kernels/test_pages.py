@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole pages that are evicted: the reference, by hand and as a mask."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference, compared with statements of the definition that share no code with it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention sinks: logits of tokens that are not there, in every set of kernels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many slots each KV head of a layer gets: the same sum, and never too few or many."""
 
 from __future__ import annotations

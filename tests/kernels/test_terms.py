@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Terms that are added once, and a lifetime: the reference, by hand and by a second definition."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference beside the layer: a ``Head`` for each request and KV head, compared every step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capabilities: which parts go together, and what a refusal says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy's configuration: where it is read, and the slots that a budget comes to."""
 
 from __future__ import annotations

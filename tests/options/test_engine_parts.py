@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of real engine configs: each is seen, and refused with what it breaks."""
 
 from __future__ import annotations

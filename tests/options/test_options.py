@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options: their values, their descriptions, and the policies that read them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parsing: what users write, read as fields and values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refusals on real engine configs: a policy stops before an engine starts."""
 
 from __future__ import annotations

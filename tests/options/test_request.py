@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request's own budget: how it is read, its slots, and refusals."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rolling positions on real engine configs: their limit, and the length of sequences."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every patch and every symbol that is relied upon, on the installed vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a maintainer reads when there is a new vLLM, and where its sources come from."""
 
 from __future__ import annotations

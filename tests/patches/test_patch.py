@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mechanism: what is verified, and that apply and revert leave nothing behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner counts like engines: what they report, and what they then hold."""
 
 from __future__ import annotations

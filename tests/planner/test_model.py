@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner reads a config like vLLM, and refuses models like the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How slots are divided."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Terms that do not add up to one score are refused; others say what they need."""
 
 from __future__ import annotations

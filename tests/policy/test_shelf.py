@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policies that other packages bring: registered in a process, or named as entry points."""
 
 from __future__ import annotations

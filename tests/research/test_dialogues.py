@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dialogues that go on from an evicted cache, next to ones that are computed again, in small."""
 
 from __future__ import annotations

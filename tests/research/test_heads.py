@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model without groups of query heads says what the model with them says."""
 
 from __future__ import annotations

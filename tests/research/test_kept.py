@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The places of a fact, and the share of layers and heads that holds it."""
 
 from __future__ import annotations

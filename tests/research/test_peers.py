@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers are given the same work and bytes; the workers of others are not run here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulation and the engine are two implementations of one definition, and agree."""
 
 from __future__ import annotations

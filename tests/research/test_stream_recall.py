@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Questions far into a text, in a quick form: real model, real text, real engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random conversations: the owner of a token follows from texts, not from plans."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real scheduler, KV-cache manager and block pool, with a pool whose contents are simulated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulation that counts by itself what the metrics say, and compares after every step."""
 
 from __future__ import annotations

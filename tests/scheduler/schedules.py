@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random schedules, and the options under which they run."""
 
 from __future__ import annotations

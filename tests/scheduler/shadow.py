@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ShadowPool`` plays the worker: it executes every step's plan on a dictionary of slots.
 
 In order of scheduling; at each step it checks that every slot a request attends to holds that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A group of layers with a sliding window, as vLLM's own attention sees it."""
 
 from __future__ import annotations

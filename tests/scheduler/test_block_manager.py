@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The manager's own checks: they must be able to fail."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks that end for scores and for images: every prompt comes to its end."""
 
 from __future__ import annotations

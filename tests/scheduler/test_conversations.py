@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random conversations, in which no request reads the cache of another tenant."""
 
 from __future__ import annotations

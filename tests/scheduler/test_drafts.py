@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drafts that are accepted and rejected at random: lengths, pages, and when tokens are evicted."""
 
 from __future__ import annotations

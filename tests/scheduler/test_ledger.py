@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lengths and plans, without vLLM."""
 
 from __future__ import annotations

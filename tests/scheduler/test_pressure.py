@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``eviction=pressure``: which requests fall back to their budget, when, and their pages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random schedules against vLLM's real scheduler, KV-cache manager and block pool."""
 
 from __future__ import annotations

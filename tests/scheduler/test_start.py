@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines that the scheduler logs at its start: the schedule, and whether KV heads share slots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers of the metrics, against what the shadow pool executed and vLLM's own counts."""
 
 from __future__ import annotations

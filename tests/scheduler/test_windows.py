@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of sliding windows next to the policy's, in vLLM's real coordinator and pool."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A headless Chromium over its DevTools protocol: what a page shows, and what it complains of."""
 
 from __future__ import annotations

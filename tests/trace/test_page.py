@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page carries what was recorded, as text and not as markup, and a browser draws it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records equal the engine's pages, and the reference."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of prompts, however they lie in a step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a layer keeps from step to step."""
 
 from __future__ import annotations

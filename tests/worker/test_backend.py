@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers that the policy's page does not fit stop the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries of drafts: kept until the request's next step, and used once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What FlashAttention is asked, answered here by plain torch with its documented meaning."""
 
 from __future__ import annotations

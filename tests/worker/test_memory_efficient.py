@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What xformers is asked, answered here by plain torch behind xformers' own signature."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan and a block table become exactly these tensors."""
 
 from __future__ import annotations

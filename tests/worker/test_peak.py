@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What attention allocates vLLM's profile run meets, and a longer prompt does not make it more."""
 
 from __future__ import annotations

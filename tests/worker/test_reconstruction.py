@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that are read again: which tokens, where, and what they attend to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The positions that the model reads while a step runs, and what is refused."""
 
 from __future__ import annotations

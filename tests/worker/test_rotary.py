@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries are rotated as the model's own embedding rotates, or the engine does not start."""
 
 from __future__ import annotations

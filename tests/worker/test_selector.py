@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels follow the device, what could be built for it, and what is asked for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which plan belongs to which row, and that no step runs without one."""
 
 from __future__ import annotations

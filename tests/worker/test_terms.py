@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Terms of scores, summed over chunks, for each prompt apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What requests continue from is copied in every layer, and read before anything is written."""
 
 from __future__ import annotations

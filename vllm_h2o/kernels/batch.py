@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of the kernels in one step, whatever the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page layout, in this one place (C++: native/cache.h).
 
 Per (block, KV head), contiguous, N slots of head size D::

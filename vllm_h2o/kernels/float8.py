@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """K and V in a cache of float8: what is stored, and what attention makes of it.
 
 One scale for all keys of a layer, and one for all its values, as vLLM has them: ``stored = value /

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every stage that the worker asks of a set of kernels, whatever the device.
 
 The first five are where time goes: each set has its own. The others are rare, once in a prompt or a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The definition where a victim is merged into the key nearest to it: see reference.py.
 
 Not of the paper. A token that took others in stands for all of them: its K and V are their means,

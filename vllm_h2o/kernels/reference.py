@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The definition: one layer, one KV head, in plain torch; float64 where the caller's tensors are.
 
 Every other kernel is held to these functions, over a strip (strip.py).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention sinks: a logit that each query head has learned, of a token that is not there.
 
 It has no V: it takes part in the sum of a softmax, and no token gets its share. gpt-oss has one for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The definition where KV heads share slots, of a layer or of all; see reference.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A *strip*: all that one KV head holds of one request. Reference.py defines what is done to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of a configuration and of an engine: what each needs, and what each breaks.
 
 Two parts conflict when one needs what the other breaks. A new feature is one row of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a budget in slots, once the length of sequences and the page size are known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy's configuration: frozen, checked, and read from ``additional_config`` here alone."""
 
 from __future__ import annotations

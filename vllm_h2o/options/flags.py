@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``--kv-policy`` and ``--kv-policy-config``, and the same as arguments of ``LLM``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One option of the configuration, described once: for ``--help``, documentation and checks."""
 
 from __future__ import annotations

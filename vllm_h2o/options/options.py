@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of a policy, and what follows from them alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read what users write, on a command line, in JSON or in a mapping, as fields and values."""
 
 from __future__ import annotations

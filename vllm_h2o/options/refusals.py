@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refusals of what no policy supports: one table for models, one for engines.
 
 Refusals of two things that do not go together follow from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A request's own budget: ``extra_args={"kv_budget": 0.1}``; over HTTP, ``vllm_xargs``.
 
 The front end checks it when a request enters, and answers HTTP 400; the scheduler reads it again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicates on VllmConfig for refusals."""
 
 from __future__ import annotations

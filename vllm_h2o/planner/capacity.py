@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Count the sequences that fit into a memory, with stock vLLM and with each budget."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read a model's cache, longest sequence and size from its config."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show a plan as text for a terminal, and as a picture."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eviction policies: rankings, schedules, and the split of a budget. No vLLM, no torch."""
 
 from vllm_h2o.policy.base import Policy, Split

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An eviction policy: its name, its ranking and its defaults."""
 
 from __future__ import annotations

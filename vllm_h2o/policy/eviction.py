@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When tokens are evicted, and how many at a time."""
 
 from __future__ import annotations

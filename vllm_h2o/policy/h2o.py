@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """H2O: heavy hitters by accumulated attention, and the recent window (arXiv 2306.14048).
 
 The paper's score is the sum. With squares, one query that needs a token counts for more than many

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """H2O for what a prompt asks, and for what may be asked later.
 
 Differs from the paper: it ranks by mean squares, and the queries of a prompt count in two more

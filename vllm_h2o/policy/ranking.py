@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How tokens are ranked: a list of terms. Pure Python: no vLLM, no torch.
 
 The rank of token j of a KV head is a weighted sum over terms::

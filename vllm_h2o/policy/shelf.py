@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies by name: those of this package, and those that other packages bring."""
 
 from __future__ import annotations

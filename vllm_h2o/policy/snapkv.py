@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SnapKV: what the prompt's last queries look at, and the recent window (arXiv 2404.14469).
 
 No other query of the prompt counts, so requests may share the pages of a common prefix.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention sinks and the recent window: no scores.
 
 Differs from StreamingLLM (arXiv 2309.17453): positions are the original ones, so the model must

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block manager: grants blocks by resident tokens, and frees evicted ones to the pool.
 
 It takes the place of vLLM's manager of full attention, over vLLM's own block pool. A block is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends the chunks of a prompt so that queries that score together are computed in one step."""
 
 from __future__ import annotations

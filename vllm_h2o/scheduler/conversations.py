@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps the caches of finished requests, for requests that continue from there.
 
 An *entry* is the cache of one request: its blocks, and the tokens that they stand for. The blocks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages and bytes that sequences take: counted here for the engine's log and for the planner."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts every block and every length: each block is free, cached, or held by its owners."""
 
 from __future__ import annotations

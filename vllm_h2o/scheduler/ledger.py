@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ledger: logical and resident length of every request that holds pages.
 
 No torch, no vLLM. One request in one step::

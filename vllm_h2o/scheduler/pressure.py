@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``eviction=pressure``: chooses requests that fall back to their budget when the pool runs short.
 
 No torch, no vLLM. Before each step the scheduler adds up the pages that running requests take in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules by which an engine counts the tokens of its requests: no torch, no vLLM."""
 
 from __future__ import annotations

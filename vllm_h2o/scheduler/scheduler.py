@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler, which also plans how many tokens of each request stay resident."""
 
 from __future__ import annotations

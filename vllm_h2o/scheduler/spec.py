@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page that vLLM accounts for: K, V, score and position of each slot, perhaps more."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lines that the scheduler logs when an engine starts: the budget, the pool, the schedule."""
 
 from __future__ import annotations

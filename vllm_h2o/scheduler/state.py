@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States of requests in the ledger, and its counts: no torch, no vLLM."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports counts since the last report, and current levels."""
 
 from __future__ import annotations

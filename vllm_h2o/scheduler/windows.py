@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers with a sliding window next to the policy's: vLLM manages their blocks, in the same pool.
 
 vLLM puts layers of one kind into groups of one size; a request has a row of blocks in each group.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a trace as one HTML page: the template next to this file, with the data inside.
 
 The data is JSON, and in it one blob: frame after frame, deflated, in base64::

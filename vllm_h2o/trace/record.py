@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run one prompt through the real engine, and record which tokens its pages hold."""
 
 from __future__ import annotations

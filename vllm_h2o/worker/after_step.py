@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work after the forward pass, in the one order in which it runs.
 
 It follows the forward pass, whether that was called or captured in a graph, and precedes the next

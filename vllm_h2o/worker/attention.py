@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer's attention: write, attend, score, choose victims."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention backend that vLLM selects when a policy is on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests with one new token become decode batches: copied together, or kept where graphs read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries of drafts, which score one step later: when it is known how many were accepted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts attended by vLLM's FlashAttention, which keeps the log-sum-exp that scores need."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts attended by xformers where there is no FlashAttention: on GPUs before Ampere.
 
 Its ``memory_efficient_attention_forward_requires_grad`` returns the log-sum-exp that scores need,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention-metadata hook: the step's plan and its batch become what the kernels take."""
 
 from __future__ import annotations

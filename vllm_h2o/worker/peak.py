@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that attention takes and vLLM's profile run does not meet, since it leaves attention out.
 
 Where vLLM profiles, a layer allocates here what it will need besides its output, so that the pool

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests with more than one new token, or with survivors to pack, become prompt chunks."""
 
 from __future__ import annotations

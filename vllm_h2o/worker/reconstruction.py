@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model reads a prompt a second time, block by block: the queries of a ``reread`` term.
 
 Each block is read by itself, at the positions after its own end, and sees what a rotated query

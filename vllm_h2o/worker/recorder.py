@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records which tokens the pages hold, their scores and masses, while steps run.
 
 In the worker, and not between two steps of whoever asks: an engine in a process of its own runs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Positions that roll: counted anew among what is resident, when a step would run out of them.
 
 The model's rotary embedding and the kernels see positions of the plan, vLLM everything else of a

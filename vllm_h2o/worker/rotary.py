@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rotary embedding's own rotation, by a number of positions: of queries to later ones, for a
 second pass; of keys to earlier ones, where positions roll."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernels compute, by device; said once in the log."""
 
 from __future__ import annotations

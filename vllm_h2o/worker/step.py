@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Brings the scheduler's plan to the metadata builder: published for as long as a step runs.
 
 ``Worker.execute_model`` is the one place that both model runners pass through with a real schedule.

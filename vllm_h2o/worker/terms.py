@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The value of each term of the ranking, of a prompt's tokens: for traces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Before a step: a conversation's next turn gets a copy of what the last one held."""
 
 from __future__ import annotations

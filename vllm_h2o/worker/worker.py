@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker class that ``--kv-policy`` puts in place of vLLM's own for the platform."""
 
 from __future__ import annotations

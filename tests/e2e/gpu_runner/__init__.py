@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's own Model Runner V2 and its asynchronous scheduling, run on a CPU, with the policy.
 
 V2 needs Triton, and vLLM takes none on CPUs but Triton's CPU backend. In a process of its own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process with Model Runner V2: a job a line on stdin, what came of it a line on stdout.
 
 An error ends it, and is on stderr.

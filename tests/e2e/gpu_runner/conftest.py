@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process with Model Runner V2 for all tests of this folder."""
 
 from __future__ import annotations

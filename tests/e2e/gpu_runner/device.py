@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes this process one in which vLLM runs Model Runner V2: called before vLLM is imported.
 
 Of CUDA it lacks, and so do the tests: time (a kernel is through when its launch returns, a copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA graphs on a CPU: the launches of one forward pass, which a replay makes again.
 
 A launch is an operator of torch or a Triton kernel. Captured is what a CUDA graph holds of it:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One engine and what it is asked, the same for either model runner; what came of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The other process, as a test sees it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model Runner V2, full CUDA graphs, and the kernels for GPUs: all that a GPU's default start has.
 
 But piecewise graphs, which take a prompt's step: without torch.compile such a step runs eagerly.

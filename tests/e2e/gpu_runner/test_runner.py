@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model Runner V2, ahead of the tokens: says what V1 says, and keeps what the reference keeps."""
 
 from __future__ import annotations

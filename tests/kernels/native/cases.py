@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps made of random tensors for the native kernels, and their results in float64."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The native kernels in whole lives of requests, each variant."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structs are the same in Python and C++, and are checked before the native kernels read them."""
 
 from __future__ import annotations

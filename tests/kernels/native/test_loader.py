@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which library of the native kernels is opened, and which are refused."""
 
 from __future__ import annotations

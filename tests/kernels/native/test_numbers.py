@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each native variant against float64: odd shapes, threads, poison, every form of scoring."""
 
 from __future__ import annotations

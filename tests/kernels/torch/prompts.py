@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt in pages of its own, and its strips."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding on the CPU: ties, strangers' pages and strangers' requests, one kernel at a time."""
 
 from __future__ import annotations

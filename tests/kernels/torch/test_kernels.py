@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torch kernels, driven as the engine drives them, against the reference after every step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How tokens are ranked, and when they are evicted, in any combination: against the reference."""
 
 from __future__ import annotations

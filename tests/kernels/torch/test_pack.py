@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Survivors that are copied out of shared pages, and survivors by whole pages."""
 
 from __future__ import annotations

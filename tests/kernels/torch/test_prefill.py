@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts on the CPU: ties at the end, and tiles of queries."""
 
 from __future__ import annotations

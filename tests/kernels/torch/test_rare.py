@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rare stages in pages, against the reference's strip, and the next turn by the definition."""
 
 from __future__ import annotations

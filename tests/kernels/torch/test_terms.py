@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Terms that are added when a chunk is stored: the reference's values, in pages or outside them."""
 
 from __future__ import annotations

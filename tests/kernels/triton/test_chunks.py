@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels' constants name the attributes of chunks that are sent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel compiles to machine code for GPUs from Turing to Hopper. Needs no GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels for GPUs in Triton's interpreter, against the reference after every step."""
 
 from __future__ import annotations

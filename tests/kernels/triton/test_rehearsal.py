@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rehearsal runs all kernels of prompts beforehand, on pages of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pages that others read, in Triton: scored outside of them, and survivors copied out of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles that matrix units take, and no larger than a device's shared memory."""
 
 from __future__ import annotations

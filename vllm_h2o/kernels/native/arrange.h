@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // K and V of some slots, arranged as the products of a prompt take them: float32, or bfloat16 in
 // pairs. `rows`: [kKeyBlock] addresses, each [D].
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A decode step computes one part of a strip: logits, weights, and their sums of V.
 #pragma once
 

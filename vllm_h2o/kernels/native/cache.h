@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The page layout (see cache.py), and what kernels read and write of a step's tensors.
 //
 //   row = (block, KV head):  K [N, D] | V [N, D] | score [N] float32 | position [N] int32

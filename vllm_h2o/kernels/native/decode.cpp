@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One new token of each of B requests: store, attend, score, select the next victims.
 //
 //   P = softmax(q K^T * scale); out = P V; score[j] += sum over the group P[., j]^power

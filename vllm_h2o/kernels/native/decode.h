@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Arithmetic of one request's new token in one KV head: weighted sums, scores, the victim.
 #pragma once
 

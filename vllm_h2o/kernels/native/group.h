@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The queries of a GQA group and their products with K.
 #pragma once
 

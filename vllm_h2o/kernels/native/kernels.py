@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages in C++: functions of an open library."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Lists what this library was built with, for the loader to compare with layout.py.
 
 #include "layout.h"

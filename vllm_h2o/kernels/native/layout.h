@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The structs that Python hands over and the constants that it knows. layout.py has the same; the
 // loader compares the two with the help of layout.cpp, so a field must be changed in all three.
 #pragma once

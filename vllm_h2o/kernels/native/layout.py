@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structs, constants and tensors' addresses, as the C++ kernels take them.
 
 The structs are those of layout.h. A library lists its own, and :func:`mismatch` compares the two.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which library of the C++ kernels is opened, for the processor that this process runs on.
 
 One source is compiled for several instruction sets, a library each in this folder; the best one

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A victim is merged into the key nearest to it: which that is, and what it becomes. Twin of
 // merge.py.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Products of small matrices, C = A B, for the tiles of a prompt: float32, bfloat16, or AMX.
 //
 // A is [rows, depth], C is [rows, columns] float32; rows are a multiple of kRows, columns of

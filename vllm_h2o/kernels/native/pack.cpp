@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The survivors of each KV head move to the front of its slots, in order of position: tokens with
 // the best ranks, or whole pages with the best sums of ranks. Where heads share slots, the best
 // tokens of all of them say how many each has.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Chunks of prompts: store, attend causally, score.
 //
 //   P = softmax(q K^T * scale + causal); out = P V

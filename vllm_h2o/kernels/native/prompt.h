@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Two stages read prompts, attention and the terms of a ranking. They share K arranged for
 // products, tiles of queries, their weights (weigh), and the sums of columns that go to the scores
 // (add_columns).

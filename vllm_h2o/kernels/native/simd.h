@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectors of floats in the widest registers that the compiler was told of.
 //
 // Written with the vector extensions of GCC and Clang, so one source serves SSE2, AVX2, AVX-512 and

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The slots of a strip, page by page, and where their K and V lie.
 #pragma once
 

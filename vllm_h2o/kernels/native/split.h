@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a decode step's work is split: all slots of all requests and KV heads in a row, cut into
 // splits of equal length, one for each thread. A strip may lie in several.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Runs a stage of prompts, attention or a term, with the types and the products that it needs.
 #pragma once
 

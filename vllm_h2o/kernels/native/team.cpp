@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "team.h"
 
 #if defined(__AMX_BF16__) && defined(__linux__)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The threads that the kernels run on: those of the OpenMP runtime that the process already has.
 //
 // A runtime of our own would be a second set of threads that nothing binds to processors. So

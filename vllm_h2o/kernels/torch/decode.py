@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One new token for each of B requests: store, attend, score, select.
 
 Twins of ``reference.Strip.store``, ``attend_and_score`` and ``select_victim``, batched over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages in plain torch: what runs where nothing faster does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A victim is merged into the nearest key of its KV head, before the new token takes its slot.
 
 Twin of ``merge.nearest`` and ``merge.merged``, batched over requests and KV heads.

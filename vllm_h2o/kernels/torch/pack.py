@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Survivors of a prompt, or of several tokens past it: which they are, and their move.
 
 Twin of ``reference.pack_survivors``, batched over KV heads. The C++ kernels, too, copy survivors

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A chunk of one request's prompt: store, attend, score.
 
 Twin of ``reference.attend_and_score`` (T > 1), batched over KV heads.

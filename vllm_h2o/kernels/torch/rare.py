@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stages that run once in a prompt or a turn, in a few launches a layer, on any device.
 
 Twins of methods of :class:`~vllm_h2o.kernels.strip.Strip`, batched over KV heads: ``keep_scores``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Probabilities where heads may have attention sinks. Twin of ``sinks.softmax``."""
 
 from __future__ import annotations

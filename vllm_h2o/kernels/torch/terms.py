@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Terms of a ranking that are added once, when a chunk of the prompt is stored.
 
 Twin of ``reference.score_term``, batched over KV heads.

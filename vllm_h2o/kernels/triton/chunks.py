@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of prompts as the kernels read them."""
 
 from __future__ import annotations

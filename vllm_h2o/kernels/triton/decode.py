@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One new token for each of B requests: it is stored, and attended to in two launches.
 
 ::

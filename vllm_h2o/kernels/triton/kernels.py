@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages on a GPU: buffers that outlive a step, and the launches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A victim is merged into the nearest key of its KV head, before the new token takes its slot.
 
 ``nearest_key`` finds the largest cosine in each split of the slots; ``take_victim_in`` takes the

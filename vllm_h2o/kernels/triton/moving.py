@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How survivors of prompts are moved, every layer at once: the launches of pack.py and share.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """At a prompt's end: which tokens survive, and their move to the first slots; every layer at once.
 
 ``select_survivors`` finds, for each (layer, request, KV head), the score of the last survivor, bit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of prompts: store, attend causally, and add the terms of a ranking to scores.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A prompt's kernels, run on a few pages of their own before a request waits for a compiler."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """After attention: splits merged, scores added to, and the slot that the next token will take.
 
 Twins of ``reference.attend_and_score`` and ``select_victim`` (arXiv 2306.14048, Algorithm 1). The

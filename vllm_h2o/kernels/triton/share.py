@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """At a prompt's end, where the KV heads of a layer share its slots: how many pages each has.
 
 Layers that share slots look like one layer here, see ``cache.LayerCache.joined``: each row of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How large tiles are, and with what options the kernels are launched."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Read one KV head of one request from a decode batch, and divide its slots among programs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of several kernels: slots of the pages, heads of the step's tokens, softmax, scores.
 
 They are compiled into the kernels that call them. ``dim`` is ``arange(0, D_PAD)`` everywhere.
