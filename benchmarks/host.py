@@ -38,7 +38,7 @@ from benchmarks.throughput.models import write_random
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import Plans
-from vllm_h2o.worker.batching import PersistentBatch, Rows
+from vllm_h2o.worker.batching import PersistentBatch
 from vllm_h2o.worker.step import Step
 
 BLOCK_SIZE, PROMPT_LEN, MAX_MODEL_LEN = 32, 64, 2048
@@ -116,7 +116,8 @@ def worker_side(num_seqs: int) -> Callable[[SchedulerOutput], object]:
     batching = PersistentBatch(num_seqs, BLOCK_SIZE, device, prefix_caching=False)
     table = torch.zeros(num_seqs, MAX_MODEL_LEN // BLOCK_SIZE, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32)
-    common: Any = SimpleNamespace(query_start_loc_cpu=starts)
+    batch = {"query_start_loc_cpu": starts, "block_table_tensor": table, "num_reqs": num_seqs}
+    common: Any = SimpleNamespace(**batch)
     order = [str(number) for number in range(num_seqs)]
 
     told = Plans()
@@ -126,8 +127,7 @@ def worker_side(num_seqs: int) -> Callable[[SchedulerOutput], object]:
         if output.total_num_scheduled_tokens != num_seqs:
             return None
         step = Step(plan, lambda _: order)
-        plans, rows = step.rows(common), list(range(num_seqs))
-        return batching(Rows(plans, table, starts.tolist(), rows, num_seqs))
+        return batching(step.rows(common))
 
     return build
 

@@ -223,7 +223,8 @@ def alternate(ours: Sequence[Call], theirs: Sequence[Call], budget: float) -> Pa
         return seconds(lambda: [call() for call in calls])
 
     of(ours), of(theirs)
-    pairs, end = [], time.perf_counter() + budget
+    pairs: list[tuple[float, float]] = []
+    end = time.perf_counter() + budget
     while time.perf_counter() < end or len(pairs) < 7:
         pairs.append((of(ours), of(theirs)))
     return Pairs([a for a, _ in pairs], [b for _, b in pairs])
@@ -233,7 +234,8 @@ def memcpy_rate(budget: float) -> float:
     """Bytes read and written in a second, when a block larger than caches is copied."""
     source = torch.ones(COLD_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
-    times, end = [], time.perf_counter() + budget
+    times: list[float] = []
+    end = time.perf_counter() + budget
     while time.perf_counter() < end or len(times) < 5:
         times.append(seconds(lambda: target.copy_(source)))
     return 2 * COLD_BYTES / statistics.median(times)

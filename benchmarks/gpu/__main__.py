@@ -73,7 +73,7 @@ def check_kernels(device: torch.device, size: kernels.Size) -> Iterator[Check]:
     label = f"{label}, pages of {size.block_size}, {size.dtype}"
     for what, error, allowed in kernels.check_decode(size, device):
         yield f"{label}: decode, {what}", error, allowed
-    attentions = {"own": None}
+    attentions: dict[str, PromptAttention | None] = {"own": None}
     if (fast := flash(device, size)) is not None:
         attentions["FlashAttention"] = fast
     for name, attention in attentions.items():
@@ -111,6 +111,7 @@ class Report:
         self.checks.append(check)
         print(line(check), flush=True)
         what, figure, allowed = check
+        row: dict[str, object]
         row = {"machine": self.machine, "torch": torch.__version__, "what": what}
         row |= {"figure": figure, "at_most": allowed, "holds": int(holds(check))}
         append_rows(self.out / "gpu-checks.csv", [row])
@@ -128,6 +129,7 @@ class Report:
         """Latencies of each side, printed and kept; every request must be answered."""
         profile = latency.SMALL if small else latency.PROFILE
         for name, figures in latency.measure(profile, REQUESTS_PER_S, small):
+            row: dict[str, object]
             row = {"machine": self.machine, "vllm": version("vllm"), "profile": profile.id}
             row |= {"side": name, "requests_per_s": REQUESTS_PER_S, **figures}
             append_rows(self.out / "gpu-latency.csv", [row])

@@ -171,7 +171,8 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     for term in H2O2.ranking.passes:
         yield attend(shape, capability, term)
         yield column_scores(shape, capability, term, by_age=True)
-    yield column_scores(shape, capability, *SNAPKV.ranking.passes, apart=True)
+    (window,) = SNAPKV.ranking.passes
+    yield column_scores(shape, capability, window, apart=True)
     apart = {"APART": shape.group > 1}
     ranked = {"N": block, "TILE": SELECT_TILE, "BY_AGE": not paged, "num_warps": 8}
     yield pack.select_survivors, "*i32", {**ranked, **split, **apart, "BY_PAGE": paged}

@@ -107,7 +107,7 @@ def full_batch(size: Size, device: torch.device, evicts: int = 1) -> DecodeBatch
     """Requests that are full: each overwrites, and selects where it ``evicts``."""
     block_table = torch.arange(size.requests * size.pages, dtype=torch.int32, device=device)
     fields = torch.zeros(size.requests, len(DECODE_FIELDS), dtype=torch.int64)
-    values = {
+    values: dict[str, torch.Tensor | int] = {
         "token": torch.arange(size.requests),
         "attended_len": size.tokens,
         "overwrites": 1,
@@ -233,20 +233,24 @@ def _check_copies(
     cache = filled(size, device)
     before = on_cpu(cache)
     places = torch.arange(2 * size.pages, dtype=torch.int32, device=device).view(2, -1)
+    targets = list(places + size.requests * size.pages)
     copied = [
-        replace(chunk, destination_blocks=place + size.requests * size.pages)
-        for chunk, place in zip(chunks, places, strict=True)
+        replace(chunk, destination_blocks=target)
+        for chunk, target in zip(chunks, targets, strict=True)
     ]
     twin = on_cpu(cache)
     twin_chunks = [
-        replace(c, block_table=c.block_table.cpu(), destination_blocks=c.destination_blocks.cpu())
-        for c in copied
+        replace(chunk, block_table=chunk.block_table.cpu(), destination_blocks=target.cpu())
+        for chunk, target in zip(chunks, targets, strict=True)
     ]
-    for chunk, theirs in zip(copied, twin_chunks, strict=True):
+    for chunk, twin_chunk in zip(copied, twin_chunks, strict=True):
         score = torch.rand(1, size.num_kv_heads, chunk.attended_len, device=device)
-        TorchKernels().copy_survivors([twin], theirs, Scoring(), score.cpu())
+        TorchKernels().copy_survivors([twin], twin_chunk, Scoring(), score.cpu())
         kernels.copy_survivors([cache], chunk, Scoring(), score)
-    at = [replace(c, block_table=c.destination_blocks) for c in twin_chunks]
+    at = [
+        replace(chunk, block_table=target.cpu())
+        for chunk, target in zip(chunks, targets, strict=True)
+    ]
     for name in VIEWS:
         ours, theirs = (_kept(held, at, name) for held in (on_cpu(cache), twin))
         yield f"copied survivors: {name} that differs", float((ours != theirs).sum()), 0.0

@@ -60,7 +60,7 @@ def judged(
 ) -> tuple[list[float], dict[str, float]]:
     """Mean nats a token of each text, and what the engine's steps were like."""
     policy = None if side.budget is None else "h2o"
-    options = {"budget": side.budget, "eviction": side.eviction} if policy else None
+    options = {"budget": side.budget, **side.options} if policy else None
     engine = forced_engine(
         str(model_dir(DTYPE)),
         policy,
@@ -107,11 +107,12 @@ def rows(
     lengths: tuple[int, int], count: int = NUM_TEXTS, pools: Sequence[int] = POOLS
 ) -> Iterator[dict[str, Any]]:
     """All pools; the first of them is for all."""
-    load, full = texts(lengths, count), []
+    load = texts(lengths, count)
+    full: list[float] = []
     for num_seqs in pools:
         profile = pressed(num_seqs, lengths, count, BUDGET, SHAPE)
         pressure, stock, at_prompt_end = profile.sides
-        sides = (pressure,)
+        sides: tuple[Side, ...] = (pressure,)
         if num_seqs == pools[0]:
             sides = stock, pressure
         elif num_seqs == min(pools):

@@ -90,8 +90,10 @@ def watch(scheduler: type[HeavyHitterScheduler], out: Path) -> None:
         figures.steps += 1
         return schedule(self, *args, **kwargs)
 
-    preempt, scheduler._preempt_request = scheduler._preempt_request, preempting
-    schedule, scheduler.schedule = scheduler.schedule, scheduling
+    preempt, schedule = scheduler._preempt_request, scheduler.schedule
+    replaced = {"_preempt_request": preempting, "schedule": scheduling}
+    for name, method in replaced.items():
+        setattr(scheduler, name, method)
     for name in ("schedule", "update_from_output", "finish_requests"):
         setattr(scheduler, name, _checked(getattr(scheduler, name), figures, out))
 

@@ -237,8 +237,8 @@ class Load:
             await self._send(kind, kinds[kind])
         while self._goes_on():
             roll = self.chance.random()
-            kind = "malformed" if roll < 0.15 else "long" if roll < 0.17 else None
-            kind = kind or self.chance.choice(self.well_formed)
+            rare = "malformed" if roll < 0.15 else "long" if roll < 0.17 else None
+            kind = rare or self.chance.choice(self.well_formed)
             await self._send(kind, kinds[kind])
 
     async def _send(self, kind: str, request: Callable[[], Awaitable[str]]) -> None:

@@ -124,7 +124,8 @@ def keep_digests(throughput: Any) -> list[str]:
         A list that is filled when the bench has run.
 
     """
-    original, digests = throughput.run_vllm, []
+    original = throughput.run_vllm
+    digests: list[str] = []
 
     def run_vllm(*args: Any, **kw: Any) -> Any:
         seconds, outputs = original(*args, **kw)
