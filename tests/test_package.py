@@ -59,7 +59,7 @@ def shipped() -> Iterator[str]:
     """Files of the package that an installation needs, below the root of the repository."""
     for folder, _, files in os.walk(ROOT / "vllm_h2o", followlinks=True):
         for file in (Path(folder, name) for name in files):
-            if file.suffix in {".py", ".cpp", ".h", ".html", ".md"}:
+            if file.suffix in {".py", ".cpp", ".h", ".html", ".md"} or file.name == "py.typed":
                 yield str(file.relative_to(ROOT))
 
 
@@ -103,7 +103,7 @@ def test_nothing_is_left_out(built: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = set(archive.namelist())
     needed = set(shipped())
-    assert "vllm_h2o/patches/_patch.py" in needed
+    assert {"vllm_h2o/patches/_patch.py", "vllm_h2o/py.typed"} <= needed
     assert needed <= in_sdist
     assert needed <= in_wheel
     assert "setup.py" in in_sdist

@@ -125,7 +125,8 @@ class Model:
         if _first(self.config, ("quantization_config",)):
             raise _uncounted("the weights are quantised", "their size is not in the config")
         try:
-            with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 model = AutoModelForCausalLM.from_config(self.text)
         except ValueError as error:
             raise _uncounted(

@@ -145,7 +145,8 @@ class TritonKernels(RareStages):
         padded_block = triton.next_power_of_2(cache.block_size)
         num_parts = min(num_kv_splits, triton.cdiv(max_pages * cache.block_size, PAGE_LANES))
         sinks, has_sinks = self._sinks(tensors.sink_logits)
-        score.merge_and_score[(*grid[:2], num_parts)](
+        merge_grid = (*grid[:2], num_parts)
+        score.merge_and_score[merge_grid](
             out, cache.score, cache.position, *request_args, sinks,
             self._logits, self._partial_out, self._partial_max_sum, *self._candidates,
             out.stride(0), word_stride, *strides, num_kv_splits,
