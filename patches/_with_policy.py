@@ -4,14 +4,23 @@
 from __future__ import annotations
 
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.patches import cpu_platform__get_attn_backend_cls, stat_logger_manager__init
+from vllm_h2o.patches import (
+    cpu_platform__get_attn_backend_cls,
+    inproc_client__init,
+    mpclient__apply_ready_response,
+    stat_logger_manager__init,
+)
 from vllm_h2o.patches._patch import Patch, verify_all
 from vllm_h2o.patches._relied_upon import RELIED_UPON
 
 WITH_POLICY: tuple[Patch, ...] = (cpu_platform__get_attn_backend_cls.PATCH,)
 """Applied where a worker with a policy starts, which may be the user's own process."""
 
-FRONT_END: tuple[Patch, ...] = (stat_logger_manager__init.PATCH,)
+FRONT_END: tuple[Patch, ...] = (
+    stat_logger_manager__init.PATCH,
+    mpclient__apply_ready_response.PATCH,
+    inproc_client__init.PATCH,
+)
 """Applied where an engine with a policy is configured: the process that serves its metrics."""
 
 

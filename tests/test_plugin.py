@@ -231,17 +231,19 @@ def test_register_changes_nothing_when_it_fails(
 )
 def test_activate(activate: Callable[[], object], group: tuple[Patch, ...]) -> None:
     """Where a policy runs, the rest of the patches are applied, once."""
-    (patch,) = group
-    was_applied = patch.is_applied
-    patch.revert()
+    were_applied = [patch for patch in group if patch.is_applied]
+    for patch in group:
+        patch.revert()
     try:
         activate()
-        assert patch.is_applied
+        assert all(patch.is_applied for patch in group)
         activate()
-        patch.revert()
-        assert not patch.is_applied
+        for patch in group:
+            patch.revert()
+        assert not any(patch.is_applied for patch in group)
     finally:
-        patch.apply() if was_applied else patch.revert()
+        for patch in group:
+            patch.apply() if patch in were_applied else patch.revert()
 
 
 def test_is_no_platform() -> None:

@@ -6,6 +6,7 @@ The patches call these functions, in a process that starts an engine, in this or
     flags or arguments --options/flags.py--> additional_config["kv_policy"]
     create_engine_config: patches verified, prepare (before) ... vLLM ... finish (after)
         where positions roll, vLLM does not see max_model_len: of_trained_length
+    the engine is ready: check_fitted, where vLLM has fitted max_model_len to the memory
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ CPU_BLOCK_SIZE = 128
 been resolved in pages. Drop when: 0.32 is no longer supported, and 0.33 sets it earlier."""
 MOST_TOKENS = 2**31
 """max_num_seqs * max_model_len must stay below this (int32)."""
+LEFT_TO_VLLM = -1
+"""vLLM's number for ``--max-model-len auto``."""
 CAPTURE_STEP = 16
 """Sequences between two captured sizes, as in vLLM."""
 
@@ -172,7 +175,8 @@ def check_config(vllm_config: Any, config: KVPolicyConfig | None, asked: int | N
     Raises:
         UnsupportedError: for the first of :data:`REFUSALS` that applies, and for a part of the
             engine that conflicts with the policy.
-        ConfigError: when the budget has too few slots, or leaves too few positions.
+        ConfigError: when the budget has too few slots, or leaves too few positions, for a
+            ``max_model_len`` that is final.
 
     """
     if config is None:
@@ -185,8 +189,44 @@ def check_config(vllm_config: Any, config: KVPolicyConfig | None, asked: int | N
         config = _limit_positions(vllm_config, config)
     if _is_length(asked):
         vllm_config.model_config.max_model_len = asked
+    if not _fits_length(vllm_config):
+        _check_lengths(vllm_config, config)
+    return vllm_config
+
+
+def _fits_length(vllm_config: Any) -> bool:
+    """Whether vLLM is left to fit ``max_model_len`` to the memory."""
+    return bool(vllm_config.model_config.original_max_model_len == LEFT_TO_VLLM)
+
+
+def check_fitted(vllm_config: Any) -> None:
+    """Check what depends on ``max_model_len``, once vLLM has fitted it to the memory.
+
+    It runs in the front end: what is raised in the engine's process is not what a user reads last.
+
+    Args:
+        vllm_config: the config of an engine that is ready, with or without a policy.
+
+    Raises:
+        ConfigError: when the budget has too few slots, or leaves too few positions.
+
+    """
+    config = KVPolicyConfig.of(vllm_config)
+    if config is not None and _fits_length(vllm_config):
+        _check_lengths(vllm_config, config)
+
+
+def _check_lengths(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Check what depends on ``max_model_len``, which is final.
+
+    Raises:
+        ConfigError: when the budget has too few slots, or leaves too few positions.
+
+    """
     max_model_len = vllm_config.model_config.max_model_len
-    budget = config.resolve(max_model_len, vllm_config.cache_config.block_size)
+    block_size = vllm_config.cache_config.block_size
+    config.check(max_model_len, block_size)
+    budget = config.resolve(max_model_len, block_size)
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
     check_positions(config, f"budget={config.budget!r}", budget, chunk, max_model_len)
     num_seqs = vllm_config.scheduler_config.max_num_seqs
@@ -198,7 +238,6 @@ def check_config(vllm_config: Any, config: KVPolicyConfig | None, asked: int | N
             f"give --max-num-seqs {max((MOST_TOKENS - 1) // max_model_len, 1)}, or a smaller "
             "--max-model-len",
         )
-    return vllm_config
 
 
 def _limit_positions(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig:

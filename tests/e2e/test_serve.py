@@ -193,10 +193,19 @@ def test_vllm_bench_takes_the_flags() -> None:
     assert re.search(r"Throughput: .* tokens/s", done.stdout)
 
 
-def test_a_server_with_a_bad_budget_stops_at_once(tmp_path: Path) -> None:
-    """The message is the last thing on the screen."""
-    flags = [*ENGINE, "--kv-policy=h2o", "--kv-policy-config.budget=1.5"]
-    server = Server(Path(smollm2()), tmp_path / "log", flags)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-policy-config.budget=1.5"], "budget=1.5 is not supported:"),
+        (
+            ["--kv-policy-config.max_budget=99", "--max-model-len=auto"],
+            "budget=0.2 is not supported: it is 1639 slots of max_model_len=8192. max_budget=99 ",
+        ),
+    ],
+)
+def test_a_server_with_a_bad_budget_stops(tmp_path: Path, flags: list[str], message: str) -> None:
+    """The message is the last thing on the screen, also where vLLM fits the length first."""
+    server = Server(Path(smollm2()), tmp_path / "log", [*ENGINE, "--kv-policy=h2o", *flags])
     assert server.process.wait(TIMEOUT) != 0
     text = server.log.read_text()
-    assert "kv-policy: budget=1.5 is not supported:" in text.strip().splitlines()[-1]
+    assert f"kv-policy: {message}" in text.strip().splitlines()[-1]

@@ -53,13 +53,16 @@ def test_fraction_too_small_is_refused_once_the_length_is_known() -> None:
     """The message has the slots that it comes to."""
     config = KVPolicyConfig(budget=0.01, num_sink_tokens=4)
     with pytest.raises(ConfigError) as caught:
-        config.resolve(max_model_len=128, block_size=16)
+        config.check(max_model_len=128, block_size=16)
     assert str(caught.value) == (
         "kv-policy: budget=0.01 is not supported: it is 2 slots of max_model_len=128. "
         "4 sinks, the recent window and the next token need 6 slots. "
         "Give a budget of at least 6 tokens, or fewer sinks."
     )
+    config.check(1024, 16)
     assert config.resolve(1024, 16).capacity == 16
+    # Counted all the same: vLLM tries lengths that nobody wants.
+    assert [config.resolve(length, 16).capacity for length in (1, 128)] == [16, 16]
 
 
 @pytest.mark.parametrize(("ratio", "sinks", "least"), [(0.5, 0, 32), (0.0, 0, 32), (0.5, 20, 64)])
@@ -70,7 +73,7 @@ def test_budget_of_pages_has_room_for_the_next_page(ratio: float, sinks: int, le
     assert KVPolicyConfig(budget=least - 15, **options).resolve(1024, 16).capacity == least
     if least > 32:
         with pytest.raises(ConfigError, match=f"need {least} slots in pages of 16"):
-            KVPolicyConfig(budget=least - 16, **options).resolve(1024, 16)
+            KVPolicyConfig(budget=least - 16, **options).check(1024, 16)
 
 
 def test_from_options_refuses_two_names() -> None:
@@ -142,6 +145,17 @@ def test_config_survives_json(config: KVPolicyConfig) -> None:
         config.budget = 1  # type: ignore[misc]
 
 
+@given(configs, st.integers(1, 5000), st.integers(0, 5000), st.sampled_from([1, 16, 128]))
+def test_resolve_of_a_longer_sequence_is_no_smaller(
+    config: KVPolicyConfig, length: int, more: int, block_size: int
+) -> None:
+    """vLLM looks for the longest sequence that fits by halves."""
+    shorter, longer = (config.resolve(size, block_size) for size in (length, length + more))
+    assert shorter.capacity <= longer.capacity
+    for chunk in (1, 256):
+        assert shorter.most_slots(chunk) <= longer.most_slots(chunk)
+
+
 @given(configs, st.integers(1, 1 << 20), st.sampled_from([1, 8, 16, 32, 128]))
 def test_resolve_rounds_up_to_whole_pages(
     config: KVPolicyConfig, max_model_len: int, block_size: int
@@ -149,7 +163,8 @@ def test_resolve_rounds_up_to_whole_pages(
     """No page more than the slots need, and no more than a longest sequence."""
     if config.min_budget > max_model_len:
         with pytest.raises(ConfigError, match="Every sequence would be kept whole"):
-            config.resolve(max_model_len, block_size)
+            config.check(max_model_len, block_size)
+        assert config.resolve(max_model_len, block_size)
         return
     wanted: Any = config.budget
     if isinstance(wanted, float):
@@ -160,8 +175,11 @@ def test_resolve_rounds_up_to_whole_pages(
     have = -(-slots // block_size) * block_size if schedule.by_page else slots
     if have < least:
         with pytest.raises(ConfigError, match=f"it is {slots} slot"):
-            config.resolve(max_model_len, block_size)
+            config.check(max_model_len, block_size)
+        lifted = config.resolve(max_model_len, block_size)
+        assert lifted.capacity == -(-least // block_size) * block_size
         return
+    config.check(max_model_len, block_size)
     budget = config.resolve(max_model_len, block_size)
     assert budget.capacity % block_size == 0
     assert slots <= budget.capacity < slots + block_size
@@ -184,7 +202,7 @@ def test_resolve_lifts_to_min_budget() -> None:
     assert config.resolve(8192, 16).capacity == 832
     assert config.resolve(256, 16).capacity == 256
     with pytest.raises(ConfigError) as caught:
-        config.resolve(255, 16)
+        config.check(255, 16)
     assert str(caught.value) == (
         "kv-policy: min_budget=256 is not supported: max_model_len=255 is the longest sequence. "
         "Every sequence would be kept whole. Give a smaller min_budget, or leave it out."
@@ -266,10 +284,10 @@ def test_resolve_refuses_budget_above_max_budget(
     """The engine's own budget is one that a request may ask for."""
     config = KVPolicyConfig(**options, max_budget=max_budget)
     if fits:
-        assert config.resolve(1024, 16)
+        config.check(1024, 16)
         return
-    with pytest.raises(ConfigError, match=f"slots. max_budget={max_budget!r} is .* for at most"):
-        config.resolve(1024, 16)
+    with pytest.raises(ConfigError, match=f"slots .*max_budget={max_budget!r} is .* for at most"):
+        config.check(1024, 16)
 
 
 @pytest.mark.parametrize("name", EVICTING)

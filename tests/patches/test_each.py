@@ -117,6 +117,12 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]]] =
 CALLS["stat_logger_manager__init"] = [
     ((SimpleNamespace(), engine_args(), [0, 1]), {"client_count": 2}, {"client_count": 2}),
 ]
+CALLS["mpclient__apply_ready_response"] = [
+    ((SimpleNamespace(vllm_config=engine_args()), b"payload"), {}, {}),
+]
+CALLS["inproc_client__init"] = [
+    ((SimpleNamespace(), engine_args(), object), {"log_stats": True}, {"log_stats": True}),
+]
 
 
 class InputProcessor:

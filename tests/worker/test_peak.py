@@ -115,9 +115,7 @@ def test_of_an_engine(
         splits=rotates,
         splits_layers=splits_layers,
         max_budget=0.25,
-        resolve_request=lambda longest, block_size, prompt_len, max_tokens, asked: SimpleNamespace(
-            capacity=int(longest * asked)
-        ),
+        resolve=lambda longest, block_size, asked: SimpleNamespace(capacity=int(longest * asked)),
         ranking=COMBINED if rotates else SUM,
     )
     found = Peak.of(config, policy)

@@ -44,12 +44,13 @@ def check_slots(options: Options, slots: int, meaning: str, block_size: int = 1)
         )
 
 
-def check_cap(options: Options, slots: int, limit: int) -> None:
+def check_cap(options: Options, slots: int, meaning: str, limit: int) -> None:
     """Refuse a budget above ``max_budget``.
 
     Args:
         options: with the budget.
         slots: slots of the budget.
+        meaning: ``slots``, in words.
         limit: slots of ``max_budget``.
 
     Raises:
@@ -59,7 +60,7 @@ def check_cap(options: Options, slots: int, limit: int) -> None:
     if slots > limit:
         raise ConfigError(
             f"budget={options.budget!r}",
-            f"it is {counted(slots)}",
+            meaning,
             f"max_budget={options.max_budget!r} is {limit} slots",
             f"ask for at most {options.max_budget!r}",
         )

@@ -69,8 +69,26 @@ class KVPolicyConfig(Options):
         own = self.policy.split
         return "layers" if own != "none" and self.ranking.term("reread") else own
 
-    def resolve(self, max_model_len: int, block_size: int) -> Budget:
-        """Return the budget in slots: of the longest sequence, where it depends on the request.
+    def resolve(
+        self, max_model_len: int, block_size: int, budget: int | float | str | None = None
+    ) -> Budget:
+        """Count the budget in slots: of the longest sequence, where it depends on the request.
+
+        It checks nothing (:meth:`check` does): vLLM asks about lengths that nobody wants. What is
+        too little for any sequence is lifted to the fewest slots.
+
+        Args:
+            max_model_len: longest sequence, in tokens.
+            block_size: slots of a page.
+            budget: another budget; None: this configuration's.
+
+        """
+        asked = self.budget if budget is None else budget
+        slots = self._slots(asked, max_model_len, max_model_len)
+        return self._divided(max(slots, self._least(block_size)), block_size, max_model_len)
+
+    def check(self, max_model_len: int, block_size: int) -> None:
+        """Refuse a budget that the longest sequence cannot use, once both sizes are final.
 
         Args:
             max_model_len: longest sequence, in tokens.
@@ -83,11 +101,10 @@ class KVPolicyConfig(Options):
         """
         check_length(self, max_model_len)
         slots = self._slots(self.budget, max_model_len, max_model_len)
-        self._check_cap(slots, max_model_len, max_model_len)
+        meaning = f"it is {counted(slots)} of max_model_len={max_model_len}"
+        self._check_cap(slots, meaning, max_model_len, max_model_len)
         if self.policy.evicts:
-            meaning = f"it is {counted(slots)} of max_model_len={max_model_len}"
             check_slots(self, slots, meaning, block_size)
-        return self._divided(slots, block_size, max_model_len)
 
     def resolve_request(
         self,
@@ -120,12 +137,15 @@ class KVPolicyConfig(Options):
         basis = whole.get(self.budget_basis, max_model_len)
         slots = self._slots(own.budget, basis, max_model_len)
         if asked is None:
-            ratio = self.effective_recent_ratio
-            slots = max(slots, minimum_slots(ratio, self.num_sinks, self.schedule, block_size))
+            slots = max(slots, self._least(block_size))
         else:
             check_slots(own, slots, f"it is {counted(slots)}", block_size)
-            own._check_cap(slots, basis, max_model_len)
+            own._check_cap(slots, f"it is {counted(slots)}", basis, max_model_len)
         return self._divided(slots, block_size, max_model_len)
+
+    def _least(self, block_size: int) -> int:
+        ratio = self.effective_recent_ratio
+        return minimum_slots(ratio, self.num_sinks, self.schedule, block_size)
 
     def _divided(self, slots: int, block_size: int, max_model_len: int) -> Budget:
         ratio = self.effective_recent_ratio
@@ -145,9 +165,9 @@ class KVPolicyConfig(Options):
         slots = math.ceil(written * whole if isinstance(budget, float) else written)
         return min(max(slots, self.min_budget), max_model_len)
 
-    def _check_cap(self, slots: int, whole: int, max_model_len: int) -> None:
+    def _check_cap(self, slots: int, meaning: str, whole: int, max_model_len: int) -> None:
         if self.max_budget is not None:
-            check_cap(self, slots, self._slots(self.max_budget, whole, max_model_len))
+            check_cap(self, slots, meaning, self._slots(self.max_budget, whole, max_model_len))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain form that ``additional_config`` carries."""

@@ -141,6 +141,7 @@ def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyC
     """
     slot_bytes = shape.slot_bytes(config.extra_words)
     pool = Pool(memory // (slot_bytes * work.block_size), work.block_size)
+    config.check(work.max_model_len, work.block_size)
     budget = config.resolve(work.max_model_len, work.block_size)
     longest, prompt = work.max_model_len, work.prompt_len
     if config.eviction == "chunk":

@@ -143,9 +143,7 @@ def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
     if model is None or not config.splits:
         return 0
     num_layers = model.get_num_layers(vllm_config.parallel_config) if config.splits_layers else 1
-    longest, largest = model.max_model_len, config.max_budget or "full"
-    budget = config.resolve_request(longest, block_size, longest, 0, largest)
-    assert budget is not None, "it is asked for"
+    budget = config.resolve(model.max_model_len, block_size, config.max_budget or "full")
     return num_layers * budget.capacity
 
 
