@@ -13,6 +13,7 @@ import pytest
 import transformers
 
 from tests.house_rules import ROOT
+from vllm_h2o.arguments import memory_bytes
 from vllm_h2o.cli import main
 from vllm_h2o.template import ANSWERS
 
@@ -40,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def table(printed: str) -> dict[str, list[str]]:
     """Return the table's rows by their labels."""
     head, _, rest = printed.partition("and a prompt\n")
-    assert head.count("slots") == 1
+    assert head.splitlines()[-1].split()[:3] == ["tokens", "pages", "memory"]
     lines = rest.partition("\n\n")[0].splitlines()
     cells = [line.replace("  ", "\t").split("\t") for line in lines]
     return {row[0].strip(): [cell.strip() for cell in row[1:] if cell.strip()] for row in cells}
@@ -84,6 +85,15 @@ def test_plan_says_what_does_not_start(model: str, capsys: pytest.CaptureFixture
     assert "full does not start: vLLM needs 128 pages for one longest sequence" in printed
     chunked = ["--kv-policy-config", '{"eviction": "chunk"}', "--max-num-batched-tokens", "64"]
     assert main(["plan", model, "--kv-memory", "256KiB", "--budget", "64", *chunked]) == 0
+
+
+def test_plan_with_a_budget_in_the_options_lists_it(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The policy that was asked for, not those that are compared by default."""
+    asked = ["--kv-policy", "snapkv", "--kv-policy-config", '{"budget": 256}']
+    assert main(["plan", model, *MEMORY, *asked]) == 0
+    assert list(table(capsys.readouterr().out)) == ["stock vLLM", "snapkv 256 tokens"]
 
 
 def test_plan_takes_full_budgets(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,10 +186,10 @@ def test_missing_prompt_file_is_named(
 
 
 MISUSED: list[tuple[list[str], str]] = [
-    (["--kv-memory", "much"], "'much' is no memory; give e.g. 24GiB"),
-    (["--kv-memory", "0"], "'0' is no memory"),
+    (["--kv-memory", "much"], "'much' is not an amount of memory; give e.g. 24GiB"),
+    (["--kv-memory", "0"], "'0' is not an amount of memory"),
     (["--kv-memory", "24"], "24 is 24 bytes; give a unit: 24GiB"),
-    (["--block-size", "0"], "'0' is no whole number above 0"),
+    (["--block-size", "0"], "'0' is not a whole number above 0"),
     (["--kv-memory", "1GiB", "--gpu-memory", "1GiB"], "not allowed with"),
     (["--kv-dtype", "int4"], "invalid choice: 'int4'"),
 ]
@@ -208,9 +218,16 @@ def test_argparse_refuses(
 )
 def test_memory_reads_units(text: str, expected: int) -> None:
     """Of 1024 and of 1000; a large number is bytes."""
-    from vllm_h2o.cli import _memory
+    assert memory_bytes(text) == expected
 
-    assert _memory(text) == expected
+
+def test_main_without_a_command_prints_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain words, how it is switched on, and each command."""
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert "more\nsequences fit into the same memory" in said
+    assert "vllm serve MODEL --kv-policy h2o2" in said
+    assert all(f"    {command}" in said for command in ("plan", "trace", "check-template"))
 
 
 @pytest.mark.parametrize("command", ["plan", "trace"])

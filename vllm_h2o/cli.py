@@ -11,20 +11,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_h2o.arguments import check_folder, memory_bytes, positive, read_text
 from vllm_h2o.errors import ConfigError, KVPolicyError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import number
 from vllm_h2o.options.traits import FLOAT8
 from vllm_h2o.policy import policies
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", start=1)}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 _BUDGETS = ("0.05", "0.1", "0.2", "0.5")
+_PURPOSE = """\
+vllm-h2o lets vLLM keep only the tokens of each sequence that receive attention, so that more
+sequences fit into the same memory. Switch it on where you start vLLM:
+
+    vllm serve MODEL --kv-policy h2o2
+
+The commands below help to choose the options. None of them starts a server.
+"""
 _PLAN = """\
-Count the sequences that fit into a memory, with stock vLLM and with each budget. The plan reads the
-model's config alone: it loads no weights and starts no engine.
+Count the sequences that fit into a memory, with stock vLLM and with each budget. A budget is the
+number of tokens that a sequence keeps. The plan reads the model's config alone: it loads no weights
+and starts no engine.
+
+    vllm-h2o plan MODEL --gpu-memory 24GiB
+    vllm-h2o plan MODEL --gpu-memory 24GiB --kv-policy h2o2 --budget 512 0.1 --max-model-len 8192
 
 --kv-memory is the memory for the cache, as vLLM's --kv-cache-memory-bytes; the engine will log the
 same numbers. --gpu-memory is a device's memory: the cache gets the fraction that vLLM may use, less
@@ -34,7 +45,9 @@ CUDA graphs take.
 _TRACE = """\
 Run one prompt with a policy and write one HTML page, which needs no network. The page shows the
 scores, and shades each token by how many layers and KV heads keep it, step by step. Tokens that fit
-into the budget have no scores.
+into the budget have no scores. The model runs in an engine of its own, which logs like vLLM.
+
+    vllm-h2o trace MODEL --prompt-file story.txt --budget 128 --out trace.html
 """
 _TEMPLATE = """\
 Check whether a model's chat template reproduces the tokens of the last turn in the next turn's
@@ -48,15 +61,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 1 for a plan in which no engine starts, and for a template with which
-        plain answers do not continue; 2, with a message, for an error.
+        plain answers do not continue; 2, with a message, for an error, or without a command.
 
     """
-    parser = argparse.ArgumentParser(prog="vllm-h2o", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser = argparse.ArgumentParser(
+        prog="vllm-h2o",
+        description=_PURPOSE,
+        epilog="`vllm-h2o COMMAND --help` explains a command and its options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_plan(commands)
     _add_trace(commands)
     _add_check_template(commands)
     arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         return int(arguments.run(arguments))
     except KVPolicyError as error:
@@ -75,13 +96,18 @@ def _command(commands: Any, name: str, help_: str, description: str) -> argparse
 
 
 def _add_plan(commands: Any) -> None:
-    parser = _command(commands, "plan", "count the sequences that fit, by budget", _PLAN)
+    parser = _command(commands, "plan", "count the sequences that fit into a memory", _PLAN)
     parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, or a name")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument(
-        "--gpu-memory", type=_memory, metavar="24GiB", help="memory of a device; 24GiB by default"
+        "--gpu-memory",
+        type=memory_bytes,
+        metavar="24GiB",
+        help="memory of a device; 24GiB by default",
     )
-    memory.add_argument("--kv-memory", type=_memory, metavar="4GiB", help="memory for the cache")
+    memory.add_argument(
+        "--kv-memory", type=memory_bytes, metavar="4GiB", help="memory for the cache"
+    )
     parser.add_argument(
         "--gpu-memory-utilization",
         type=float,
@@ -93,17 +119,18 @@ def _add_plan(commands: Any) -> None:
         "--budget",
         nargs="+",
         metavar="B",
-        help="budgets to compare: tokens (512) or fractions (0.2); 0.05 0.1 0.2 0.5 by default",
+        help="budgets to compare: tokens (512) or fractions (0.2); --kv-policy-config's, or "
+        "0.05 0.1 0.2 0.5 by default",
     )
     parser.add_argument(
         "--prompt-len",
-        type=_count,
+        type=positive,
         metavar="N",
         help="tokens of the longest prompt; --max-model-len by default",
     )
     parser.add_argument(
         "--max-num-batched-tokens",
-        type=_count,
+        type=positive,
         default=2048,
         metavar="N",
         help="tokens of a chunk, read with eviction=chunk or sliding windows; 2048 by default",
@@ -122,15 +149,17 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_trace(commands: Any) -> None:
-    parser = _command(commands, "trace", "write an HTML page of the kept tokens by step", _TRACE)
+    parser = _command(commands, "trace", "show which tokens of a text are kept, as a page", _TRACE)
     parser.add_argument("model", metavar="MODEL", help="a folder or a name, as for vLLM")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="e.g. trace.html")
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the prompt, as UTF-8")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="the page to write: trace.html"
+    )
     parser.add_argument(
         "--max-tokens",
-        type=_count,
+        type=positive,
         default=128,
         metavar="N",
         help="tokens to generate; 128 by default",
@@ -149,7 +178,7 @@ def _add_trace(commands: Any) -> None:
     )
     parser.add_argument(
         "--every",
-        type=_count,
+        type=positive,
         metavar="K",
         help="record the prompt's end and each K-th token; 60 times by default",
     )
@@ -170,12 +199,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-model-len",
-        type=_count,
+        type=positive,
         metavar="N",
         help="longest sequence; plan: the model's own by default; trace: just enough",
     )
     parser.add_argument(
-        "--block-size", type=_count, default=16, metavar="N", help="tokens a page; 16 by default"
+        "--block-size", type=positive, default=16, metavar="N", help="tokens a page; 16 by default"
     )
     parser.add_argument(
         "--dtype",
@@ -186,8 +215,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _default_budgets(config: KVPolicyConfig, longest: int) -> Sequence[str | None]:
-    """Return the budgets to compare by default: those below the policy's max_budget."""
-    if not config.policy.evicts:
+    """Return the options' own budget, or those to compare: the ones below ``max_budget``."""
+    if not config.policy.evicts or config.budget != KVPolicyConfig.budget:
         return (None,)
     cap = config.max_budget
     if cap is None or isinstance(cap, str):
@@ -199,7 +228,7 @@ def _default_budgets(config: KVPolicyConfig, longest: int) -> Sequence[str | Non
 def _plan(arguments: argparse.Namespace) -> int:
     from vllm_h2o.planner import capacity, model, show
 
-    _check_folder("--plot", arguments.plot)
+    check_folder("--plot", arguments.plot)
     loaded = model.load(arguments.model, arguments.dtype)
     loaded.refuse()
     longest = arguments.max_model_len or loaded.max_len
@@ -261,10 +290,10 @@ def _cache_memory(arguments: argparse.Namespace, loaded: Any) -> tuple[int, str]
 def _trace(arguments: argparse.Namespace) -> int:
     from vllm_h2o.trace import record
 
-    _check_folder("--out", arguments.out)
+    check_folder("--out", arguments.out)
     text = arguments.prompt
     if text is None:
-        text = _read(arguments.prompt_file, "--prompt-file")
+        text = read_text(arguments.prompt_file, "--prompt-file")
     trace = record.run(
         arguments.model,
         text,
@@ -282,7 +311,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     arguments.out.write_text(page, encoding="utf-8")
     print(
         f"written: {arguments.out}, {len(page) / 2**20:.1f} MiB: {len(trace.frames)} steps of "
-        f"{len(trace.layers)} layers x {trace.num_kv_heads} KV heads"
+        f"{len(trace.layers)} layers x {trace.num_kv_heads} KV heads; open it in a browser"
     )
     return 0
 
@@ -304,7 +333,7 @@ def _check_template(arguments: argparse.Namespace) -> int:
     from vllm_h2o.template import findings
 
     path = arguments.chat_template
-    template = None if path is None else _read(path, "--chat-template")
+    template = None if path is None else read_text(path, "--chat-template")
     try:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         found = findings(tokenizer, template)
@@ -323,57 +352,11 @@ def _check_template(arguments: argparse.Namespace) -> int:
     return int(not found[0].continues)
 
 
-def _check_folder(flag: str, path: Path | None) -> None:
-    """Refuse a file that cannot be written, before any work is done for it."""
-    if path is None or (path.parent.is_dir() and not path.is_dir()):
-        return
-    raise ConfigError(
-        f"{flag} {path}",
-        "it is a folder" if path.is_dir() else f"there is no folder {path.parent}",
-        "the command writes a file",
-        "name a file in a folder that exists",
-    )
-
-
-def _read(path: Path, flag: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{flag} {path}", str(error), "the command reads its text", "give a text file"
-        ) from error
-
-
 def _config(arguments: argparse.Namespace, budget: str | None) -> KVPolicyConfig:
     """Return the policy of the options, with this budget."""
     options = KVPolicyConfig.from_options(arguments.kv_policy, arguments.kv_policy_config)
     own: dict[str, Any] = {} if budget is None else {"budget": number(budget)}
     return replace(options, **own)
-
-
-def _memory(text: str) -> int:
-    """Read bytes: ``24GiB``, ``24GB``, ``24G``, or a plain number that is not a forgotten unit."""
-    number = text.rstrip("BbIiKkMmGgTt ")
-    unit = text[len(number) :].strip().upper().removesuffix("B")
-    try:
-        value = int(float(number) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        value = 0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no memory; give e.g. 24GiB")
-    if not unit and value < _UNITS["MI"]:
-        raise argparse.ArgumentTypeError(f"{text} is {text} bytes; give a unit: {text}GiB")
-    return value
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def load(name: str, dtype: str = "auto") -> Model:
         said = str(error).strip().splitlines()[0]
         raise UnsupportedError(
             f"the model {name!r}",
-            said if Path(name).is_dir() else f"no folder and no known model has that name ({said})",
+            said if Path(name).is_dir() else f"no folder has that name, and the hub said: {said}",
             "the plan needs the model's config",
             "give a folder with a config.json, or the name of a model that transformers knows",
         ) from error

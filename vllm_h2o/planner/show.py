@@ -10,7 +10,7 @@ from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.planner.capacity import Row, Workload
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_TITLES = ("", "slots", "pages", "a sequence", "at once", "x stock", "and a prompt")
+_TITLES = ("", "tokens", "pages", "memory", "at once", "x stock", "and a prompt")
 
 
 def memory_text(num_bytes: float) -> str:
@@ -61,6 +61,7 @@ def notes(rows: Sequence[Row], work: Workload) -> str:
     held = ", ".join(f"{row.label} {row.prompt_pages}" for row in rows)
     peak = f"{max(peaks)} pages" if len(peaks) == 1 else f"these pages: {held}"
     lines = [
+        "tokens, pages, memory: held by one sequence past its prompt",
         f"at once: sequences of {work.max_model_len} tokens that fit, past their prompts",
         f"and a prompt: the same while one of them computes a prompt of {work.prompt_len} tokens, "
         f"which holds {peak}",
@@ -72,6 +73,8 @@ def notes(rows: Sequence[Row], work: Workload) -> str:
         for row in rows
         if not row.starts
     ]
+    if not all(row.starts for row in rows):
+        lines.append("give more memory, or a smaller --max-model-len")
     return "\n".join(lines)
 
 
