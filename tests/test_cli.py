@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -239,6 +240,37 @@ def test_help_explains_options(command: str, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "--budget" in printed
     assert "--kv-policy-config" in printed
+
+
+def test_vllm_serve_with_a_refusal_ends_without_a_traceback(model: str) -> None:
+    """The refusal is the last line."""
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--kv-policy", "h3o"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("kv-policy: ") and "Did you mean 'h2o'?" in last
+
+
+@pytest.mark.parametrize(("program", "plain"), [("vllm", True), ("script.py", False)])
+def test_refusal_has_a_traceback_outside_of_the_vllm_command(program: str, plain: bool) -> None:
+    """A script's own line is in the traceback, and other errors keep theirs everywhere."""
+    for error in ("ConfigError('a', 'b', 'c', 'd')", "ZeroDivisionError()"):
+        code = (
+            f"import sys; sys.argv = [{program!r}]; from vllm_h2o.errors import *; end_plainly(); "
+            f"raise {error}"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert ("Traceback" not in done.stderr) == (plain and "Config" in error)
 
 
 def test_entry_point_names_main() -> None:

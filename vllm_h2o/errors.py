@@ -12,6 +12,10 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import TracebackType
+
 
 class KVPolicyError(ValueError):
     """A refusal, shown as "ASKED is not supported: FOUND. WHY. REMEDY."
@@ -47,6 +51,21 @@ class PatchError(KVPolicyError):
 
 class IntegrityError(RuntimeError):
     """An invariant of page or length accounting does not hold: a bug in this package."""
+
+
+def end_plainly() -> None:
+    """Have the ``vllm`` command end with a refusal's sentences alone, without a traceback."""
+    if Path(sys.argv[0]).name == "vllm" and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_refusal
+
+
+def _print_refusal(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if isinstance(error, KVPolicyError):
+        print(error, file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def _sentence(clause: str) -> str:

@@ -47,8 +47,9 @@ def register() -> None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from vllm_h2o.errors import PatchError
+    from vllm_h2o.errors import PatchError, end_plainly
 
+    end_plainly()
     if not Path(__file__).with_name("patches").is_dir():
         raise PatchError(
             "vllm-h2o without its patches",
