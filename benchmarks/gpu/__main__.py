@@ -313,6 +313,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--part", help="run this one alone, in this process")
     args = parser.parse_args()
+    if not args.small and not torch.cuda.is_available():
+        sys.exit(
+            f"gpu-check: PyTorch {torch.__version__} finds no GPU here. Run it on a machine with one."
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     every = parts(args.small, args.all)
     if args.part:

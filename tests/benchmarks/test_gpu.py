@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from benchmarks.gpu.__main__ import (
     Report,
     check_kernels,
     holds,
+    main,
     parts,
     run_all,
     run_part,
@@ -129,3 +131,14 @@ def test_latencies() -> None:
         assert figures["completed"] == latency.SMALL.num_prompts
         assert 0 < figures["itl_p50_ms"] <= figures["itl_p99_ms"]
         assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
+
+
+def test_gpu_check_without_a_gpu_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No part runs, and nothing is written."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu-check", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"finds no GPU here\. [^\n]+$"):
+        main()
+    assert not (tmp_path / "out").exists()
