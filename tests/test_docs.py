@@ -54,7 +54,7 @@ TERMS = [term for line in glossary() for term in re.findall(r"\*\*(.+?)\*\*", li
     ("page", "name"),
     [(page, name) for page, parts in PARTS.items() for name in parts if "example" not in name],
 )
-def test_generated(page: str, name: str) -> None:
+def test_generated_parts_are_up_to_date(page: str, name: str) -> None:
     """What is written from the code is what the code says now."""
     text = (ROOT / page).read_text(encoding="utf-8")
     start, end = part_of(text, name)
@@ -71,7 +71,7 @@ def test_written_changes_what_is_between_the_markers() -> None:
 
 
 @pytest.mark.parametrize("term", TERMS)
-def test_glossary(term: str) -> None:
+def test_glossary_and_code_use_the_same_words(term: str) -> None:
     """Each term is a word of the code."""
     pattern = re.compile(rf"\b{'[ _]'.join(term.split())}", re.IGNORECASE)
     assert any(pattern.search(text) for text in SOURCES.values())
@@ -97,7 +97,7 @@ def links(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links(page: Path) -> None:
+def test_links_lead_somewhere(page: Path) -> None:
     """Each leads to a file, and to a heading in it."""
     for target in links(page):
         name, _, anchor = target.partition("#")

@@ -77,7 +77,7 @@ def shown(field: str, engine: int = 0, suffix: str = "") -> float | None:
     return REGISTRY.get_sample_value(f"vllm:kv_policy_{field}{suffix}", labels)
 
 
-def test_every_number_is_shown(with_policy: VllmConfig) -> None:
+def test_metrics_show_every_number(with_policy: VllmConfig) -> None:
     """Counters add up, gauges follow, each engine for itself; vLLM's own go on."""
     assert {field.name for field in fields(PolicyStats)} == COUNTERS.keys() | GAUGES.keys()
     manager = StatLoggerManager(with_policy, engine_idxs=[0, 1])
@@ -105,14 +105,14 @@ def test_reports_without_numbers_are_passed_over(with_policy: VllmConfig) -> Non
     assert shown("resident_tokens") == REPORT.resident_tokens
 
 
-def test_a_second_engine_begins_at_nothing(with_policy: VllmConfig) -> None:
+def test_metrics_of_a_second_engine_start_at_zero(with_policy: VllmConfig) -> None:
     """Metrics of the first are unregistered by vLLM, ours among them."""
     StatLoggerManager(with_policy).record(scheduler_stats(), None)
     StatLoggerManager(with_policy)
     assert shown("evicted_tokens", suffix="_total") == 0
 
 
-def test_without_a_policy_nothing_is_added(model: str, with_policy: VllmConfig) -> None:
+def test_metrics_without_a_policy_add_nothing(model: str, with_policy: VllmConfig) -> None:
     """Not even when an engine with one was there before: its metrics go, and none come."""
     StatLoggerManager(with_policy)
     loggers = StatLoggerManager(engine_config(model)).stat_loggers
@@ -129,7 +129,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def test_one_line_in_the_log(with_policy: VllmConfig, lines: list[str]) -> None:
+def test_log_has_one_line_of_the_policy(with_policy: VllmConfig, lines: list[str]) -> None:
     """For each engine that has reported since the last one."""
     logger = PolicyStatLogger(with_policy, [0, 1])
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_one_line_in_the_log(with_policy: VllmConfig, lines: list[str]) -> None:
     ]
 
 
-def test_no_line_where_vllm_has_none(
+def test_log_without_a_line_of_vllm_has_none(
     with_policy: VllmConfig, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of several API servers sees a part of the reports."""
@@ -153,7 +153,7 @@ def test_no_line_where_vllm_has_none(
     assert lines == []
 
 
-def test_several_api_servers(
+def test_metrics_of_several_api_servers_add_up(
     with_policy: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a part of the reports: counters are summed, and the last gauge holds."""

@@ -127,7 +127,7 @@ def stock(model: str) -> dict[str, Any]:
     return fresh(WITHOUT_PLUGIN.format(model=model, paths=PATHS), VLLM_PLUGINS="")
 
 
-def test_switched_off(stock: dict[str, Any]) -> None:
+def test_plugin_switched_off_changes_nothing(stock: dict[str, Any]) -> None:
     """With ``VLLM_PLUGINS=`` nothing of vLLM's is wrapped, and nothing of ours is loaded."""
     assert "unexpected keyword argument 'kv_policy'" in stock["refusal"]
     assert stock["wrapped"] == []
@@ -135,7 +135,7 @@ def test_switched_off(stock: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("first", ["LLM", "EngineArgs"])
-def test_with_the_plugin(model: str, stock: dict[str, Any], first: str) -> None:
+def test_plugin_adds_flags_and_patches(model: str, stock: dict[str, Any], first: str) -> None:
     """``kv_policy`` is taken whatever is imported first; but for the flags, vLLM is as without."""
     said = fresh(WITH_PLUGIN.format(first=first, model=model, paths=PATHS))
     assert said["policy"] == 64
@@ -148,7 +148,7 @@ def test_with_the_plugin(model: str, stock: dict[str, Any], first: str) -> None:
     assert not [name for name in said["plugin"] if name.startswith(heavy)]
 
 
-def test_another_vllm_does_not_start() -> None:
+def test_plugin_on_another_vllm_is_refused() -> None:
     """A vLLM of another version stops while it is imported, with the remedy, unchanged."""
     said = fresh(ANOTHER_VLLM.format(paths=sorted(ALWAYS)))
     assert said["said"] == (
@@ -159,7 +159,7 @@ def test_another_vllm_does_not_start() -> None:
     assert (said["wrapped"], said["backend"]) == ([], None)
 
 
-def test_help() -> None:
+def test_serve_help_shows_the_flags_in_a_group() -> None:
     """``vllm serve`` shows the flags under a title of their own."""
     command = [str(Path(sys.executable).with_name("vllm")), "serve", "--help=KVPolicyConfig"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -181,7 +181,9 @@ def custom_backend() -> Any:
         register_backend(CUSTOM, before)
 
 
-def test_another_attention_plugin(custom_backend: AttentionBackendEnum) -> None:
+def test_register_with_another_attention_plugin_is_refused(
+    custom_backend: AttentionBackendEnum,
+) -> None:
     """vLLM has one custom backend; whoever came first keeps it, and nothing is patched then."""
     register_backend(custom_backend, "other_plugin.Backend")
     for patch in patches.ALWAYS:
@@ -229,7 +231,9 @@ def test_register_changes_nothing_when_it_fails(
     ],
     ids=["worker", "front end"],
 )
-def test_activate(activate: Callable[[], object], group: tuple[Patch, ...]) -> None:
+def test_activate_applies_patches_of_workers(
+    activate: Callable[[], object], group: tuple[Patch, ...]
+) -> None:
     """Where a policy runs, the rest of the patches are applied, once."""
     were_applied = [patch for patch in group if patch.is_applied]
     for patch in group:
@@ -246,7 +250,7 @@ def test_activate(activate: Callable[[], object], group: tuple[Patch, ...]) -> N
             patch.apply() if patch in were_applied else patch.revert()
 
 
-def test_is_no_platform() -> None:
+def test_plugin_is_no_platform() -> None:
     """vLLM's question which platform this is is answered with none, however often it is put."""
     entry_point: Callable[[], object] = plugin.before_engine_args
     assert entry_point() is None

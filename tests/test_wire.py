@@ -26,7 +26,7 @@ def plan(**numbers: Any) -> RequestPlan:
 
 
 @given(start=st.integers(0, 63))
-def test_growing(start: int) -> None:
+def test_plan_of_a_growing_request(start: int) -> None:
     """Below capacity a token takes a slot more, and attends to it too."""
     step = plan(logical_start=start, resident_start=start)
     assert not step.overwrites
@@ -35,7 +35,7 @@ def test_growing(start: int) -> None:
 
 
 @given(extra=st.integers(0, 10**6))
-def test_full(extra: int) -> None:
+def test_plan_of_a_full_request_overwrites(extra: int) -> None:
     """At capacity a token takes its victim's slot: the length stays, however long the text."""
     step = plan(logical_start=64 + extra, resident_start=64)
     assert step.overwrites
@@ -45,7 +45,7 @@ def test_full(extra: int) -> None:
 
 @given(start=st.integers(0, 4096), num_new=st.integers(1, 4096))
 @example(start=64, num_new=1)
-def test_prompt_is_kept_whole(start: int, num_new: int) -> None:
+def test_plan_of_a_prompt_keeps_it_whole(start: int, num_new: int) -> None:
     """Inside the prompt nothing is overwritten, not even at exactly capacity or beyond."""
     chunk = plan(logical_start=start, resident_start=start, num_new=num_new, prompt_end=9999)
     assert not chunk.overwrites
@@ -53,7 +53,7 @@ def test_prompt_is_kept_whole(start: int, num_new: int) -> None:
 
 
 @given(start=st.integers(0, 4096), num_new=st.integers(1, 4096))
-def test_last_chunk_packs(start: int, num_new: int) -> None:
+def test_plan_of_the_last_chunk_packs(start: int, num_new: int) -> None:
     """The whole prompt is attended to; what remains is what was ordered to be kept."""
     chunk = plan(
         logical_start=start,
@@ -72,13 +72,13 @@ def test_first_token_after_packing_fills_the_last_slot() -> None:
     assert plan(logical_start=301, resident_start=first.resident_end).overwrites
 
 
-def test_travels() -> None:
+def test_plans_survive_pickling() -> None:
     """Comparable, and the same after a trip to another process."""
     sent = ResidencyPlan({"a": plan(num_new=3), "b": plan(offset=7)})
     assert pickle.loads(pickle.dumps(sent)) == sent
 
 
-def test_who_goes_on_is_told_by_name() -> None:
+def test_plans_of_requests_that_repeat_travel_by_name() -> None:
     """Full, a request's position alone moves; filling, its slots, too. What was told stays."""
     full, filling = plan(logical_start=80, resident_start=64), plan(resident_start=5)
     steps = [{"full": full, "filling": filling}, {}, {"filling": plan(resident_start=9)}, {}]
@@ -94,7 +94,7 @@ def test_who_goes_on_is_told_by_name() -> None:
         told.complete(ResidencyPlan({}, ["full"]))
 
 
-def test_integers_only() -> None:
+def test_plan_has_integers_only() -> None:
     """Nothing on the wire needs torch, or a device."""
     kinds = {field.type for field in dataclasses.fields(RequestPlan)}
     assert kinds == {"int", "bool", "Budget"}
@@ -112,12 +112,12 @@ def test_integers_only() -> None:
     ],
     ids=["growing", "full", "a page", "prompt", "packed"],
 )
-def test_evicted(numbers: dict[str, int], evicted: int) -> None:
+def test_plan_counts_evicted_tokens(numbers: dict[str, int], evicted: int) -> None:
     """A victim counts when it is overwritten, others when survivors are packed."""
     assert plan(**numbers).num_evicted == evicted
 
 
-def test_stats_ride_along() -> None:
+def test_stats_are_taken_out_as_put_in() -> None:
     """They are taken out as they were put in, and leave what was there before."""
     sent = PolicyStats(*range(11))
     carrier = {"other": 9}
@@ -129,7 +129,7 @@ def test_stats_ride_along() -> None:
 
 
 @given(offset=st.integers(0, 2**31), position=st.integers(0, 2**20))
-def test_positions_that_roll(offset: int, position: int) -> None:
+def test_plan_with_rolling_positions_counts_from_its_offset(offset: int, position: int) -> None:
     """A token's position is its index less the offset; recent tokens are the same ones."""
     step = plan(logical_start=offset + position, offset=offset)
     assert (step.position_start, step.position_end) == (position, position + 1)

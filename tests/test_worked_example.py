@@ -18,14 +18,14 @@ each_case = pytest.mark.parametrize("name", CASES)
 
 
 @each_case
-def test_the_text_is_what_happens(name: str) -> None:
+def test_worked_example_in_the_docs_is_computed(name: str) -> None:
     """The part of docs/design.md is the one that ``python -m tools.docs`` writes."""
     start, end = docs.part_of(TEXT, f"example of {name}")
     assert TEXT[start:end] == worked_example.example(name), "run: python -m tools.docs"
 
 
 @each_case
-def test_the_plan_is_what_happens(name: str) -> None:
+def test_worked_example_plans_agree_with_the_scheduler(name: str) -> None:
     """Lengths, pages and free pages of the scheduler are those that the reference needs."""
     size, total = CASES[name].block_size, worked_example.NUM_BLOCKS - 1
     for moment in moments(name):
@@ -112,7 +112,9 @@ class ByHand:
 @pytest.mark.parametrize(
     ("name", "by_hand"), [("token", ByHand.by_token), ("page", ByHand.by_page)]
 )
-def test_by_hand(name: str, by_hand: Callable[[ByHand], list[State]]) -> None:
+def test_worked_example_agrees_with_a_count_by_hand(
+    name: str, by_hand: Callable[[ByHand], list[State]]
+) -> None:
     """Fractions on paper give the tokens, scores and victims of every step after the prompt."""
     each = [moment for moment in moments(name) if not moment.plan.in_prompt]
     ends = [m for m in each if m.packed or not m.plan.num_survivors]
@@ -122,7 +124,7 @@ def test_by_hand(name: str, by_hand: Callable[[ByHand], list[State]]) -> None:
         assert moment.victim == victim
 
 
-def test_a_hit_is_a_cold_run() -> None:
+def test_worked_example_with_a_prefix_hit_equals_a_cold_run() -> None:
     """B finds two pages of A's, computes three tokens, and holds what A held."""
     cold, hit = ([m for m in moments("prefix") if m.request_id == who] for who in "AB")
     assert (cold[0].plan.logical_start, hit[0].plan.logical_start) == (0, 8)
@@ -132,7 +134,7 @@ def test_a_hit_is_a_cold_run() -> None:
         assert ours.scores == pytest.approx(theirs.scores)
 
 
-def test_the_text_names_the_victims() -> None:
+def test_worked_example_names_the_victims() -> None:
     """The sentences after the first example name the tokens that the tables show."""
     first, *others = (m for m in moments("token") if m.victim is not None)
     assert first.positions[first.victim or 0] == 3

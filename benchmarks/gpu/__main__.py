@@ -315,7 +315,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.small and not torch.cuda.is_available():
         sys.exit(
-            f"gpu-check: PyTorch {torch.__version__} finds no GPU here. Run it on a machine with one."
+            f"gpu-check: PyTorch {torch.__version__} finds no GPU. Run it on a machine with one."
         )
     args.out.mkdir(parents=True, exist_ok=True)
     every = parts(args.small, args.all)

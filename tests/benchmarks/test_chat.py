@@ -13,7 +13,7 @@ from benchmarks.throughput import chat
 from tests.e2e.harness import tiny_llama
 
 
-def test_chat(
+def test_chat_with_continuation_finds_all_but_the_last_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With continuation at most all but the last answer's end and the question is there."""
@@ -37,7 +37,7 @@ def test_chat(
     assert capsys.readouterr().out.count("| h2o continued |") == 2
 
 
-def test_pools_of_equal_bytes() -> None:
+def test_chat_pools_have_equal_bytes() -> None:
     """A pool holds a third of all tokens, where the system prompt counts once."""
     load = chat.Load()
     stock, ours = (load.num_pages(side, 512) for side in ("stock", "h2o"))

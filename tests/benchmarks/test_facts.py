@@ -47,7 +47,9 @@ def texts(tokenizer: Tokenizer, rows: torch.Tensor) -> list[str]:
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in rows.tolist()]
 
 
-def test_a_fact_is_said_once(tokenizer: Tokenizer, tasks: dict[tuple[str, str], Facts]) -> None:
+def test_context_says_each_fact_once(
+    tokenizer: Tokenizer, tasks: dict[tuple[str, str], Facts]
+) -> None:
     """In the prompt once, and last in the tail, where it alone is judged; of 2 to 12 tokens."""
     for (_, form), task in tasks.items():
         assert task.context.shape == (COUNT, LENGTH) and COUNT >= 48
@@ -67,7 +69,7 @@ def test_a_fact_is_said_once(tokenizer: Tokenizer, tasks: dict[tuple[str, str], 
             assert not task.tail[index, end:].any()
 
 
-def test_where_the_question_stands(
+def test_question_stands_where_the_task_says(
     tokenizer: Tokenizer, tasks: dict[tuple[str, str], Facts]
 ) -> None:
     """At the prompt's end, before an instruction there, in the third turn, or not in the prompt."""
@@ -95,7 +97,9 @@ def test_where_the_question_stands(
                 assert len(turns) == 3 and fact.value in turns[0]
 
 
-def test_depths(tokenizer: Tokenizer, tasks: dict[tuple[str, str], Facts]) -> None:
+def test_facts_are_spread_over_depths(
+    tokenizer: Tokenizer, tasks: dict[tuple[str, str], Facts]
+) -> None:
     """Spread over all of the hay, or of the first turn, whatever the kind and the phrasing."""
     for (_, form), task in tasks.items():
         of = [facts[0].depth for facts in task.facts]
@@ -112,7 +116,7 @@ def test_depths(tokenizer: Tokenizer, tasks: dict[tuple[str, str], Facts]) -> No
         assert set(Counter(task.hays).values()) == {COUNT // 2}
 
 
-def test_the_sets_have_nothing_in_common(
+def test_development_set_shares_nothing_with_the_other(
     tokenizer: Tokenizer, tasks: dict[tuple[str, str], Facts]
 ) -> None:
     """Seeds, hays, subjects, phrasings, facts, instructions, turns."""
@@ -137,7 +141,7 @@ def test_the_sets_have_nothing_in_common(
         assert all(found == facts_of[0] for found in facts_of)
 
 
-def test_figures_and_pairs(tasks: dict[tuple[str, str], Facts]) -> None:
+def test_facts_row_is_enough_for_paired_errors(tasks: dict[tuple[str, str], Facts]) -> None:
     """A fact is found whole or not at all; a row says enough for a paired standard error."""
     task = tasks["confirmation", "asked_now"]
     first = task.answers == 0
@@ -157,7 +161,7 @@ def test_figures_and_pairs(tasks: dict[tuple[str, str], Facts]) -> None:
     assert table[-1] == "| asked_now 512 | 10 %: 48 | 1.00 (n = 50) | 0.98 (-0.02 ± 0.02) |"
 
 
-def test_plans() -> None:
+def test_plans_cover_every_form_at_three_budgets() -> None:
     """Every form in each set, at three budgets; longer ones; of policies that there are."""
     assert len(FACTS) == 3 * len(FORMS) + len(LONGER)
     sets = {"dev": DEVELOPMENT, "anew": ANEW}
@@ -168,7 +172,7 @@ def test_plans() -> None:
         assert set(plan.policies) <= set(VARIANTS)
 
 
-def test_what_the_charts_need() -> None:
+def test_chart_parts_name_plans_that_exist() -> None:
     """Each part is a plan's, of policies that it runs: others would be left out without a word."""
     for file, plan, shares, policies in charts.PARTS:
         assert (file == "quality_facts.csv") is (plan in FACTS)

@@ -35,20 +35,20 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("size", kernels.SMALL, ids=str)
-def test_kernels_hold(size: kernels.Size) -> None:
+def test_kernels_at_small_sizes_hold(size: kernels.Size) -> None:
     """Decode, prompts, terms of a ranking, and packing."""
     checks = list(check_kernels(CPU, size))
     assert len(checks) == 32 and all(map(holds, checks))
 
 
-def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that does nothing fails the outputs, the scores and the positions."""
     monkeypatch.setattr(TritonKernels, "decode", lambda *_: None)
     failed = [check[0] for check in kernels.check_decode(kernels.SMALL[0], CPU) if not holds(check)]
     assert failed[:3] == ["output", "score, relative", "positions that differ"]
 
 
-def test_a_check_that_raises_fails_alone(tmp_path: Path) -> None:
+def test_report_of_a_check_that_raises_goes_on(tmp_path: Path) -> None:
     """Checks before it are kept, and checks after it still run."""
 
     def breaks() -> Iterator[Check]:
@@ -69,7 +69,7 @@ def nothing(*_: object) -> Iterator[Check]:
     yield from ()
 
 
-def test_each_part_in_a_process(tmp_path: Path) -> None:
+def test_run_all_ends_parts_that_hang_or_crash(tmp_path: Path) -> None:
     """One that hangs and one that dies fail alone; when the time is over nothing goes on."""
     out = ["--small", "--out", str(tmp_path)]
     whole = parts(small=True, every=False)[1]
@@ -88,7 +88,7 @@ def test_each_part_in_a_process(tmp_path: Path) -> None:
     assert [row["what"] for row in rows[:2]] == failed
 
 
-def test_the_most_telling_first() -> None:
+def test_parts_begin_with_the_most_telling() -> None:
     """Eight minutes reach engines, graphs and speed; every part has a name of its own."""
     for every in (False, True):
         names = [part.name for part in parts(small=False, every=every)]
@@ -98,18 +98,18 @@ def test_the_most_telling_first() -> None:
         assert first == ["kernels", "engines", "graphs", "speed", "throughput", "latency"]
 
 
-def test_a_part_here(tmp_path: Path) -> None:
+def test_run_part_returns_whether_it_holds(tmp_path: Path) -> None:
     """A part that fails says so by its status."""
     part = Part("kernels: a", 1, lambda *_: [("a", 1.0, 0.0)])
     assert not run_part("kernels: a", [part], tmp_path, small=True)
 
 
-def test_apart() -> None:
+def test_apart_counts_tokens_after_the_first_difference() -> None:
     """Tokens after the first difference count, alike or not."""
     assert apart([[1, 2, 3, 4], [5, 6]], [[1, 9, 3, 4], [5, 6]]) == 0.375
 
 
-def test_what_an_engine_keeps(tmp_path: Path) -> None:
+def test_retained_sets_agree_with_the_reference(tmp_path: Path) -> None:
     """A model in float64 keeps the same after each step; with another window it does not."""
     folder, prompt = tiny_llama(tmp_path, 6, 2), CHARACTERS[:90]
     with engine(folder, "h2o", {"budget": 32}) as llm:
@@ -123,7 +123,7 @@ def test_what_an_engine_keeps(tmp_path: Path) -> None:
         assert (share == 0) is agrees
 
 
-def test_latencies() -> None:
+def test_latencies_at_small_sizes_are_measured() -> None:
     """Two servers, one after the other; each answers every request."""
     found = dict(latency.measure(latency.SMALL, 8.0, small=True))
     assert list(found) == ["stock vLLM", "h2o"]
@@ -139,6 +139,6 @@ def test_gpu_check_without_a_gpu_says_so_in_one_line(
     """No part runs, and nothing is written."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu-check", "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match=r"finds no GPU here\. [^\n]+$"):
+    with pytest.raises(SystemExit, match=r"finds no GPU\. [^\n]+$"):
         main()
     assert not (tmp_path / "out").exists()

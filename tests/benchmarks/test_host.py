@@ -8,7 +8,7 @@ import pytest
 from benchmarks import host
 
 
-def test_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_benchmark_of_a_few_steps_has_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock and policy, each part of a step; the policy's plans alone are built into a batch."""
     monkeypatch.setattr(host, "BUDGET", 64)
     stock, policy = host.measure(num_seqs=3, num_steps=2)

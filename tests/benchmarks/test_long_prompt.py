@@ -11,7 +11,7 @@ from benchmarks.long_prompt import measure, parse
 
 
 @pytest.mark.timeout(900)
-def test_a_prompt_of_twenty_contexts(tmp_path: Path) -> None:
+def test_long_prompt_of_twenty_contexts_is_answered(tmp_path: Path) -> None:
     """It is taken in and answered; the worker, which has a million columns, does not grow."""
     trained = 512
     sizes = {"trained": trained, "cache": 128, "chunk": 128, "tokens": 20 * trained}

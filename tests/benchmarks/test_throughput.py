@@ -37,7 +37,7 @@ FREE = {
 PROFILE = Profile("P", "", "smollm2", 64, 32, 4, (Side("h2o", 0.2), Side("stock vLLM")))
 
 
-def test_quick(tmp_path: Path) -> None:
+def test_throughput_quick_writes_both_sides(tmp_path: Path) -> None:
     """One pair of real runs: both sides, the same work, the smaller pool of pages for h2o's."""
     command = [sys.executable, "-m", "benchmarks.throughput", "--quick", "--pairs", "1"]
     done = subprocess.run(
@@ -54,7 +54,7 @@ def test_quick(tmp_path: Path) -> None:
     assert f"| {QUICK[0].id}: {QUICK[0].what} |" in done.stdout
 
 
-def test_a_word_for_each_token(tmp_path: Path) -> None:
+def test_tokenizer_of_a_shape_has_a_word_for_each_token(tmp_path: Path) -> None:
     """Prompts keep their length through text and back."""
     write_tokenizer(tmp_path, 300)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
@@ -62,7 +62,7 @@ def test_a_word_for_each_token(tmp_path: Path) -> None:
     assert tokenizer.encode(tokenizer.decode(token_ids), add_special_tokens=False) == token_ids
 
 
-def test_the_same_memory() -> None:
+def test_profile_pools_have_the_same_memory() -> None:
     """h2o's pages are larger by scores and positions, so it is given fewer of them."""
     side = Side("h2o", 0.2, pool_tokens=3200)
     assert PROFILE.num_blocks(side, 256) == int(100 * 256 / 264) + 1
@@ -73,7 +73,7 @@ def test_the_same_memory() -> None:
 @pytest.mark.parametrize(
     "profile", [*CPU, *GPU, *PRESSURE, *POLICIES], ids=lambda profile: profile.id
 )
-def test_a_sequence_fits(profile: Profile) -> None:
+def test_profile_pool_holds_a_whole_sequence(profile: Profile) -> None:
     """Each side's pool holds the longest sequence, or vLLM would not start."""
     for side in profile.sides:
         blocks = profile.num_blocks(side, MODELS[profile.model].bytes_per_slot)
@@ -82,7 +82,7 @@ def test_a_sequence_fits(profile: Profile) -> None:
         assert (blocks - 1) * profile.block_size >= longest
 
 
-def test_watch() -> None:
+def test_watch_summarises_steps() -> None:
     """Steps at full width are timed; means are over steps that gave tokens."""
     watch = Watch()
     stats = SimpleNamespace(
@@ -118,7 +118,7 @@ def test_watch_counts_what_is_evicted() -> None:
     assert (summary["evicted_tokens"], summary["pressure_packs"]) == (7, 2)
 
 
-def test_pressure_profiles() -> None:
+def test_pressure_profiles_share_a_memory() -> None:
     """Three engines in one memory, which holds whole sequences with their scores."""
     for profile, num_seqs in zip(PRESSURE, (4, 8, 16, 32), strict=True):
         blocks = [profile.num_blocks(side, 256) for side in profile.sides]
@@ -128,14 +128,14 @@ def test_pressure_profiles() -> None:
         assert ["--kv-policy" in flags for flags in options] == [True, False, True]
 
 
-def test_ratio() -> None:
+def test_ratio_above_one_means_faster() -> None:
     """Above 1 where h2o is faster, whichever the figure."""
     fast, slow = ({"step_ms": s, "output_tokens_per_s": t} for s, t in ((2, 30), (4, 20)))
     assert ratio_of(PROFILE, fast, slow) == 1.5
     assert ratio_of(replace(PROFILE, figure="step"), fast, slow) == 2.0
 
 
-def test_chart(tmp_path: Path) -> None:
+def test_throughput_chart_has_a_bar_for_each_profile(tmp_path: Path) -> None:
     """A bar for each profile that has been run."""
     rows = tmp_path / "rows.csv"
     with rows.open("w", newline="") as file:

@@ -137,7 +137,7 @@ def trace(model: str) -> Trace:
     return Trace("a <model>, h2o2", pieces, len(prompt), layers, 16, 0, True, frames)
 
 
-def test_round_trip(trace: Trace) -> None:
+def test_page_data_survives_packing(trace: Trace) -> None:
     """Positions exactly, scores to two digits, all tokens."""
     data, frames = decode(render(trace))
     assert data["tokens"] == trace.tokens
@@ -151,7 +151,7 @@ def test_round_trip(trace: Trace) -> None:
     assert len(np.unique(data["largest"])) == len(terms)
 
 
-def test_no_text_is_markup(trace: Trace) -> None:
+def test_page_escapes_texts(trace: Trace) -> None:
     """The page has the elements of its template, whatever the prompt says, and asks for nothing."""
     elements = Elements(render(trace))
     plain = Elements(render(replace(trace, tokens=["a"] * len(trace.tokens), title="b")))
@@ -161,7 +161,7 @@ def test_no_text_is_markup(trace: Trace) -> None:
     assert not re.search(r"https?://|@import|url\(", render(replace(trace, tokens=[])))
 
 
-def test_its_size() -> None:
+def test_page_of_a_long_text_stays_small() -> None:
     """500 tokens, 30 layers of 3 heads, 60 steps, a hundred kept: two megabytes and a half."""
     rng = np.random.default_rng(0)
     frames = []
@@ -187,7 +187,7 @@ def traced(model: str, folder: Path, *options: str) -> tuple[dict[str, Any], lis
     return decode(page.read_text(encoding="utf-8"))
 
 
-def test_the_command(
+def test_trace_command_writes_a_page(
     model: str, trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``vllm-h2o trace`` starts an engine of its own, and writes what the other one recorded."""
@@ -200,7 +200,7 @@ def test_the_command(
     assert same(frames, trace.frames)
 
 
-def test_what_fits_shows_no_scores(model: str, tmp_path: Path) -> None:
+def test_page_of_a_text_within_the_budget_shows_no_scores(model: str, tmp_path: Path) -> None:
     """There are none: a page that showed them would rank zeros."""
     data, frames = traced(model, tmp_path, "--budget", "256")
     assert data["scored"] is False
@@ -237,7 +237,7 @@ def kept_share(background: str) -> float:
 
 
 @pytest.mark.parametrize("size", [(390, 844), (1280, 900)], ids=["phone", "desktop"])
-def test_a_browser_draws_it(
+def test_page_in_a_browser_draws_tokens(
     browser: Tab, trace: Trace, tmp_path: Path, size: tuple[int, int]
 ) -> None:
     """Each token as dark as it is kept, at each step of the slider; no complaint, no network."""
@@ -266,7 +266,9 @@ def test_a_browser_draws_it(
     assert {url.partition(":")[0] for url in browser.requested} == {"file"}
 
 
-def test_a_token_and_a_pair(browser: Tab, trace: Trace, tmp_path: Path) -> None:
+def test_page_shows_score_and_rank_of_a_token_and_a_pair(
+    browser: Tab, trace: Trace, tmp_path: Path
+) -> None:
     """With the keyboard to a token, with a select to one pair: its score, and its rank."""
     path = tmp_path / "trace.html"
     path.write_text(render(trace), encoding="utf-8")

@@ -102,7 +102,7 @@ def recorded(
         yield frames, fewer, truth
 
 
-def test_each_step_is_what_the_reference_keeps(
+def test_record_agrees_with_the_reference_in_each_step(
     recorded: tuple[list[Frame], list[Frame], Truth],
 ) -> None:
     """The prompt's end and every token after it: the same positions, and the same scores."""
@@ -134,7 +134,7 @@ def at_the_prompts_end(model: str, policy: str, options: dict[str, Any]) -> Fram
         return record(llm, PROMPT, every=1, max_tokens=2)[2][0]
 
 
-def test_what_scores_are_made_of(model: str) -> None:
+def test_record_scores_are_sums_of_attention(model: str) -> None:
     """The terms of a token come to its score, and what attention gave is its score without them."""
     options = {"budget": 32, "observation_window": 16, "split": "none"}
     frame = at_the_prompts_end(model, "h2o2", options)
@@ -150,12 +150,14 @@ def test_what_scores_are_made_of(model: str) -> None:
     assert attention == pytest.approx(plain.score, rel=1e-4)
 
 
-def test_one_word_for_no_token() -> None:
+def test_record_and_worker_use_one_word_for_no_token() -> None:
     """The worker's and the trace's."""
     assert worker_recorder.NOTHING == NOTHING
 
 
-def test_fewer_steps(recorded: tuple[list[Frame], list[Frame], Truth]) -> None:
+def test_record_of_every_kth_step_has_fewer_frames(
+    recorded: tuple[list[Frame], list[Frame], Truth],
+) -> None:
     """Each seventh, each step that compacts, and the last, though it is not due."""
     frames, fewer, _ = recorded
     lengths = [frame.logical_len - len(PROMPT) for frame in fewer]
@@ -185,7 +187,7 @@ def part(layers: list[int], first_head: int, numbers: np.ndarray) -> dict[str, A
     }
 
 
-def test_ranks_are_put_together() -> None:
+def test_record_of_ranks_is_joined() -> None:
     """Two pipeline ranks of four tensor ranks each, which have two KV heads between them."""
     rng = np.random.default_rng(0)
     whole = np.stack([rng.permutation(9)[:5] for _ in range(6)]).reshape(3, 2, 5)
@@ -203,13 +205,13 @@ def test_ranks_are_put_together() -> None:
     assert frame.terms["attention"][:, 1, 8].tolist() == [0, 0, 2]
 
 
-def test_by_age() -> None:
+def test_record_by_age_shows_means() -> None:
     """A mean is over the queries that came since the token, its own among them."""
     frame = Frame(10, np.array([[[0, 4, 9]]]), np.array([[[5.0, 3.0, 1.0]]], dtype=np.float32))
     assert frame.ranked_by_age().score.tolist() == [[[0.5, 0.5, 1.0]]]
 
 
-def test_texts_join() -> None:
+def test_record_texts_join_to_the_whole() -> None:
     """Joined, the pieces are the text, characters of several tokens included."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2())
     text = "  A café — <b>日本</b> 🙂\n\n\tend"
@@ -229,7 +231,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-def test_what_does_not_fit() -> None:
+def test_record_of_a_prompt_that_does_not_fit_is_refused() -> None:
     """More tokens than the sequence may have: said before an engine starts."""
     arguments = {**ARGUMENTS, "max_model_len": 64}
     expected = "a trace of 2 prompt tokens and 100 more is not supported: a sequence may have 64"
@@ -237,7 +239,7 @@ def test_what_does_not_fit() -> None:
         run(smollm2(), "Hello there", KVPolicyConfig(), max_tokens=100, **arguments)
 
 
-def test_without_a_tokenizer(model: str, tmp_path: Path) -> None:
+def test_record_without_a_tokenizer_is_refused(model: str, tmp_path: Path) -> None:
     """A model whose folder has none."""
     with pytest.raises(UnsupportedError, match="needs the model's tokenizer"):
         run(model, "Hello", KVPolicyConfig(), max_tokens=4, **ARGUMENTS)
