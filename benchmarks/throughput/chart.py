@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ratios of a CSV as a chart, PNG and SVG."""
+"""Draw the charts of throughput and of servers from their CSVs, as PNG and SVG.
+
+Usage::
+
+    python -m benchmarks.throughput.chart benchmarks/results/throughput-cpu.csv
+    python -m benchmarks.throughput.chart benchmarks/results/serve-cpu.csv
+"""
 
 from __future__ import annotations
 
 import csv
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.smollm2 import MODEL
 from benchmarks.throughput.profiles import CPU, GPU, Profile
 from benchmarks.throughput.runs import ratio_of
 
@@ -52,12 +60,12 @@ def draw(path: Path, target: Path) -> None:
         axes.barh(i, middle, color=MEASURED, height=0.6)
         axes.plot(points, [i] * len(points), ".", color="black", markersize=4)
         axes.annotate(f"{middle:.2f}", (max(points), i), (5, -4), textcoords="offset points")
-    axes.set_yticks(range(len(profiles)), [f"{p.id}: {p.what}" for p in profiles])
+    axes.set_yticks(range(len(profiles)), [p.what for p in profiles])
     axes.invert_yaxis()
     axes.axvline(1, color="grey", linewidth=0.8, zorder=0)
-    axes.set_xlabel("h2o / stock vLLM (dots: pairs of runs)")
-    axes.set_title(rows[-1]["machine"], fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("times the speed of stock vLLM (dots: pairs of runs)")
+    model = MODEL if profiles[0] in CPU else "random weights"
+    _title(axes, "Speed of h2o over stock vLLM", f"{model}, budget 20 %, {rows[-1]['machine']}")
     save(figure, target)
 
 
@@ -65,7 +73,7 @@ def draw_goodput(path: Path, target: Path) -> None:
     """Write ``target``.png and .svg: requests in time against requests sent, a line for each side.
 
     Args:
-        path: the CSV of P8.
+        path: the CSV of benchmarks.throughput.serve.
         target: without a suffix.
 
     """
@@ -86,15 +94,24 @@ def draw_goodput(path: Path, target: Path) -> None:
     most = max(float(row["rate"]) for row in rows)
     axes.plot([0, most], [0, most], "--", color="grey", linewidth=0.8, label="all in time")
     axes.set_xlabel("requests sent per second")
-    axes.set_ylabel("of them in time, per second")
-    axes.set_title(
-        f"first token within {float(last['slo_ttft_ms']):.0f} ms, then "
-        f"{float(last['slo_tpot_ms']):.0f} ms a token\n{last['machine']}",
-        fontsize=9,
+    axes.set_ylabel("requests answered in time per second")
+    limits = (
+        f"In time: first token within {float(last['slo_ttft_ms']):.0f} ms, then "
+        f"{float(last['slo_tpot_ms']):.0f} ms a token"
     )
+    name = "SmolLM2-135M in float32" if last["model"] == "smollm2-float32" else last["model"]
+    details = f"{limits}\n{name}, {last['machine']}"
+    _title(axes, "Requests answered in time", details)
     axes.legend(frameon=False, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
     save(figure, target)
+
+
+def _title(axes: Any, title: str, details: str) -> None:
+    """Write a title, and below it what was measured on which machine."""
+    below = "\n" * (1 + details.count("\n"))
+    axes.set_title(f"{title} (higher is better){below}", fontsize=12, loc="left")
+    axes.text(0, 1.02, details, fontsize=9, transform=axes.transAxes)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def save(figure: Any, target: Path) -> None:
@@ -110,3 +127,14 @@ def save(figure: Any, target: Path) -> None:
         path = target.with_suffix(f".{suffix}")
         figure.savefig(path, dpi=150, bbox_inches="tight", metadata=metadata)
     pyplot.close(figure)
+
+
+def main(path: Path) -> None:
+    """Draw the chart of one CSV beside it."""
+    with path.open() as file:
+        columns = next(csv.reader(file))
+    (draw_goodput if "goodput" in columns else draw)(path, path.with_suffix(""))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -140,32 +140,35 @@ def free(budget: float | int, num_seqs: int, length: int) -> tuple[Side, Side]:
 
 CPU = (
     Profile(
-        "P1", "tight pool: 4 sequences of full length", "smollm2", 512, 1024, 32,
+        "P1", "32 requests of 512 + 1,024 tokens, memory for 4", "smollm2", 512, 1024, 32,
         tight(0.2, 4 * 1568),
     ),
     Profile(
-        "P2", "the same work, stock vLLM in a free pool", "smollm2", 512, 1024, 32,
+        "P2", "the same, stock vLLM with memory for all", "smollm2", 512, 1024, 32,
         (Side("h2o", 0.2, 4 * 1568), Side("stock vLLM", None, 32 * 1568, 18)),
     ),
     Profile(
-        "P3-4k", "batch of 8 at 4,096 tokens", "smollm2", 4096, 64, 8,
+        "P3-4k", "one step of 8 requests of 4,096 tokens", "smollm2", 4096, 64, 8,
         free(0.2, 8, 4160), "step",
     ),
     Profile(
-        "P3-8k", "batch of 8 at 8,000 tokens", "smollm2", 8000, 64, 8,
+        "P3-8k", "one step of 8 requests of 8,000 tokens", "smollm2", 8000, 64, 8,
         free(0.2, 8, 8064), "step",
     ),
     Profile(
-        "P4", "free pool, budget 100 %", "smollm2", 512, 512, 16,
+        "P4", "16 requests, memory for all, nothing evicted", "smollm2", 512, 512, 16,
         free(1.0, 16, 1024),
     ),
     Profile(
-        "P4-tracked", "free pool, all but a page", "smollm2", 512, 512, 16,
+        "P4-tracked", "the same, every token scored", "smollm2", 512, 512, 16,
         free(992, 16, 1024),
     ),
-    Profile("P5", "prompts alone", "smollm2", 2048, 1, 8, free(0.2, 1, 2049)),
-    Profile("P6-100", "one sequence, 100 %", "smollm2", 512, 512, 1, free(1.0, 1, 1024)),
-    Profile("P6-20", "one sequence, 20 %", "smollm2", 512, 512, 1, free(0.2, 1, 1024)),
+    Profile("P5", "prompts of 2,048 tokens alone", "smollm2", 2048, 1, 8, free(0.2, 1, 2049)),
+    Profile(
+        "P6-100", "one request, nothing evicted", "smollm2", 512, 512, 1,
+        free(1.0, 1, 1024),
+    ),
+    Profile("P6-20", "one request, budget 20 %", "smollm2", 512, 512, 1, free(0.2, 1, 1024)),
 )  # fmt: skip
 """With SmolLM2-135M in bfloat16."""
 
@@ -234,34 +237,39 @@ _T4, _A100, _L4 = 2304, 112_000, 42_000
 GPU = (
     *(
         Profile(
-            f"OPT-{size}-{i}+{o}", f"OPT-6.7B's shape, the pool of a {size} GB card", "opt-6.7b",
-            i, o, num, tight(0.2, pool), block_size=16,
+            f"OPT-{size}-{i}+{o}", f"OPT-6.7B's shape, {i} + {o} tokens, a card of {size} GB",
+            "opt-6.7b", i, o, num, tight(0.2, pool), block_size=16,
         )
         for size, pool, num in ((16, _T4, 64), (80, _A100, 512))
         for i, o in ((512, 512), (512, 1024), (1024, 992))
     ),
     Profile(
-        "8B-1/64", "8B shape, the pool of a 24 GB card", "llama-8b", 6000, 500, 96,
+        "8B-1/64", "8B shape, 6,000 + 500 tokens, budget 102, a card of 24 GB",
+        "llama-8b", 6000, 500, 96,
         tight(102, _L4), block_size=16,
     ),
     Profile(
-        "8B-1/8", "8B shape, the pool of a 24 GB card", "llama-8b", 6000, 500, 96,
+        "8B-1/8", "8B shape, 6,000 + 500 tokens, budget 816, a card of 24 GB",
+        "llama-8b", 6000, 500, 96,
         tight(816, _L4), block_size=16,
     ),
     Profile(
-        "tight-200", "200 requests in a tight pool", "llama-8b", 128, 1024, 200,
+        "tight-200", "8B shape, 200 requests of 128 + 1,024 tokens, memory for 42",
+        "llama-8b", 128, 1024, 200,
         tight(0.2, 50_000), block_size=16,
     ),
     Profile(
-        "batch-32", "batch of 32 at 8k, budget 2048", "llama-8b", 8000, 128, 32,
+        "batch-32", "8B shape, one step of 32 requests of 8,000 tokens, budget 2,048",
+        "llama-8b", 8000, 128, 32,
         free(2048, 32, 8128), "step", block_size=16,
     ),
     Profile(
-        "free-100", "free pool, budget 100 %", "llama-8b", 1024, 512, 128,
+        "free-100", "8B shape, 128 requests, memory for all, nothing evicted",
+        "llama-8b", 1024, 512, 128,
         free(1.0, 128, 1536), block_size=16,
     ),
     Profile(
-        "free-tracked", "free pool, all but a page", "llama-8b", 1024, 512, 128,
+        "free-tracked", "the same, every token scored", "llama-8b", 1024, 512, 128,
         free(1520, 128, 1536), block_size=16,
     ),
 )  # fmt: skip

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -135,14 +136,28 @@ def test_ratio_above_one_means_faster() -> None:
     assert ratio_of(replace(PROFILE, figure="step"), fast, slow) == 2.0
 
 
-def test_throughput_chart_has_a_bar_for_each_profile(tmp_path: Path) -> None:
-    """A bar for each profile that has been run."""
+def test_throughput_chart_has_a_bar_for_each_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Profiles that have been run are named in words, and the title says what is better."""
+    drawn: list[Any] = []
+    save = chart.save
+
+    def keep(figure: Any, target: Path) -> None:
+        drawn.extend(figure.axes)
+        save(figure, target)
+
+    monkeypatch.setattr(chart, "save", keep)
     rows = tmp_path / "rows.csv"
     with rows.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["profile", "side", "machine", "step_ms", "output_tokens_per_s"])
         for side, speed in (("h2o", 30), ("stock vLLM", 20), ("h2o", 28), ("stock vLLM", 20)):
             writer.writerow(["P1", side, "here", 1, speed])
-    chart.draw(rows, tmp_path / "chart")
-    assert (tmp_path / "chart.png").stat().st_size > 5000
-    assert "<svg" in (tmp_path / "chart.svg").read_text()
+    chart.main(rows)
+    (axes,) = drawn
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["32 requests of 512 + 1,024 tokens, memory for 4"]
+    assert "higher is better" in axes.get_title(loc="left")
+    assert (tmp_path / "rows.png").stat().st_size > 5000
+    assert "<svg" in (tmp_path / "rows.svg").read_text()
