@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 from vllm import SamplingParams
+from vllm.sampling_params import BeamSearchParams
 
 from tests.e2e.harness import (
     CHARACTERS,
@@ -109,6 +110,24 @@ def test_h2o_in_a_small_pool_completes(tmp_path: Path) -> None:
         assert probe.num_preemptions > 0
         assert probe.num_free == probe.num_total
     assert [len(tokens) for tokens in outputs] == [150] * 12
+
+
+def test_beam_search_counts_no_evicted_tokens() -> None:
+    """Each beam and token is a prompt of its own, over when its one token is sampled."""
+    model = smollm2()
+    prompt = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"][:100]
+    found = {}
+    for budget in (32, 1.0):
+        settings = {"block_size": 16, "skip_tokenizer_init": False}
+        with engine(model, "h2o", {"budget": budget}, **settings) as llm:
+            params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
+            (output,) = llm.beam_search([{"prompt_token_ids": prompt}], params)
+            found[budget] = [beam.tokens for beam in output.sequences]
+            stats = Probe(llm).scheduler.ledger.stats
+            assert (stats.evicted_tokens, stats.packs) == (0, 0)
+            generate(llm, [prompt], max_tokens=2)
+            assert (stats.evicted_tokens > 0) == (budget == 32)
+    assert found[32] == found[1.0]
 
 
 def test_more_sequences_run_at_once(tmp_path: Path) -> None:

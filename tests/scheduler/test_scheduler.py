@@ -150,6 +150,37 @@ def test_a_request_that_finishes_with_its_prompt_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("options", "evicted"),
+    [
+        ((), 0),
+        ((PREFIXES, *SNAPKV), 0),
+        (PAGE, 0),
+        ((("eviction", "pressure"),), 0),
+        ((CHUNK,), 24 - (BUDGET - 1)),  # after the first two of its chunks, not after the last
+        ((("continuation", True),), 30 - (BUDGET - 1)),  # a next turn begins with what is kept
+    ],
+    ids=["h2o", "snapkv", "page", "pressure", "chunk", "continuation"],
+)
+def test_schedule_request_of_one_token_counts_nothing_that_nobody_reads(
+    options: tuple[Option, ...], evicted: int, depth: int
+) -> None:
+    """A beam is a prompt with a token more, again and again, each with max_tokens=1."""
+    budget = PAGE_BUDGET // 2 if options == PAGE else BUDGET
+    config = vllm_config(budget, 12, 8, "fcfs", depth == 2, options)
+    simulation = Simulation(config, 40, depth)
+    request = simulation.add(30, 1)
+    last = None
+    while simulation.scheduler.requests:
+        plan = simulation.step().residency_plan.requests.get(request)
+        last = plan or last
+        evicted -= plan.num_evicted if plan else 0
+    assert last is not None and evicted == 0
+    assert (last.num_survivors > 0) == (("continuation", True) in options)
+    assert simulation.num_free == simulation.num_total
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_a_streaming_input_begins_again_at_each_part(depth: int) -> None:
     """A prompt that is evicted from at its end cannot go on: its text is computed anew."""
     config = vllm_config(BUDGET, 64, 8, "fcfs", async_scheduling=depth == 2)

@@ -112,11 +112,14 @@ class HeavyHitterManager(FullAttentionManager):
 
     def info_of(self, request: Request) -> RequestInfo:
         """The lengths and limits that a request brings before it holds blocks."""
+        max_len = request.num_prompt_tokens + request.max_tokens + self._max_overshoot
+        goes_on = self._conversations is not None or request.resumable
         return RequestInfo(
             prompt_len=request.num_tokens,
-            max_len=request.num_prompt_tokens + request.max_tokens + self._max_overshoot,
+            max_len=max_len,
             budget=self._budget_of(request),
             turn=entry.turn if (entry := self._entries.get(request.request_id)) else None,
+            ends_with_prompt=not goes_on and max_len <= request.num_tokens + 1,
         )
 
     def continue_from(self, request: Request, num_cached: int) -> int:

@@ -82,6 +82,8 @@ class Ledger:
         """Whether nothing is ever evicted from a request, or from one that continues from it."""
         if self.rules.continues:
             return False
+        if info.ends_with_prompt and not self.rules.packs_chunks:
+            return True
         limits = [] if info.max_len is None else [info.max_len]
         if self.rules.max_blocks_per_request is not None:
             # No request outgrows its row, whatever it may ask for.
@@ -161,7 +163,8 @@ class Ledger:
         held = self._states.get(request_id) or self._fresh(request_id, info, num_computed)
         check_span(request_id, held, num_computed, num_tokens, self.rules)
         num_new, in_prompt, budget = num_tokens - num_computed, held.in_prompt, held.budget
-        due = in_prompt and (self.rules.packs_chunks or num_tokens == held.prompt_end)
+        ends_prompt = num_tokens == held.prompt_end
+        due = in_prompt and (not held.ends_with_prompt if ends_prompt else self.rules.packs_chunks)
         # Survivors leave pages that other requests read, however few tokens there are.
         pack_block_idx = self.num_pages(held.shared_end) if due and not held.fits else 0
         falls_back = held.grows and (self.is_short if due else request_id in self.falling_back)
@@ -322,4 +325,5 @@ class Ledger:
             max_len=info.max_len,
             num_found=num_cached,
             turn_start=num_cached if turn else 0,
+            ends_with_prompt=info.ends_with_prompt,
         )

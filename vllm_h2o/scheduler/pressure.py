@@ -73,7 +73,7 @@ class Forecast:
             gives = max(pages - full, 0)
             return cls(request_id=request_id, takes=max(pages - held, 0), gives=gives)
         end = (state.prompt_end if state.in_prompt else next_len) + 1
-        end = end if state.grows else min(end, state.budget.capacity)
+        end = end if state.grows or state.fits else min(end, state.budget.capacity)
         end = end if state.max_len is None else min(end, state.max_len)
         pages = num_pages(end, block_size)
         able = state.grows and not state.in_prompt and next_len >= state.budget.capacity

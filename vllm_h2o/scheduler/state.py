@@ -39,6 +39,8 @@ class RequestInfo:
         max_len: tokens of its prompt and of all that may follow; None: no limit.
         budget: its own budget; None: the engine's.
         turn: the lengths that it continues from; None: it begins anew.
+        ends_with_prompt: whether it is over when the token after its prompt is sampled, and nothing
+            goes on from it: what it holds after its prompt is never read.
 
     """
 
@@ -46,6 +48,7 @@ class RequestInfo:
     max_len: int | None = None
     budget: Budget | None = None
     turn: Left | None = None
+    ends_with_prompt: bool = False
 
     def continues_at(self, num_computed: int) -> bool:
         """Whether it continues after ``num_computed`` tokens, and has more of its own."""
@@ -77,6 +80,7 @@ class RequestState:
         ongoing_end: tokens computed until which each step repeats its last one, a token later.
         num_found: tokens that it began with, from the prefix cache or an earlier request.
         turn_start: the same if it continues an earlier request; else 0.
+        ends_with_prompt: ``RequestInfo.ends_with_prompt``.
 
     """
 
@@ -96,6 +100,7 @@ class RequestState:
     ongoing_end: int = 0
     num_found: int = 0
     turn_start: int = 0
+    ends_with_prompt: bool = False
 
     @property
     def in_prompt(self) -> bool:
@@ -105,7 +110,7 @@ class RequestState:
     @property
     def is_full(self) -> bool:
         """Whether new tokens evict others, now or when the slots that are free again are taken."""
-        if self.in_prompt or self.grows:
+        if self.in_prompt or self.grows or self.ends_with_prompt:
             return False
         if not self.budget.overwrites:
             return self.resident_len < self.logical_len
@@ -178,6 +183,7 @@ class RequestState:
         if not follows or (self.budget, self.fits) != (budget, fits):
             return False
         self.prompt_end, self.max_len, self.ongoing_end = info.prompt_len, info.max_len, 0
+        self.ends_with_prompt = info.ends_with_prompt
         return True
 
     def with_positions(self, plan: RequestPlan, position_limit: int | None) -> RequestPlan:
