@@ -34,9 +34,9 @@ def test_without_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(NativeUnavailableError) as error:
         loader.load()
     assert str(error.value) == (
-        f"asked for the native CPU kernels; found no library in {tmp_path}: there was no C++ "
+        f"kernels='native' is not available: there is no library in {tmp_path}. There was no C++ "
         "compiler when vllm-h2o was installed, or it failed. Install g++ (GCC 12 or later) or "
-        "clang++ and reinstall vllm-h2o from its source, or choose the torch kernels."
+        "clang++ and reinstall vllm-h2o from its source, or choose kernels=torch."
     )
 
 
@@ -56,14 +56,14 @@ def test_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refusing(variant: str) -> ctypes.CDLL:
         if variant == VARIANTS[0]:
-            raise NativeUnavailableError("it", "this", "no", "Go")
+            raise NativeUnavailableError("it", "this is", "no", "go")
         return opened(variant)
 
     monkeypatch.setattr(loader, "_open", refusing)
     if len(VARIANTS) > 1:
         assert loader.load().variant == VARIANTS[1]
     monkeypatch.setattr(loader, "available", lambda: VARIANTS[:1])
-    with pytest.raises(NativeUnavailableError, match="asked for it; found this: no. Go."):
+    with pytest.raises(NativeUnavailableError, match=r"it is not available: this is\. No\. Go\."):
         loader.load()
 
 
@@ -71,7 +71,7 @@ def test_variant_of_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variant that would fault is refused."""
     monkeypatch.setattr(loader, "processor_flags", lambda: frozenset({"sse2"}))
     assert loader.runnable() == ["portable"]
-    with pytest.raises(NativeUnavailableError, match="'v4'; .*: this processor cannot run it"):
+    with pytest.raises(NativeUnavailableError, match="'v4' .*This processor cannot run it"):
         loader.load("v4")
 
 
@@ -84,10 +84,9 @@ def test_a_library_of_other_sources(variant: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(NativeUnavailableError) as error:
         loader.load(variant)
     assert str(error.value) == (
-        f"asked for the native CPU kernels, variant {variant!r}; found "
-        f"{loader.library_path(variant)}, built from other sources than this module: it would read "
-        "what it is handed wrongly: kScores is not the same there. Run `make native`, or reinstall "
-        "vllm-h2o from its source."
+        f"variant {variant!r} of the C++ kernels is not available: {loader.library_path(variant)} "
+        "was built from other sources than this module. It would read its arguments wrongly: "
+        "kScores is not the same there. Run `make native`, or reinstall vllm-h2o from its source."
     )
 
 

@@ -38,18 +38,19 @@ _RUNTIME = (
 
 
 class NativeUnavailableError(Exception):
-    """There is no library that can be opened.
+    """No library of the C++ kernels can be opened: "ASKED is not available: FOUND. WHY. REMEDY."
 
     Args:
-        asked: for what.
-        found: what is there.
-        why: that does not do.
-        remedy: what to do.
+        asked: the kernels that the caller asked for, as a noun in the singular.
+        found: a clause: the fact that the loader found.
+        why: a clause: the reason why that does not do.
+        remedy: an imperative clause: what to do instead.
 
     """
 
     def __init__(self, asked: str, found: str, why: str, remedy: str) -> None:
-        super().__init__(f"asked for {asked}; found {found}: {why}. {remedy}.")
+        last = (f"{clause[0].upper()}{clause[1:]}." for clause in (why, remedy))
+        super().__init__(" ".join((f"{asked} is not available: {found}.", *last)))
         self.asked, self.found, self.why, self.remedy = asked, found, why, remedy
 
 
@@ -101,12 +102,12 @@ def load(variant: str | None = None) -> NativeKernels:
         return _first()
     if variant not in available():
         raise NativeUnavailableError(
-            f"the native CPU kernels, variant {variant!r}",
-            f"{', '.join(available()) or 'none'} in {FOLDER}",
+            f"variant {variant!r} of the C++ kernels",
+            f"{FOLDER} has {', '.join(available()) or 'none that this processor can run'}",
             "this processor cannot run it"
             if variant not in runnable()
             else "it has not been built",
-            "Choose one that is there, or reinstall vllm-h2o from its source",
+            "choose a variant that is there, or reinstall vllm-h2o from its source",
         )
     return NativeKernels(variant, _open(variant))
 
@@ -120,11 +121,11 @@ def _first() -> NativeKernels:
         except NativeUnavailableError as error:
             refused = refused or error
     raise refused or NativeUnavailableError(
-        "the native CPU kernels",
-        f"no library in {FOLDER}",
+        "kernels='native'",
+        f"there is no library in {FOLDER}",
         "there was no C++ compiler when vllm-h2o was installed, or it failed",
-        "Install g++ (GCC 12 or later) or clang++ and reinstall vllm-h2o from its source, "
-        "or choose the torch kernels",
+        "install g++ (GCC 12 or later) or clang++ and reinstall vllm-h2o from its source, "
+        "or choose kernels=torch",
     )
 
 
@@ -136,26 +137,26 @@ def _open(variant: str) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailableError(
-            "the native CPU kernels",
-            str(path),
-            str(error),
-            "Reinstall vllm-h2o from its source on this machine, or choose the torch kernels",
+            "kernels='native'",
+            f"{path} does not open",
+            f"the system says: {error}",
+            "reinstall vllm-h2o from its source on this machine, or choose kernels=torch",
         ) from error
     different = layout.mismatch(library)
     if different is not None:
         raise NativeUnavailableError(
-            f"the native CPU kernels, variant {variant!r}",
-            f"{path}, built from other sources than this module",
-            f"it would read what it is handed wrongly: {different} is not the same there",
-            "Run `make native`, or reinstall vllm-h2o from its source",
+            f"variant {variant!r} of the C++ kernels",
+            f"{path} was built from other sources than this module",
+            f"it would read its arguments wrongly: {different} is not the same there",
+            "run `make native`, or reinstall vllm-h2o from its source",
         )
     library.h2o_prepare.restype = ctypes.c_int
     if not library.h2o_prepare():
         raise NativeUnavailableError(
-            f"the native CPU kernels, variant {variant!r}",
-            "a system that does not let this process use AMX",
-            "its tiles are state that a process has to ask for",
-            "Choose the variant 'bf16'",
+            f"variant {variant!r} of the C++ kernels",
+            "the system does not let this process use AMX",
+            "a process has to ask for AMX's tiles before it uses them",
+            "choose the variant 'bf16'",
         )
     runtime = _openmp()
     if runtime is not None:
