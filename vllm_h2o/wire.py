@@ -96,6 +96,11 @@ class RequestPlan:
         return not self.in_prompt and self.num_new > 1
 
     @property
+    def may_reread(self) -> bool:
+        """Whether a ranking with a second reading reads the new tokens again, in the same step."""
+        return self.in_prompt and self.num_new > 1 and not self.fits
+
+    @property
     def _is_bounded(self) -> bool:
         return not self.in_prompt and not self.grows
 

@@ -256,7 +256,7 @@ class Oracle(Compared):
         terms = self._terms(head.ranking, plan, own, where)
         new = (own, key[:, where[1]], value[:, where[1]])
         size = self.scheduler.block_manager.block_size
-        out = head.step(*new, ends_prompt, terms, size, falls_back)
+        out = head.step(*new, ends_prompt, terms, size, falls_back, plan.prompt_end)
         head.merge = merge
         return out
 

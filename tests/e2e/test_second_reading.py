@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from tests.e2e.harness import CHARACTERS, engine, generate, tiny_llama
+from tests.e2e.harness import CHARACTERS, Probe, engine, generate, shrink_terms, tiny_llama
+from tests.e2e.oracle import follow
 from vllm_h2o.policy.h2o2 import RECONSTRUCTION
 from vllm_h2o.worker.reconstruction import Block, Reader, Reconstruction
 
@@ -67,11 +69,12 @@ def test_what_is_read(
     max_num_batched_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens, positions and hidden states, of whole prompts in one step, and in chunks."""
-    folder, kept = tiny_llama(tmp_path, 4, 2), list[Read]()
+    folder, kept, steps = tiny_llama(tmp_path, 4, 2), list[Read](), list[Sequence[Block]]()
     read = Reader.__call__
 
     def watched(reader: Reader, reconstruction: Reconstruction, metadata: Any) -> None:
         runner = reader.worker.model_runner
+        steps.append(reconstruction.blocks)
         with monkeypatch.context() as patch:
             patch.setattr(runner, "model", Watched(runner.model, reconstruction, kept))
             read(reader, reconstruction, metadata)
@@ -81,7 +84,12 @@ def test_what_is_read(
     settings: dict[str, Any] = {"block_size": PAGE, "max_model_len": LONGEST}
     settings |= {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 8}
     with engine(folder, "h2o2", options, **settings) as llm:
+        probe = Probe(llm)
         generate(llm, PROMPTS, max_tokens=8)
+    # Both readings of a step's tokens count.
+    again = [sum(b.end - b.start for b in step) for step in steps]
+    busy = [num for num in probe.num_scheduled if num > len(PROMPTS)]
+    assert max(a + b for a, b in zip(again, busy, strict=True)) <= max_num_batched_tokens
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = dict.fromkeys(range(len(PROMPTS)), 0)
     for block, ids, positions, states in kept:
@@ -93,3 +101,19 @@ def test_what_is_read(
         torch.testing.assert_close(states, second_reading(model, prompt, block), atol=1e-4, rtol=0)
         tokens[index] += num_new
     assert list(tokens.values()) == [len(p) if len(p) > 32 else 0 for p in PROMPTS]
+
+
+def test_kept_tokens_do_not_depend_on_the_size_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks end with a block that is read again, and ages are those at the prompt's end."""
+    shrink_terms(monkeypatch, block=32)
+    model, kept = tiny_llama(tmp_path, 4, 2), []
+    options = {"budget": 64, "score": "reconstruction", "observation_window": 12, "split": "none"}
+    for max_num_batched_tokens in (2048, 160):
+        settings = {"block_size": PAGE, "max_model_len": LONGEST, "max_num_seqs": 8}
+        settings["max_num_batched_tokens"] = max_num_batched_tokens
+        oracle = follow(monkeypatch, model, "h2o2", options, PROMPTS, **settings)
+        found = oracle.retained.items()
+        kept.append({(layer, head, i.split("-")[0]): each for (layer, head, i), each in found})
+    assert len(kept[0]) == 2 * 2 * len(PROMPTS) and kept[0] == kept[1]

@@ -21,6 +21,7 @@ CHUNK: Option = ("eviction", "chunk")
 PAGE: tuple[Option, ...] = (("evict_every", "page"), ("recent_ratio", 0.2))
 SNAPKV: tuple[Option, ...] = (("name", "snapkv"), ("observation_window", 5))
 H2O2: tuple[Option, ...] = (("name", "h2o2"), ("observation_window", 3))
+READ_AGAIN: Option = ("score", "reconstruction")
 PREFIXES: Option = ("prefix_caching", True)
 
 OPTIONS: tuple[tuple[Option, ...], ...] = (
@@ -33,6 +34,7 @@ OPTIONS: tuple[tuple[Option, ...], ...] = (
     H2O2,
     (*H2O2, CHUNK),
     (*H2O2, *PAGE),
+    (*H2O2, READ_AGAIN),
     (("evict_every", 6),),
     (("evict_every", 3), CHUNK, ("num_sink_tokens", 6)),
 )

@@ -12,10 +12,12 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
 from tests.scheduler.harness import Simulation, vllm_config
+from tests.scheduler.schedules import H2O2, READ_AGAIN
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.chunks import CutsChunks
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.rules import Rules
+from vllm_h2o.scheduler.state import RequestInfo
 
 Chunk = tuple[int, int]
 
@@ -131,3 +133,55 @@ def test_a_request_that_waits_for_the_encoder_holds_none_of_it() -> None:
     for _ in range(40):
         simulation.step()
     assert not scheduler.requests
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_step_with_tokens_read_again_stays_within_its_limit(policy: str) -> None:
+    """A token counts once for each reading; requests that fit are read once; no decode waits."""
+    limit, read = 24, 0
+    config = vllm_config(12, limit, 6, policy, False, (*H2O2, READ_AGAIN))
+    simulation = Simulation(config, 200, 1)
+    scheduler = simulation.scheduler
+    assert scheduler.ledger.rules.chunk == (limit - 5) // 2
+    requests = [(9, 30), (50, 8), (6, 3), (47, 9), (20, 30)]
+    for number in range(200):
+        if number % 2 == 0 and number // 2 < len(requests):
+            simulation.add(*requests[number // 2], -number)
+        decoding = {i for i, state in scheduler.ledger.states.items() if not state.in_prompt}
+        plans = simulation.step().residency_plan.requests
+        again = sum(plan.num_new for plan in plans.values() if plan.may_reread)
+        assert sum(plan.num_new for plan in plans.values()) + again <= limit
+        assert decoding & scheduler.ledger.states.keys() <= plans.keys()
+        read += again
+    assert read >= 50 + 47 + 20 and simulation.num_free == simulation.num_total
+
+
+@pytest.mark.parametrize(("batched", "chunks"), [(2048, [1024, 576]), (1500, [512] * 3 + [64])])
+def test_chunk_read_again_ends_with_a_block(batched: int, chunks: list[int]) -> None:
+    """Its size is half of a step's room in whole blocks, so no block is read in two parts."""
+    rules = Rules(
+        observation_window=30,
+        chunk=batched // 2 // 256 * 256,
+        reread_block=256,
+        max_step_tokens=batched,
+    )
+    ledger, start, found = Ledger(Budget(16, 7, 8, 0), 16, rules), 0, list[int]()
+    while start < 1600:
+        found.append(ledger.align_chunk("r", start, min(batched, 1600 - start), 1600))
+        start += found[-1]
+    assert found == chunks
+    assert ledger.align_chunk("r", 0, 100, 1600) == 0
+
+
+def test_request_preempted_in_its_step_gives_room_for_two_readings_back() -> None:
+    """A second prompt waits for the step's end, or until the first one has left the step."""
+    rules = Rules(chunk=256, reread_block=256, max_step_tokens=700)
+    ledger, info = Ledger(Budget(16, 7, 8, 0), 16, rules), RequestInfo(300)
+    ledger.commit("a", ledger.preview("a", 0, 256, info), info)
+    assert ledger.align_chunk("b", 0, 444, 300) == 0
+    assert ledger.align_chunk("c", 0, 444, 90) == 90
+    ledger.close("a")
+    assert ledger.align_chunk("b", 0, 700, 300) == 256
+    ledger.commit("b", ledger.preview("b", 0, 256, info), info)
+    ledger.take_step({"b": 256})
+    assert ledger.align_chunk("a", 0, 700, 300) == 256

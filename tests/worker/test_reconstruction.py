@@ -36,8 +36,9 @@ def chunk(start: int, stop: int, row: int = 0, skip: int = 0) -> PromptChunk:
 
 
 def reading(*prompts: tuple[str, PromptChunk], max_position: int = 64) -> Reconstruction:
-    """Of these prompts, with nobody to read them."""
-    blocks = list(blocks_of(prompts, TERM, PAGE))
+    """Of these prompts, each ranked at its chunk's end, with nobody to read them."""
+    each = [(request_id, chunk, chunk.logical_end) for request_id, chunk in prompts]
+    blocks = list(blocks_of(each, TERM, PAGE))
     chunks = [each for _, each in prompts]
     return Reconstruction(blocks, chunks, TorchKernels(), TERM, True, max_position)
 

@@ -107,14 +107,17 @@ def test_v2_rows_follow_req_idx(v2_states: states.RequestState) -> None:
     order = v2_row_order(SimpleNamespace(req_states=v2_states))
     assert order(metadata) == batch.req_ids
     plan = plans(**lengths)
-    assert Step(plan, order).rows(metadata) == [plan.requests[r] for r in batch.req_ids]
+    rows = Step(plan, order).rows(metadata)
+    assert rows.request_ids == batch.req_ids
+    assert rows.plans == [plan.requests[r] for r in batch.req_ids]
 
 
 def test_v2_padding_rows_have_no_plan(v2_states: states.RequestState) -> None:
     """Rows that pad a captured graph have no tokens, and req_idx does not name them."""
     batch = v2_rows(v2_states, {"a": 1, "b": 1})
     order = v2_row_order(SimpleNamespace(req_states=v2_states))
-    assert len(Step(plans(a=1, b=1), order).rows(common([1, 1, 0, 0], batch.idx_mapping_np))) == 2
+    rows = Step(plans(a=1, b=1), order).rows(common([1, 1, 0, 0], batch.idx_mapping_np))
+    assert (len(rows.plans), rows.num_rows) == (2, 4)
 
 
 def test_v2_without_req_idx() -> None:
@@ -129,9 +132,9 @@ def test_v1_rows_follow_the_persistent_batch() -> None:
     batch = SimpleNamespace(req_ids=["b", "a"])
     order = v1_row_order(SimpleNamespace(input_batch=batch))
     plan = plans(a=2, b=5)
-    assert [p.num_new for p in Step(plan, order).rows(common([5, 2, 0]))] == [5, 2]
+    assert [p.num_new for p in Step(plan, order).rows(common([5, 2, 0])).plans] == [5, 2]
     batch.req_ids = ["a", "b"]
-    assert [p.num_new for p in Step(plan, order).rows(common([2, 5]))] == [2, 5]
+    assert [p.num_new for p in Step(plan, order).rows(common([2, 5])).plans] == [2, 5]
 
 
 @pytest.mark.parametrize("lengths", [[5, 2], [2], [2, 5, 1], [2, 4]])
@@ -181,7 +184,8 @@ def test_a_step_is_published_while_it_runs(v2: bool) -> None:
     plan = plans(a=1)
     step = Worker(v2).execute_model(scheduled(plan))
     assert step.plan == plan
-    assert step.rows(common([1], np.array([3]) if v2 else None)) == [plan.requests["a"]]
+    rows = step.rows(common([1], np.array([3]) if v2 else None))
+    assert rows.plans == [plan.requests["a"]]
     nothing_is_published()
 
 

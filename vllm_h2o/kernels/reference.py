@@ -64,6 +64,7 @@ def score_term(
     by_age: bool = False,
     page_size: int = 1,
     sink_logits: SinkLogits = None,
+    end: int | None = None,
 ) -> None:
     """``P = softmax(q K^T * scale); score[j] += weight * (age[j] if by_age else 1) * value[j]``.
 
@@ -81,23 +82,25 @@ def score_term(
         by_age: whether scores are ranked as means.
         page_size: slots of a page; blocks are whole pages.
         sink_logits: [G], as in :func:`attend_and_score`.
+        end: one past the last position when the strip is next ranked: ages are those of then;
+            None: after the newest token.
 
     """
     logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale
-    end, slot = int(strip.position.max()) + 1, torch.arange(len(strip))
+    newest, slot = int(strip.position.max()) + 1, torch.arange(len(strip))
     if term.sees_later:
         size = max(term.block // page_size, 1) * page_size if term.block else len(strip)
         block = slot // size
         gives = block[-len(query) :, None] == block  # [T, L]
         hidden = ~gives & (slot >= page_size)
     else:
-        before = torch.arange(end - len(query), end)[:, None] - strip.position
+        before = torch.arange(newest - len(query), newest)[:, None] - strip.position
         hidden, gives = before < 0, before >= term.skip
     probs = softmax(logits.masked_fill(hidden[:, None, :], float("-inf")), sink_logits)  # [T, G, L]
     each = probs.pow(term.power) * gives[:, None]
     value = each.amax(dim=(0, 1)) if term.reduce == "max" else each.sum(dim=(0, 1))
     value = reached(value, strip.position, term.reach)
-    age = end - strip.position if by_age else 1
+    age = (newest if end is None else end) - strip.position if by_age else 1
     strip.score = strip.score + (term.weight * age * value).to(strip.score.dtype)
 
 
@@ -250,6 +253,7 @@ class Head:
         terms: Sequence[tuple[Term, torch.Tensor]] = (),
         page_size: int = 1,
         falls_back: bool = False,
+        prompt_end: int | None = None,
     ) -> torch.Tensor:
         """Compute T tokens: a chunk of the prompt, or one token after it.
 
@@ -262,6 +266,8 @@ class Head:
                 that ends a prompt and is computed alone adds its probabilities as later ones do.
             page_size: slots of a page, for the blocks of a term.
             falls_back: whether a head that grows is cut to its budget after this step, for good.
+            prompt_end: one past the prompt's last position. A reread term is ranked there, unless
+                chunks are evicted from, so that it does not depend on where they end.
 
         Returns:
             [T, G, D].
@@ -280,8 +286,9 @@ class Head:
         for term, asking in terms:
             if term.lifetime:
                 self.strip.keep_scores()
-            how = (term, self.ranking.by_age, page_size, self.sink_logits)
-            score_term(asking, self.strip, self.scale, *how)
+            waits = term.queries == "reread" and self.eviction.at != "chunk"
+            how = (self.ranking.by_age, page_size, self.sink_logits, prompt_end if waits else None)
+            score_term(asking, self.strip, self.scale, term, *how)
         self.grows = self.grows and not falls_back
         self._evict(ends_prompt, falls_back)
         lifetime = self.ranking.lifetime

@@ -54,6 +54,7 @@ class Ledger:
         self._states: dict[str, RequestState] = {}
         self._step: dict[str, RequestPlan] = {}
         self._ongoing: dict[str, int] = {}  # tokens that each evicts
+        self._num_read = 0  # tokens of the step, once more where they are read again
 
     @property
     def states(self) -> Mapping[str, RequestState]:
@@ -123,11 +124,12 @@ class Ledger:
         It does not cut what scores together: the observation window, and ``rules.chunk`` tokens or
         the rest of the prompt. So survivors do not depend on what else a step computes. Past the
         prompt it takes as many drafts as there is room for; none follow a prompt's last token.
+        Where prompts are read again, a chunk waits until its step has room for both readings.
 
         Args:
             request_id: the request.
             start: tokens that are computed already, or found in a cache.
-            num_new: tokens that the step has room for.
+            num_new: tokens that the step has room for; tokens that are read again are not counted.
             prompt_len: tokens of the prompt; read when the request holds nothing yet.
             is_cut: whether images allow no more: then only the window is kept whole.
 
@@ -136,11 +138,20 @@ class Ledger:
         prompt_end = held.prompt_end if held else prompt_len
         num_new = min(num_new, held.max_new(self.rules) if held else prompt_end - start)
         window_start = max(prompt_end - window, 0)
+        room, block = num_new, self.rules.reread_block
+        if block:
+            room = max(self.rules.max_step_tokens - self._num_read, 0)
+            num_new = min(num_new, room)
         if self.rules.chunk and start < prompt_end and not is_cut:
             whole = min(max(self.rules.chunk, window), prompt_end - start)
             if window_start < start + whole < prompt_end:
                 whole = window_start - start
-            return whole if num_new >= whole else 0
+                # No block is read in two parts.
+                whole -= window_start % block if block and window_start % block < whole else 0
+            # A window may be longer than the half of a step's room that chunk is.
+            most = max(2 * self.rules.chunk, whole)
+            needed = min(2 * whole, most) if block and not (held and held.fits) else whole
+            return whole if num_new >= whole and room >= needed else 0
         cuts_window = window_start < start + num_new < prompt_end
         return max(window_start - start, 0) if cuts_window else num_new
 
@@ -222,6 +233,7 @@ class Ledger:
         ends_prompt = plan.logical_end >= held.prompt_end
         if not plan.in_prompt:
             self.falling_back.discard(request_id)
+        self._num_read += self._num_read_by(plan)
         held_len = plan.held_end
         if not ends_prompt or not (plan.in_prompt or plan.num_survivors):
             held_len = max(held.held_len, plan.attended_len, held_len)
@@ -253,6 +265,7 @@ class Ledger:
 
         """
         self._check_once(request_id)
+        self._num_read += 1
         self._ongoing[request_id] = self._states[request_id].go_on()
 
     def settle(self, request_id: str, num_computed: int) -> None:
@@ -271,9 +284,15 @@ class Ledger:
     def close(self, request_id: str) -> None:
         """Forget a request whose pages are freed: finished, aborted or preempted."""
         self._states.pop(request_id, None)
-        self._step.pop(request_id, None)
-        self._ongoing.pop(request_id, None)
+        if plan := self._step.pop(request_id, None):
+            self._num_read -= self._num_read_by(plan)
+        elif self._ongoing.pop(request_id, None) is not None:
+            self._num_read -= 1
         self.falling_back.discard(request_id)
+
+    def _num_read_by(self, plan: RequestPlan) -> int:
+        """Tokens of a request in the step, once more where they are read again."""
+        return plan.num_new * (2 if self.rules.reread_block and plan.may_reread else 1)
 
     def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> ResidencyPlan:
         """The plan of the step that has just been scheduled; the next step starts empty.
@@ -293,6 +312,7 @@ class Ledger:
             )
         step, self._step = self._step, {}
         ongoing, self._ongoing = self._ongoing, {}
+        self._num_read = 0
         self.stats.evicted_tokens += sum(ongoing.values())
         for request_id, plan in step.items():
             self.stats.count(plan)

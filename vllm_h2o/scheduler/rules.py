@@ -17,6 +17,10 @@ class Rules:
         observation_window: last queries of a prompt that are computed, and score, in one chunk.
         lifetime: tokens after the prompt for which the ranking's last term counts; 0: always.
         chunk: tokens of a prompt whose queries score together, in one chunk; 0: any number.
+        reread_block: tokens of a block that is read again in the step that computes it; 0: prompts
+            are read once.
+        max_step_tokens: most tokens of a step, those that it reads again among them; read with
+            ``reread_block``.
         max_blocks_per_request: columns of the block table; None: no limit.
         prefix_caching: whether requests share the pages of a common prefix.
         splits: whether KV heads share slots once a prompt is evicted from.
@@ -31,6 +35,8 @@ class Rules:
     observation_window: int = 0
     lifetime: int = 0
     chunk: int = 0
+    reread_block: int = 0
+    max_step_tokens: int = 0
     max_blocks_per_request: int | None = None
     prefix_caching: bool = False
     splits: bool = False

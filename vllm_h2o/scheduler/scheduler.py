@@ -90,11 +90,16 @@ class HeavyHitterScheduler(CutsChunks):
 
     def _rules(self, config: KVPolicyConfig, block_size: int) -> Rules:
         """The options and vLLM's limits, as far as the ledger needs them."""
+        scores_together = config.ranking.term("rotated", "reread") is not None
+        reread = config.ranking.term("reread")
+        reread_block = max(reread.block // block_size, 1) * block_size if reread else 0
         return Rules(
             at=config.schedule.at,
             observation_window=config.num_window_queries,
             lifetime=config.ranking.lifetime,
-            chunk=self._scored_chunk() if config.ranking.term("rotated", "reread") else 0,
+            chunk=self._scored_chunk(reread_block) if scores_together else 0,
+            reread_block=reread_block,
+            max_step_tokens=self.max_num_scheduled_tokens,
             max_blocks_per_request=num_pages(self.max_model_len, block_size),
             prefix_caching=self._prefix_caching,
             splits=config.splits,
@@ -255,11 +260,17 @@ class HeavyHitterScheduler(CutsChunks):
             return self.kv_cache_manager.empty_kv_cache_blocks, num_begun, *rest
         return blocks, num_cached, *rest
 
-    def _scored_chunk(self) -> int:
-        """Tokens that a step has room for beside one of each other sequence; at least half."""
+    def _scored_chunk(self, reread_block: int) -> int:
+        """Tokens that a step has room for beside one of each other sequence; at least half.
+
+        Where they are read again in the same step, half as many, in whole blocks.
+        """
         limits, max_tokens = self.scheduler_config, self.max_num_scheduled_tokens
         others = (limits.max_num_seqs - 1) * (1 + self.num_spec_tokens)
         room = max(max_tokens - others, max_tokens // 2, 1)
+        if reread_block:
+            room = max(room // 2, 1)
+            room -= room % reread_block if room > reread_block else 0
         return min(room, limits.long_prefill_token_threshold or room)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, zip_longest
 from typing import Protocol
 
@@ -21,24 +22,34 @@ MAX_BATCH_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a batch.
+    """The rows of a step's batch, read once.
 
     Args:
-        plans: of the rows that have tokens, in the order of the batch.
+        request_ids: of the rows that have tokens, in the order of the batch.
+        plans: of the same rows.
         block_table: [num_rows, width], int32; rows after those of ``plans`` are padding.
         starts: each row's first token in the step's tensors.
-        decoding: indices of the rows with one new token.
-        num_padded: decoding rows and padding, where a captured graph wants a fixed number.
+        num_rows: padding included.
         num_window_queries: queries at a prompt's end that add to scores; None: all of it do.
 
     """
 
+    request_ids: Sequence[str]
     plans: Sequence[RequestPlan]
     block_table: torch.Tensor
     starts: Sequence[int]
-    decoding: list[int]
-    num_padded: int
+    num_rows: int
     num_window_queries: int | None = None
+
+    @cached_property
+    def decoding(self) -> list[int]:
+        """Indices of the rows with one new token."""
+        return [row for row, plan in enumerate(self.plans) if plan.num_new == 1]
+
+    @property
+    def num_padded(self) -> int:
+        """Decoding rows and padding, where a captured graph wants a fixed number."""
+        return self.num_rows if len(self.decoding) == len(self.plans) else len(self.decoding)
 
     @property
     def decode_plans(self) -> list[RequestPlan]:

@@ -34,8 +34,8 @@ from vllm_h2o.worker.selector import select_kernels
 from vllm_h2o.worker.step import Step, current_step
 from vllm_h2o.worker.turns import begin_turns
 
-Planned = list[tuple[RequestPlan, PromptChunk]]
-"""Requests with more than one new token, or with survivors to pack."""
+Chunked = Mapping[int, PromptChunk]
+"""Chunks by row, of requests with more than one new token, or with survivors to pack."""
 
 
 @dataclass
@@ -100,6 +100,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.ranking = self._computed(config.ranking)
         self.scoring = Scoring.of(self.ranking, config.schedule.by_page, config.merge)
+        self.packs_chunks = config.schedule.at == "chunk"
         shape = (len(layer_names), kv_cache_spec.num_kv_heads)
         window = (config.num_window_queries, kv_cache_spec.block_size)
         self.chunks = Chunks(self.ranking.passes, *window, shape, device)
@@ -133,99 +134,88 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
     ) -> HeavyHitterMetadata:
         """The step's metadata, from its plan and the block table; what follows it, to the step."""
         step, common = current_step(), common_attn_metadata
-        plans = step.rows(common) if step else []
-        table, starts = common.block_table_tensor, common.query_start_loc_cpu.tolist()
         if step:
-            self._before(step, plans, common)
+            window = None if self.scoring.in_prompt else self.chunks.num_window_queries
+            rows = step.rows(common, window)
+            self._before(step, rows, common)
+        else:
+            starts = common.query_start_loc_cpu.tolist()
+            rows = Rows((), (), common.block_table_tensor, starts, common.num_reqs)
         # One token that ends a prompt, or with which a request falls back, runs the decode kernel;
         # its request is packed like a prompt.
-        planned = [
-            (plan, self.chunks.of(plan, table[row], starts[row]))
-            for row, plan in enumerate(plans)
+        chunked = {
+            row: self.chunks.of(plan, rows.block_table[row], rows.starts[row])
+            for row, plan in enumerate(rows.plans)
             if plan.num_new > 1 or plan.num_survivors
-        ]
-        prompts = [chunk for _, chunk in planned if chunk.num_tokens > 1]
-        decoding = [row for row, plan in enumerate(plans) if plan.num_new == 1]
-        num_padded = len(decoding) if prompts else common.num_reqs
-        window = None if self.scoring.in_prompt else self.chunks.num_window_queries
-        rows = Rows(plans, table, starts, decoding, num_padded, window)
+        }
+        prompts = [chunk for chunk in chunked.values() if chunk.num_tokens > 1]
         covered = 0 if self.kernels.copies_kv else common.num_reqs
         metadata = self._metadata(
             decodes=self.batching(rows),
             prompts=prompts,
             asked=self.chunks.asked(prompts),
-            zero_output=not plans and common.num_actual_tokens > covered,
+            zero_output=not rows.plans and common.num_actual_tokens > covered,
         )
         if step:
-            self._add_drafts(step, plans, common, metadata.drafts)
-            self._after(step, plans, common, planned)
+            self._add_drafts(step, rows, metadata.drafts)
+            self._after(step, rows, chunked)
         return metadata
 
     def _metadata(self, **parts: object) -> HeavyHitterMetadata:
         own = (self.kernels, self.scoring, self.chunks.terms, self.layer_index)
         return HeavyHitterMetadata(*own, **parts)  # type: ignore[arg-type]
 
-    def _before(
-        self, step: Step, plans: list[RequestPlan], common: CommonAttentionMetadata
-    ) -> None:
+    def _before(self, step: Step, rows: Rows, common: CommonAttentionMetadata) -> None:
         """Before the forward pass: next turns get their copies, and positions roll."""
         continued = step.plan.continued.values()
         begin_turns(continued, self.layers, self.kernels, self.device)
         if self.position_limit is None:
             return
-        for plan, row in zip(plans, common.block_table_tensor, strict=False):
+        for plan, table_row in zip(rows.plans, rows.block_table, strict=False):
             if plan.renumbers_from:
-                blocks = row[: num_pages(plan.resident_start, self.spec.block_size)]
+                blocks = table_row[: num_pages(plan.resident_start, self.spec.block_size)]
                 renumber(plan, blocks, self.layers, self.kernels, self.scoring.power > 0)
-        step.after.add("unroll", Rolled.of(plans, common.positions, self.position_limit))
+        step.after.add("unroll", Rolled.of(rows.plans, common.positions, self.position_limit))
 
-    def _add_drafts(
-        self, step: Step, plans: list[RequestPlan], common: CommonAttentionMetadata, drafts: Drafts
-    ) -> None:
+    def _add_drafts(self, step: Step, rows: Rows, drafts: Drafts) -> None:
         """Queries of drafts that this step computes, or that it scores."""
-        waits = step.draft_queries or any(plan.num_unscored or plan.has_drafts for plan in plans)
-        if not self.scoring.power or not waits:
+        waits = any(plan.num_unscored or plan.has_drafts for plan in rows.plans)
+        if not self.scoring.power or not (waits or step.draft_queries):
             return
-        starts = common.query_start_loc_cpu.tolist()
-        rows = zip(step.order(common), plans, common.block_table_tensor, starts, strict=False)
-        for request_id, plan, row, start in rows:
-            drafts.add(step.draft_queries, request_id, plan, row, start)
+        each = zip(rows.request_ids, rows.plans, rows.block_table, rows.starts, strict=False)
+        for request_id, plan, table_row, start in each:
+            drafts.add(step.draft_queries, request_id, plan, table_row, start)
 
-    def _after(
-        self,
-        step: Step,
-        plans: list[RequestPlan],
-        common: CommonAttentionMetadata,
-        planned: Planned,
-    ) -> None:
+    def _after(self, step: Step, rows: Rows, chunked: Chunked) -> None:
         """Enter the work that follows the forward pass."""
-        step.after.add("reread", self._rereading(step, common, planned))
-        if packed := [chunk for _, chunk in planned if chunk.num_survivors]:
+        step.after.add("reread", self._rereading(step, rows, chunked))
+        if packed := [chunk for chunk in chunked.values() if chunk.num_survivors]:
             step.after.add("pack", Packing(packed, self.layers, self.kernels, self.scoring))
-        table = common.block_table_tensor
-        restored = [(plan, table[row]) for row, plan in enumerate(plans) if plan.restored_end]
+        table = rows.block_table
+        restored = [(plan, table[row]) for row, plan in enumerate(rows.plans) if plan.restored_end]
         if restored:
             step.after.add("restore", self._restoring(restored))
 
-    def _rereading(
-        self, step: Step, common: CommonAttentionMetadata, planned: Planned
-    ) -> Rereading | None:
+    def _rereading(self, step: Step, rows: Rows, chunked: Chunked) -> Rereading | None:
         """The pass that reads the step's prompts again."""
         term = self.ranking.term("reread")
-        prompts = [chunk for _, chunk in planned if chunk.num_tokens > 1]
-        if term is None or not prompts:
+        read = {row: chunk for row, chunk in chunked.items() if rows.plans[row].may_reread}
+        if term is None or not read:
             return None
-        starts = common.query_start_loc_cpu.tolist()
-        request_at = dict(zip(starts, step.order(common), strict=False))
-        each = [(request_at[chunk.tokens.start], chunk) for chunk in prompts]
+        each = [
+            (rows.request_ids[row], chunk, self._ranked_end(rows.plans[row]))
+            for row, chunk in read.items()
+        ]
         blocks = list(blocks_of(each, term, self.spec.block_size))
-        if not blocks:
-            return None
         limit = self.vllm_config.model_config.max_model_len
         own = (self.kernels, term, self.scoring.by_age, limit)
-        reconstruction = Reconstruction(blocks, prompts, *own)
+        reconstruction = Reconstruction(blocks, list(read.values()), *own)
         metadata = self._metadata(reading=reconstruction)
         return Rereading(reconstruction, metadata, self.layers.names, step.reader)
+
+    def _ranked_end(self, plan: RequestPlan) -> int:
+        """One past the last position when the tokens of a chunk are next ranked."""
+        return plan.position_end if self.packs_chunks else plan.prompt_end - plan.offset
 
     def _restoring(self, planned: list[tuple[RequestPlan, torch.Tensor]]) -> Restoring:
         own, ends = [], []

@@ -54,21 +54,27 @@ class Block:
         return self.start + self.chunk.num_tokens
 
 
-def blocks_of(prompts: Sequence[tuple[str, PromptChunk]], term: Term, page: int) -> Iterator[Block]:
+def blocks_of(
+    prompts: Sequence[tuple[str, PromptChunk, int]], term: Term, page: int
+) -> Iterator[Block]:
     """Cut a step's chunks into the blocks that are read again, in order of their rows.
 
+    A block's own chunk ends where ages are counted from: it gives what it would give if all tokens
+    up to there were read again together.
+
     Args:
-        prompts: each with its request.
+        prompts: each with its request, and one past the last position when it is ranked.
         term: the ``reread`` term.
         page: slots of a page.
 
     """
     row = 0
-    for request_id, chunk in prompts:
+    for request_id, chunk, end in prompts:
         for block in chunk.in_blocks(term, page):
             start = chunk.logical_start + block.tokens.start - chunk.tokens.start
             rows = slice(row, row := row + block.num_tokens)
-            yield Block(request_id, start, replace(block, tokens=rows))
+            own = replace(block, tokens=rows, logical_start=end - block.num_tokens)
+            yield Block(request_id, start, own)
 
 
 @dataclass(frozen=True)

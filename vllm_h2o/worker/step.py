@@ -20,8 +20,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
+from vllm_h2o.wire import Plans, ResidencyPlan
 from vllm_h2o.worker.after_step import AfterStep
+from vllm_h2o.worker.batching import Rows
 from vllm_h2o.worker.drafts import DraftQueries
 from vllm_h2o.worker.peak import profiling
 from vllm_h2o.worker.reconstruction import Reader
@@ -53,8 +54,12 @@ class Step:
         """The request of each row that has tokens."""
         return list(self.row_order(common)[: len(self.plan.requests)])
 
-    def rows(self, common: CommonAttentionMetadata) -> list[RequestPlan]:
-        """The plan of each row that has tokens, in the order of the batch.
+    def rows(self, common: CommonAttentionMetadata, num_window_queries: int | None = None) -> Rows:
+        """The rows of the batch, each with its request and its plan.
+
+        Args:
+            common: vLLM's metadata of the batch.
+            num_window_queries: queries at a prompt's end that add to scores; None: all of it do.
 
         Raises:
             IntegrityError: when the batch is not the one that was planned.
@@ -73,7 +78,8 @@ class Step:
                 f"the batch has rows of {lengths} tokens, the plan is for "
                 f"{[plan.num_new for plan in plans]} of {order}"
             )
-        return plans
+        table = common.block_table_tensor
+        return Rows(order, plans, table, starts, common.num_reqs, num_window_queries)
 
 
 class WarmUp:
