@@ -176,7 +176,7 @@ class PromptChunk:
             return []
         if not term.block:
             return [self]
-        size = max(term.block // page, 1) * page
+        size = term.block_slots(page)
         for start in range(first // size * size, self.attended_len, size):
             begin, end = max(start, first), min(start + size, self.attended_len)
             lead, at = (page if start else 0), start // page

@@ -89,7 +89,7 @@ def score_term(
     logits = torch.einsum("tgd,jd->tgj", query, strip.key) * scale
     newest, slot = int(strip.position.max()) + 1, torch.arange(len(strip))
     if term.sees_later:
-        size = max(term.block // page_size, 1) * page_size if term.block else len(strip)
+        size = term.block_slots(page_size) if term.block else len(strip)
         block = slot // size
         gives = block[-len(query) :, None] == block  # [T, L]
         hidden = ~gives & (slot >= page_size)

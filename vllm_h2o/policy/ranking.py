@@ -74,6 +74,15 @@ class Term:
         """Whether a query also sees tokens after its own."""
         return self.queries in ("rotated", "reread")
 
+    def block_slots(self, page_size: int) -> int:
+        """Slots of a block: ``block`` rounded down to whole pages, at least one page.
+
+        Args:
+            page_size: slots of a page.
+
+        """
+        return max(self.block // page_size, 1) * page_size
+
 
 @dataclass(frozen=True, init=False)
 class Ranking:

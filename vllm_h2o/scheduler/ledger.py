@@ -146,8 +146,8 @@ class Ledger:
             whole = min(max(self.rules.chunk, window), prompt_end - start)
             if window_start < start + whole < prompt_end:
                 whole = window_start - start
-                # No block is read in two parts.
-                whole -= window_start % block if block and window_start % block < whole else 0
+                if block and (part := window_start % block) < whole:
+                    whole -= part  # no block is read in two parts
             # A window may be longer than the half of a step's room that chunk is.
             most = max(2 * self.rules.chunk, whole)
             needed = min(2 * whole, most) if block and not (held and held.fits) else whole

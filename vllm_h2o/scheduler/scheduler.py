@@ -92,7 +92,7 @@ class HeavyHitterScheduler(CutsChunks):
         """The options and vLLM's limits, as far as the ledger needs them."""
         scores_together = config.ranking.term("rotated", "reread") is not None
         reread = config.ranking.term("reread")
-        reread_block = max(reread.block // block_size, 1) * block_size if reread else 0
+        reread_block = reread.block_slots(block_size) if reread else 0
         return Rules(
             at=config.schedule.at,
             observation_window=config.num_window_queries,
@@ -270,7 +270,8 @@ class HeavyHitterScheduler(CutsChunks):
         room = max(max_tokens - others, max_tokens // 2, 1)
         if reread_block:
             room = max(room // 2, 1)
-            room -= room % reread_block if room > reread_block else 0
+            if room > reread_block:
+                room -= room % reread_block
         return min(room, limits.long_prefill_token_threshold or room)
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
