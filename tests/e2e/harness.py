@@ -34,7 +34,7 @@ def smollm2() -> str:
     return str(model_dir("float32", progress=False))
 
 
-def tiny_llama(folder: Path, num_heads: int, num_kv_heads: int) -> str:
+def tiny_llama(folder: Path, num_heads: int, num_kv_heads: int, max_len: int = 512) -> str:
     """A Llama of random weights with a head size that the CPU kernels take."""
     config = LlamaConfig(
         vocab_size=256,
@@ -43,7 +43,7 @@ def tiny_llama(folder: Path, num_heads: int, num_kv_heads: int) -> str:
         num_hidden_layers=2,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        max_position_embeddings=512,
+        max_position_embeddings=max_len,
     )
     return write_random(config, folder)
 

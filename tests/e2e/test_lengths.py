@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
-from benchmarks.throughput.models import write_random
-from tests.e2e.harness import engine, generate
+from tests.e2e.harness import engine, generate, tiny_llama
 from vllm_h2o.errors import ConfigError
 
 TRAINED = 2048
@@ -25,16 +23,7 @@ Started = Callable[..., int]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny Llama of a real model's length."""
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=TRAINED,
-    )
-    return write_random(config, tmp_path_factory.mktemp("models"))
+    return tiny_llama(tmp_path_factory.mktemp("models"), 2, 1, TRAINED)
 
 
 @pytest.fixture(scope="module")
