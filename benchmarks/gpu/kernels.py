@@ -234,22 +234,23 @@ def _check_copies(
     before = on_cpu(cache)
     places = torch.arange(2 * size.pages, dtype=torch.int32, device=device).view(2, -1)
     targets = list(places + size.requests * size.pages)
+    twin_targets = [target.cpu() for target in targets]
     copied = [
         replace(chunk, destination_blocks=target)
         for chunk, target in zip(chunks, targets, strict=True)
     ]
     twin = on_cpu(cache)
     twin_chunks = [
-        replace(chunk, block_table=chunk.block_table.cpu(), destination_blocks=target.cpu())
-        for chunk, target in zip(chunks, targets, strict=True)
+        replace(chunk, block_table=chunk.block_table.cpu(), destination_blocks=target)
+        for chunk, target in zip(chunks, twin_targets, strict=True)
     ]
     for chunk, twin_chunk in zip(copied, twin_chunks, strict=True):
         score = torch.rand(1, size.num_kv_heads, chunk.attended_len, device=device)
         TorchKernels().copy_survivors([twin], twin_chunk, Scoring(), score.cpu())
         kernels.copy_survivors([cache], chunk, Scoring(), score)
     at = [
-        replace(chunk, block_table=target.cpu())
-        for chunk, target in zip(chunks, targets, strict=True)
+        replace(chunk, block_table=target)
+        for chunk, target in zip(chunks, twin_targets, strict=True)
     ]
     for name in VIEWS:
         ours, theirs = (_kept(held, at, name) for held in (on_cpu(cache), twin))
