@@ -50,6 +50,10 @@ class Step:
     draft_queries: DraftQueries = field(default_factory=dict)
     reader: Reader | None = None
 
+    def order(self, common: CommonAttentionMetadata) -> list[str]:
+        """The request of each row that has tokens."""
+        return list(self.row_order(common)[: len(self.plan.requests)])
+
     def rows(self, common: CommonAttentionMetadata, num_window_queries: int | None = None) -> Rows:
         """The rows of the batch, each with its request and its plan.
 
@@ -62,7 +66,7 @@ class Step:
 
         """
         starts = common.query_start_loc_cpu.tolist()
-        order = list(self.row_order(common)[: len(self.plan.requests)])
+        order = self.order(common)
         if set(order) != self.plan.requests.keys():
             raise IntegrityError(
                 f"the batch has rows of {order}, the plan is for {list(self.plan.requests)}"
