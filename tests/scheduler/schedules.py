@@ -41,6 +41,12 @@ OPTIONS: tuple[tuple[Option, ...], ...] = (
 PAGE_BUDGET = 40
 """A budget that whole pages of any size here fit into."""
 
+
+def step_tokens(max_batched: int, options: tuple[Option, ...]) -> int:
+    """Tokens of a step that ``options`` start with: SnapKV's window is computed in one step."""
+    return max(max_batched, 12) if ("observation_window", 5) in options else max_batched
+
+
 ROLLING: tuple[tuple[Option, ...], ...] = (
     (("positions", 24), CHUNK),
     (("positions", 27), CHUNK, ("evict_every", 3), ("num_sink_tokens", 2)),

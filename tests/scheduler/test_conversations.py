@@ -20,6 +20,7 @@ from tests.scheduler.schedules import (
     many,
     overlaps,
     schedules,
+    step_tokens,
 )
 from vllm_h2o.scheduler.conversations import Conversations
 
@@ -55,7 +56,7 @@ def random_conversations(
     """
     if ("evict_every", "page") in options:
         budget, num_pages = 32, max(num_pages, 20)
-    max_batched = max(max_batched, 12) if ("observation_window", 5) in options else max_batched
+    max_batched = step_tokens(max_batched, options)
     config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], (ON, *options))
     talking = schedule.play(Talking, config, schedule.num_blocks(num_pages), overlap[0])
     totals.update(talking.count)

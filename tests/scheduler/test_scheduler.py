@@ -25,6 +25,7 @@ from tests.scheduler.schedules import (
     many,
     overlaps,
     schedules,
+    step_tokens,
 )
 
 BUDGET = 12
@@ -78,7 +79,7 @@ def random_schedules(
     elif fraction is not None:
         options, size = (*options, ("budget_basis", fraction[0])), fraction[1]
     # A window of 5 queries in one chunk, whatever the other 7 sequences take.
-    max_batched = max(max_batched, 12) if ("observation_window", 5) in options else max_batched
+    max_batched = step_tokens(max_batched, options)
     config = vllm_config(size, max_batched, 8, schedule.policy, overlap[1], options)
     simulation = schedule.play(Simulation, config, schedule.num_blocks(num_pages), overlap[0])
     totals.update(simulation.count)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, make_scheduler, vllm_config
 from tests.scheduler.observed import COUNTERS, Observed
-from tests.scheduler.schedules import OPTIONS, PAGE_BUDGET, Schedule, many, schedules
+from tests.scheduler.schedules import OPTIONS, PAGE_BUDGET, Schedule, many, schedules, step_tokens
 from vllm_h2o.wire import PolicyStats
 
 totals: Counter[str] = Counter()
@@ -53,6 +53,7 @@ def random_schedules(
     """Through preemption, abort, resumption and failed allocation: each event counts once."""
     if ("evict_every", "page") in options:
         budget, num_pages = PAGE_BUDGET, max(num_pages, 20)
+    max_batched = step_tokens(max_batched, options)
     config = vllm_config(budget, max_batched, 8, schedule.policy, depth == 2, options)
     simulation = schedule.play(Observed, config, schedule.num_blocks(num_pages), depth)
     simulation.compare()
