@@ -71,9 +71,9 @@ LIBERTIES = (
     Liberty(
         "need_mamba_block_aligned_split",
         "scheduler/scheduler.py",
-        "the switch is on with prefix caching, a second pass or drafts, and the method that it "
-        "leads to ends a prompt's chunk where scores want it to end, and drafts where a sequence "
-        "has no room for more",
+        "the switch is on with prefix caching, a second pass or drafts, and once a request has "
+        "been preempted; the method that it leads to ends a prompt's chunk where scores or memory "
+        "want it to end, and drafts where a sequence has no room for more",
         "the only place in `schedule()` where the size of a chunk can be changed",
         "vLLM lets a scheduler choose the size of chunks",
     ),

@@ -46,6 +46,7 @@ class RequestPlan:
         renumbers_from: before this step the resident tokens, of which the last had position
             renumbers_from - 1, get positions [0, resident_start) in their order, and this step's
             first token follows them. 0: they keep theirs.
+        packs_chunks: whether the prompt is evicted from after each of its chunks, not at its end.
 
     """
 
@@ -64,6 +65,7 @@ class RequestPlan:
     restored_end: int = 0
     offset: int = 0
     renumbers_from: int = 0
+    packs_chunks: bool = False
 
     @property
     def logical_end(self) -> int:

@@ -32,6 +32,7 @@ class Compared:
         num_renumbered: requests that were renumbered, in each layer and KV head, and followed.
         num_together: packs of every few tokens that were compared.
         num_ties: victims and packs that differ, between scores closer than ``TIE``.
+        num_resumed: packs within prompts that are computed again that were compared.
         num_merged: victims that went to the nearest key; their K, V and masses are compared.
         num_merge_ties: those that went to another key than the reference's, as near.
 
@@ -46,6 +47,7 @@ class Compared:
     num_renumbered: int = 0
     num_together: int = 0
     num_ties: int = 0
+    num_resumed: int = 0
     num_merged: int = 0
     num_merge_ties: int = 0
 
@@ -93,6 +95,8 @@ class Compared:
             self._compare_without_window(head, cache, at, positions)
         self.num_compared += 1
         self.num_packs += plan.falls_back
+        again = where[2] in self.scheduler.ledger.resumed and plan.logical_end < plan.prompt_end
+        self.num_resumed += again and plan.num_survivors > 0
         self.num_renumbered += plan.renumbers_from > 0
         self.num_together += plan.evicts_together
         if plan.selects:

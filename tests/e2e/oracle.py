@@ -137,7 +137,7 @@ class Oracle(Compared):
                 self.num_scaled += cache.scales != (1.0, 1.0)
                 if request_id in step.plan.continued:
                     self.heads[where] = self._next_turn(where, plan)
-                elif where not in self.heads or (plan.in_prompt and plan.logical_start == 0):
+                elif self._begins(where, plan):
                     self.heads[where] = self._head(impl, metadata, plan, cache, rows[head])
                     if impl.sink_logits is not None:
                         own = impl.sink_logits.chunk(impl.num_kv_heads)[head]
@@ -158,6 +158,11 @@ class Oracle(Compared):
                 self.sharing.setdefault(which, (none, *how))[0].extend(own)
             about = (layer_name, request_id, plan, cache, table, victims)
             self.comparing.append(partial(self.compare_heads, *about))
+
+    def _begins(self, where: Where, plan: RequestPlan) -> bool:
+        """Whether a request is new, or is computed again from its start, or from a prefix."""
+        head = self.heads.get(where)
+        return head is None or (plan.in_prompt and plan.logical_start < max(head.logical_len, 1))
 
     def take_reading(self, layer_name: str, read: Reconstruction, query: torch.Tensor) -> None:
         """The queries that a layer has when prompts are read again, in order of their tokens."""
@@ -212,7 +217,9 @@ class Oracle(Compared):
         at = (rows[slots // cache.block_size], slots % cache.block_size)
         assert cache.position[at].tolist() == slots.tolist()
         limit = self.scheduler.policy_config.position_limit
-        rolling = None
+        rolling, schedule = None, self.scheduler.policy_config.schedule
+        if plan.packs_chunks:  # it may be computed again
+            schedule = replace(schedule, at="chunk")
         if limit is not None:
             rolling = Rolling(limit, lambda key, distance: self._rotated(key, -distance))
         return WatchedHead(
@@ -224,7 +231,7 @@ class Oracle(Compared):
             ),
             plan.budget,
             self._ranking(metadata),
-            self.scheduler.policy_config.schedule,
+            schedule,
             impl.scale,
             merge=metadata.scoring.merge,
             splits=self.scheduler.policy_config.splits,
@@ -271,7 +278,9 @@ class Oracle(Compared):
         for term in ranking.passes:
             own = query
             if term.queries == "window":
-                own = query[max(plan.prompt_end - num_window - plan.logical_start, 0) :]
+                alone = plan.packs_chunks and not ranking.scores_every_query
+                end = plan.logical_end if alone else plan.prompt_end
+                own = query[max(end - num_window - plan.logical_start, 0) :]
             elif term.queries == "rotated":
                 own = self._rotated(query, plan.num_new)
             else:

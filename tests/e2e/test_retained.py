@@ -78,6 +78,7 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"eviction": "chunk", "num_sink_tokens": 7},
         {"budget": 0.5, "budget_basis": "prompt"},
         {"budget": 0.4, "budget_basis": "request", "min_budget": 32, "score": "mean"},
+        {"policy": "snapkv", "observation_window": 20, "eviction": "chunk"},
         {"policy": "h2o2", "observation_window": 12, "num_sink_tokens": 1, "split": "none"},
         {"policy": "h2o2", "observation_window": 7, "eviction": "chunk"},
         {"score": "reconstruction", "observation_window": 12, "split": "none"},

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm import SamplingParams
@@ -30,6 +31,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.scheduler.shadow import ShadowPool
 from tests.tiny_models import engine_config, folder
+from vllm_h2o.scheduler.resumption import fewest_pages
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
@@ -117,6 +119,10 @@ class Simulation:
         self.scheduler = make_scheduler(config, num_blocks, block_size, windows=windows)
         ledger = self.scheduler.ledger
         ledger.rules = replace(ledger.rules, lifetime=min(ledger.rules.lifetime, LIFETIME))
+        self._preempt, self.scheduler._preempt_request = (
+            self.scheduler._preempt_request,
+            self._preempt_checked,
+        )
         self.pool = ShadowPool(seed, block_size, windows)
         self.hasher = None
         if config.cache_config.enable_prefix_caching:
@@ -152,6 +158,7 @@ class Simulation:
         resumable: bool = False,
         request_id: str | None = None,
         fork: int | None = None,
+        budget: float | str | None = None,
     ) -> str:
         """A new request, or the next part of a streaming input.
 
@@ -164,7 +171,13 @@ class Simulation:
         # Parts of a session are one prompt; what it generated in between is in no prompt here.
         self.pool.prompts[request_id] = (*self.pool.prompts.get(request_id, ()), *prompt)
         self.count["add"] += 1
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP])
+        own_budget = {} if budget is None else {"kv_budget": budget}
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            stop_token_ids=[STOP],
+            extra_args=own_budget,
+        )
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt,
@@ -209,6 +222,12 @@ class Simulation:
         self.count["hit"] += sum(p.logical_start > 0 for i, p in lives if i not in self.pool.tables)
         self.count["page"] += sum(p.budget.unit > 1 and p.num_survivors > 0 for p in plans)
         self.count["restore"] += sum(p.restored_end > 0 for p in plans)
+        resumed = self.scheduler.ledger.resumed
+        self.count["pack resumed"] += sum(
+            p.num_survivors > 0 and p.logical_end < p.prompt_end
+            for request_id, p in copies.items()
+            if request_id in resumed
+        )
         self.count["pack within a prompt"] += self._num_packed_within_a_prompt(output)
         self.peak_held = max(self.peak_held, self.num_total - self.num_free)
         self.pool.execute(output)
@@ -218,6 +237,19 @@ class Simulation:
         ):
             self.deliver()
         return output
+
+    def _preempt_checked(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Past its prompt a request needs no more than the pages that it gives back and a chunk."""
+        scheduler, size = self.scheduler, self.pool.block_size
+        ledger, manager = scheduler.ledger, scheduler.block_manager
+        state, row = ledger.states.get(request.request_id), manager.req_to_blocks
+        given = [b for b in row.get(request.request_id, ()) if not b.is_null]
+        self._preempt(request, *args, **kwargs)
+        if state is None or state.in_prompt:
+            return
+        info, chunk = manager.info_of(request), max(size, ledger.rules.observation_window)
+        needed = fewest_pages(ledger, info) or ledger.num_pages(request.num_tokens)
+        assert needed <= len(given) + ledger.num_pages(chunk), (request.request_id, state)
 
     def deliver(self) -> None:
         """Hand the oldest step's sampled tokens to the scheduler."""
@@ -275,7 +307,9 @@ class Simulation:
             # No chunk ends within the observation window.
             window_start = end - rules.observation_window
             assert plan.logical_end <= window_start
-            size = max(rules.chunk, rules.observation_window)
+            resumed = self.scheduler.ledger.resumed.get(request_id, MAX_MODEL_LEN)
+            size = max(min(rules.chunk, resumed), rules.observation_window)
+            assert plan.num_new <= max(resumed, size)
             assert not rules.chunk or plan.num_new in (size, window_start - plan.logical_start)
         if plan.num_survivors:
             assert plan.num_survivors == plan.budget.survivors(plan.attended_len)
@@ -291,8 +325,8 @@ class Simulation:
         """Do what a random schedule says, then all that is left.
 
         Args:
-            ops: ("add", prompt length, most tokens, requests, fork) | ("steps", how many) |
-                ("abort", whom) | ("reset",).
+            ops: ("add", prompt length, most tokens, requests, fork, own budget) |
+                ("steps", how many) | ("abort", whom) | ("reset",).
 
         """
         for op in ops:
@@ -300,7 +334,7 @@ class Simulation:
                 prompt_len = op[1]
                 for priority in range(op[3]):
                     most = min(op[2], MAX_MODEL_LEN - prompt_len)
-                    self.add(prompt_len, most, -priority, fork=op[4])
+                    self.add(prompt_len, most, -priority, fork=op[4], budget=op[5])
             else:
                 self.run_one(op)
         self.drain()

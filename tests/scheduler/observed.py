@@ -68,7 +68,8 @@ class Observed(Simulation):
     def _is_full(self, request_id: str) -> bool:
         plan = self.plans[request_id]
         request = self.scheduler.requests[request_id]
-        if plan.prompt_end + 1 >= request.num_prompt_tokens + request.max_tokens:
+        ends = plan.prompt_end + 1 >= request.num_prompt_tokens + request.max_tokens
+        if ends and request_id not in self.scheduler.ledger.resumed:
             return False  # it ends with its prompt
         if plan.budget.evict_every == 1:
             is_full = plan.attended_len == plan.budget.capacity

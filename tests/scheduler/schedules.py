@@ -63,6 +63,7 @@ operations = st.lists(
             st.integers(1, 40),
             st.integers(1, 5),
             st.one_of(st.none(), st.integers(0, 50)),
+            st.sampled_from([None, None, None, 12, "full"]),
         ),
         st.tuples(st.just("steps"), st.integers(1, 8)),
         st.tuples(st.just("abort"), st.integers(0, 1000)),

@@ -83,7 +83,8 @@ def test_no_page_is_lost_shared_or_freed_twice() -> None:
     random_schedules()
     events = "add chunk decode preempt resume abort finish pack reset page restore together"
     for event in (*events.split(), "pressure_packs", "pressure_evicted_tokens"):
-        assert totals[event] >= 20, (event, totals)
+        assert totals[event] >= 50, (event, totals)
+    assert totals["pack resumed"] >= 20
 
 
 @pytest.mark.parametrize("depth", [1, 2])

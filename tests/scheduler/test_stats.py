@@ -20,7 +20,7 @@ totals: Counter[str] = Counter()
 
 CROWD: dict[str, Any] = {
     "schedule": Schedule(
-        [("add", 8, 40, 5, None), ("add", 5, 40, 5, None), ("steps", 24), ("reset",)],
+        [("add", 8, 40, 5, None, None), ("add", 5, 40, 5, None, None), ("steps", 24), ("reset",)],
         BLOCK_SIZE, stop_rate=0.0, policy="fcfs", seed=1,
     ),
     "budget": 32,

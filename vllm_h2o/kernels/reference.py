@@ -194,7 +194,10 @@ class Head:
         strip: what is held.
         budget: slots, and what they are for.
         ranking: how tokens are ranked.
-        eviction: ``chunk`` packs survivors after every chunk of the prompt, not at its end.
+        eviction: ``chunk`` packs survivors after every chunk of the prompt, not at its end. It is
+            also that of a preempted request that is computed again where its whole length has no
+            room. A ranking without a term over all queries then has its window term's queries at
+            the end of every chunk.
         scale: of the logits.
         merge: the next token's victim goes to the nearest key whose cosine exceeds it, right
             before that token is stored; 0: victims are dropped.
@@ -314,7 +317,7 @@ class Head:
         """Pack survivors, or select the next victim, if it is time to."""
         if self.in_prompt:
             due = ends_prompt or self.eviction.at == "chunk"
-            if due and not self.grows and not self.splits:
+            if due and not self.grows and not (self.splits and ends_prompt):
                 self.pack()
             self.in_prompt, self.prompt_len = not ends_prompt, self.logical_len
             return

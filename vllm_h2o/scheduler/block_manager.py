@@ -7,6 +7,7 @@ page of the KV cache.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,11 @@ class HeavyHitterManager(FullAttentionManager):
         self._reserved = num_pages
 
     @property
+    def num_reserved(self) -> int:
+        """Blocks that :meth:`reserve` keeps, less those that were taken since."""
+        return self._reserved
+
+    @property
     def ledger(self) -> Ledger:
         """The ledger that :meth:`bind` was given.
 
@@ -119,7 +125,8 @@ class HeavyHitterManager(FullAttentionManager):
             max_len=max_len,
             budget=self._budget_of(request),
             turn=entry.turn if (entry := self._entries.get(request.request_id)) else None,
-            ends_with_prompt=not goes_on and max_len <= request.num_tokens + 1,
+            ends_with_prompt=not (goes_on or request.request_id in self.ledger.resumed)
+            and max_len <= request.num_tokens + 1,
         )
 
     def continue_from(self, request: Request, num_cached: int) -> int:
@@ -177,6 +184,13 @@ class HeavyHitterManager(FullAttentionManager):
         """Most slots of the tokens that a request holds and of its prompt's next chunk."""
         return held.resident_len + min(info.prompt_len - held.logical_len, self._largest_chunk)
 
+    def _most_pages(self, request_id: str, plan: RequestPlan) -> int:
+        """Most blocks of a request whose prompt is packed after each chunk; else no limit."""
+        if not (plan.packs_chunks and plan.in_prompt):
+            return sys.maxsize
+        chunk = self.ledger.resumed.get(request_id, self._largest_chunk)
+        return self.ledger.num_pages(plan.budget.most_slots(chunk))
+
     def take_continued(self) -> dict[str, Continuation]:
         """Take the copies with which requests of this step continue earlier ones."""
         continued, self._continued = self._continued, {}
@@ -210,15 +224,11 @@ class HeavyHitterManager(FullAttentionManager):
         plan, info = self._preview(request_id, total_computed_tokens, num_tokens)
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         needed = self.ledger.num_row_blocks(plan)
-        rules = self.ledger.rules
-        if apply_admission_cap and rules.packs_chunks and plan.in_prompt:
-            # vLLM asks for the whole prompt, but each chunk is packed before the next.
-            most = plan.budget.most_slots(self._largest_chunk)
-            needed = min(needed, self.ledger.num_pages(most))
-        if apply_admission_cap and rules.under_pressure:
-            if info is not None and not plan.num_survivors:
+        if apply_admission_cap:
+            if self.ledger.rules.under_pressure and info is not None and not plan.num_survivors:
                 needed = pages_to_admit(info, self.block_size)
-            needed += self._reserved
+            # vLLM asks for the whole prompt, but each chunk may be packed before the next.
+            needed = min(needed, self._most_pages(request_id, plan)) + self._reserved
         return max(needed - held, 0) + self._get_num_evictable_blocks(new_computed_blocks)
 
     def allocate_new_blocks(
@@ -246,6 +256,7 @@ class HeavyHitterManager(FullAttentionManager):
         if self.ledger.rules.under_pressure:
             # An admitted request takes the rest of its prompt, and its next token, later.
             admitted = pages_to_admit(info, self.block_size) if info else 0
+            admitted = min(admitted, self._most_pages(request_id, plan))
             self._reserved = max(self._reserved + admitted - len(new_blocks), 0)
         return new_blocks
 

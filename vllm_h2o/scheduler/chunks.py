@@ -5,16 +5,55 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request
 
+from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.resumption import chunk_in
+from vllm_h2o.scheduler.windows import Windows
 
 
 class CutsChunks(AsyncScheduler):
     """vLLM's scheduler, which asks the ledger for the size of a chunk in two places."""
 
     ledger: Ledger
+    block_manager: HeavyHitterManager
+    windows: Windows
+
+    def resumes_in_chunks(self, request: Request, found: KVCacheBlocks, num_found: int) -> bool:
+        """Decide whether a request is evicted from after each chunk when it is computed again.
+
+        Args:
+            request: a request that holds nothing.
+            found: its blocks in the prefix cache.
+            num_found: tokens that it begins with, in those or from an earlier request.
+
+        Returns:
+            True if it is; then it shares no blocks.
+
+        """
+        request_id, end = request.request_id, request.num_tokens
+        ledger, manager = self.ledger, self.block_manager
+        ledger.resumed.pop(request_id, None)
+        if end <= request.num_prompt_tokens:
+            return False
+        info, blocks = manager.info_of(request), found.blocks[manager.kv_cache_group_id]
+        asked = (request_id, end, blocks, num_found, num_found, end)
+        whole = manager.get_num_blocks_to_allocate(*asked, apply_admission_cap=True)
+        others = manager.num_reserved + self.windows.num_to_admit(info)
+        others += self.kv_cache_manager.watermark_blocks if self.running else 0
+        free = manager.block_pool.get_num_free_blocks() - others
+        if chunk := chunk_in(ledger, info, whole - manager.num_reserved, free):
+            ledger.resumed[request_id] = chunk
+        return chunk > 0
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Preempt a request. From now on chunks may have to end early: in its second life."""
+        super()._preempt_request(request, *args, **kwargs)
+        # A liberty: see HeavyHitterScheduler. It costs each request a call, so it is off before.
+        self.need_mamba_block_aligned_split = True
 
     def _mamba_block_aligned_split(
         self,

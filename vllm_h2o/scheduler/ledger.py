@@ -36,6 +36,8 @@ class Ledger:
         falling_back: requests past their prompts that fall back to their budget when their next
             token is computed.
         is_short: whether prompts that end in this step are packed at once.
+        resumed: most tokens of a chunk of each preempted request whose prompt is packed after each
+            chunk when it is computed again.
 
     """
 
@@ -50,6 +52,7 @@ class Ledger:
         self.rules = rules
         self.falling_back: set[str] = set()
         self.is_short = False
+        self.resumed: dict[str, int] = {}
         self.stats = LedgerStats()
         self._states: dict[str, RequestState] = {}
         self._step: dict[str, RequestPlan] = {}
@@ -137,19 +140,21 @@ class Ledger:
         held, window = self._states.get(request_id), self.rules.observation_window
         prompt_end = held.prompt_end if held else prompt_len
         num_new = min(num_new, held.max_new(self.rules) if held else prompt_end - start)
-        window_start = max(prompt_end - window, 0)
+        window_start, chunk = max(prompt_end - window, 0), self.rules.chunk
+        if start < prompt_end and (resumed := self.resumed.get(request_id)):
+            num_new, chunk = min(num_new, resumed), min(chunk, resumed)
         room, block = num_new, self.rules.reread_block
         if block:
             room = max(self.rules.max_step_tokens - self._num_read, 0)
             num_new = min(num_new, room)
-        if self.rules.chunk and start < prompt_end and not is_cut:
-            whole = min(max(self.rules.chunk, window), prompt_end - start)
+        if chunk and start < prompt_end and not is_cut:
+            whole = min(max(chunk, window), prompt_end - start)
             if window_start < start + whole < prompt_end:
                 whole = window_start - start
                 if block and (part := window_start % block) < whole:
                     whole -= part  # no block is read in two parts
             # A window may be longer than the half of a step's room that chunk is.
-            most = max(2 * self.rules.chunk, whole)
+            most = max(2 * chunk, whole)
             needed = min(2 * whole, most) if block and not (held and held.fits) else whole
             return whole if num_new >= whole and room >= needed else 0
         cuts_window = window_start < start + num_new < prompt_end
@@ -175,7 +180,8 @@ class Ledger:
         check_span(request_id, held, num_computed, num_tokens, self.rules)
         num_new, in_prompt, budget = num_tokens - num_computed, held.in_prompt, held.budget
         ends_prompt = num_tokens == held.prompt_end
-        due = in_prompt and (not held.ends_with_prompt if ends_prompt else self.rules.packs_chunks)
+        packs_chunks = self.rules.packs_chunks or request_id in self.resumed
+        due = in_prompt and (not held.ends_with_prompt if ends_prompt else packs_chunks)
         # Survivors leave pages that other requests read, however few tokens there are.
         pack_block_idx = self.num_pages(held.shared_end) if due and not held.fits else 0
         falls_back = held.grows and (self.is_short if due else request_id in self.falling_back)
@@ -194,6 +200,8 @@ class Ledger:
                 f"request {request_id}: token {num_tokens} does not fit into {budget.capacity} "
                 "slots, but the request was admitted as one that fits"
             )
+        # Heads share slots once the whole prompt has been ranked.
+        splits = num_survivors < end and (ends_prompt or not in_prompt)
         plan = RequestPlan(
             logical_start=num_computed,
             num_new=num_new,
@@ -206,8 +214,9 @@ class Ledger:
             first_block_idx=held.first_block_idx,
             pack_block_idx=pack_block_idx,
             num_unscored=held.num_unscored,
-            is_split=held.is_split or (self.rules.splits and packs and num_survivors < end),
+            is_split=held.is_split or (self.rules.splits and packs and splits),
             restored_end=held.restored_end(num_tokens, self.rules.lifetime),
+            packs_chunks=packs_chunks,
         )
         return held.with_positions(plan, self.rules.position_limit)
 
@@ -289,6 +298,7 @@ class Ledger:
         elif self._ongoing.pop(request_id, None) is not None:
             self._num_read -= 1
         self.falling_back.discard(request_id)
+        self.resumed.pop(request_id, None)
 
     def _num_read_by(self, plan: RequestPlan) -> int:
         """Tokens of a request in the step, once more where they are read again."""
@@ -331,7 +341,7 @@ class Ledger:
                 f"request {request_id} holds nothing and brings {info}, but vLLM counts "
                 f"{num_cached} computed tokens"
             )
-        fits = self.fits(info)
+        fits, resumed = self.fits(info), request_id in self.resumed
         resident_len = turn.resident_len if turn else num_cached
         return RequestState(
             logical_len=num_cached,
@@ -340,8 +350,8 @@ class Ledger:
             prompt_end=info.prompt_len,
             budget=self.budget_of(info),
             fits=fits,
-            shared_end=0 if fits or turn else self.shared_end(info),
-            grows=self.rules.under_pressure and not fits,
+            shared_end=0 if fits or turn or resumed else self.shared_end(info),
+            grows=self.rules.under_pressure and not (fits or resumed),
             max_len=info.max_len,
             num_found=num_cached,
             turn_start=num_cached if turn else 0,

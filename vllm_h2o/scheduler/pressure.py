@@ -55,6 +55,7 @@ class Forecast:
         block_size: int,
         falling_back: bool = False,
         priority: int = 0,
+        chunk: int = 0,
     ) -> Forecast:
         """The forecast of a request.
 
@@ -64,6 +65,7 @@ class Forecast:
             block_size: slots of a page.
             falling_back: whether it has been chosen already, and its step is still to come.
             priority: the larger, the sooner it falls back.
+            chunk: most tokens of a chunk after which its prompt is packed; 0: at its end.
 
         """
         held, full = (num_pages(n, block_size) for n in (state.held_len, state.budget.capacity))
@@ -73,7 +75,8 @@ class Forecast:
             gives = max(pages - full, 0)
             return cls(request_id=request_id, takes=max(pages - held, 0), gives=gives)
         end = (state.prompt_end if state.in_prompt else next_len) + 1
-        end = end if state.grows or state.fits else min(end, state.budget.capacity)
+        if not (state.grows or state.fits):
+            end = min(end, state.budget.most_slots(chunk if state.in_prompt else 0))
         end = end if state.max_len is None else min(end, state.max_len)
         pages = num_pages(end, block_size)
         able = state.grows and not state.in_prompt and next_len >= state.budget.capacity

@@ -37,6 +37,7 @@ from vllm_h2o.scheduler.conversations import Conversations
 from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.pressure import SPARE, Forecast, most_taken, pages_to_admit, relieve
+from vllm_h2o.scheduler.resumption import fewest_pages
 from vllm_h2o.scheduler.rules import Rules
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.start import Start
@@ -155,6 +156,7 @@ class HeavyHitterScheduler(CutsChunks):
                 block_size,
                 request.request_id in self.ledger.falling_back,
                 request.priority if ranked else 0,
+                self.ledger.resumed.get(request.request_id, 0),
             )
             for request in self.running
             if request.request_id in states
@@ -185,6 +187,8 @@ class HeavyHitterScheduler(CutsChunks):
             num_tokens += request.num_tokens
             info = self.block_manager.info_of(request)
             needed = pages_to_admit(info, self.block_manager.block_size)
+            if request.num_tokens > request.num_prompt_tokens:
+                needed = fewest_pages(self.ledger, info) or needed
             yield needed + self.windows.num_to_admit(info) + kept_free
             kept_free = 0
 
@@ -257,8 +261,10 @@ class HeavyHitterScheduler(CutsChunks):
                 num_cached = limit
         num_begun = manager.continue_from(request, num_cached)
         if num_begun > num_cached:
-            return self.kv_cache_manager.empty_kv_cache_blocks, num_begun, *rest
-        return blocks, num_cached, *rest
+            blocks = self.kv_cache_manager.empty_kv_cache_blocks
+        if self.resumes_in_chunks(request, blocks, num_begun) and num_begun == num_cached:
+            return self.kv_cache_manager.empty_kv_cache_blocks, 0, *rest
+        return blocks, num_begun, *rest
 
     def _scored_chunk(self, reread_block: int) -> int:
         """Tokens that a step has room for beside one of each other sequence; at least half.

@@ -100,10 +100,10 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.ranking = self._computed(config.ranking)
         self.scoring = Scoring.of(self.ranking, config.schedule.by_page, config.merge)
-        self.packs_chunks = config.schedule.at == "chunk"
         shape = (len(layer_names), kv_cache_spec.num_kv_heads)
         window = (config.num_window_queries, kv_cache_spec.block_size)
-        self.chunks = Chunks(self.ranking.passes, *window, shape, device)
+        ranks_chunks = self.ranking.scores_every_query
+        self.chunks = Chunks(self.ranking.passes, *window, shape, ranks_chunks, device)
         self.use(select_kernels(vllm_config, kv_cache_spec, device, config))
 
     def _computed(self, ranking: Ranking) -> Ranking:
@@ -215,7 +215,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
 
     def _ranked_end(self, plan: RequestPlan) -> int:
         """One past the last position when the tokens of a chunk are next ranked."""
-        return plan.position_end if self.packs_chunks else plan.prompt_end - plan.offset
+        return plan.position_end if plan.packs_chunks else plan.prompt_end - plan.offset
 
     def _restoring(self, planned: list[tuple[RequestPlan, torch.Tensor]]) -> Restoring:
         own, ends = [], []

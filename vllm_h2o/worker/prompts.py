@@ -28,6 +28,8 @@ class Chunks:
         num_window_queries: queries at a prompt's end that a window term has.
         block_size: slots of a page.
         window_shape: layers and KV heads whose window scores a chunk may hold.
+        scores_every_query: whether tokens can be ranked before the prompt's end. If they cannot, a
+            chunk that is evicted from has a window at its own end.
         device: of those.
 
     """
@@ -36,6 +38,7 @@ class Chunks:
     num_window_queries: int
     block_size: int
     window_shape: tuple[int, int]
+    scores_every_query: bool
     device: torch.device
 
     def of(self, plan: RequestPlan, table_row: torch.Tensor, start: int) -> PromptChunk:
@@ -50,7 +53,9 @@ class Chunks:
         num_new = plan.num_new
         # Drafts score when it is known which of them were accepted.
         waits = plan.fits or not plan.in_prompt
-        window = plan.prompt_end - self.num_window_queries - plan.logical_start
+        alone = plan.packs_chunks and not self.scores_every_query
+        window_end = plan.logical_end if alone else plan.prompt_end
+        window = window_end - self.num_window_queries - plan.logical_start
         destination = window_scores = None
         if plan.pack_block_idx:
             num_blocks = num_pages(plan.held_end, self.block_size)
