@@ -7,6 +7,8 @@ STAMP := .venv/.setup-complete
 KERNELS := vllm_h2o/kernels/native
 LIBRARIES := $(KERNELS)/h2o_portable.so
 PROCESSES ?= 2
+PYTEST = python -m pytest --numprocesses $(PROCESSES) --dist worksteal
+QUICK := --hypothesis-profile quick
 RESULTS := benchmarks/results
 LATER := 0.33.0
 OVERLAY := .venv-033
@@ -16,7 +18,8 @@ TESTS_033 ?= tests/scheduler tests/worker tests/patches tests/options tests/plan
 SHORT_033 := tests/scheduler tests/patches tests/e2e/test_retained.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv native demo test test-033 soak bench bench-quality gpu-check lint clean
+.PHONY: help venv native demo test-fast test test-all test-033 soak bench bench-quality gpu-check \
+    lint clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,14 +31,21 @@ native: $(LIBRARIES)  ## compile the C++ kernels again, if their sources have ch
 demo: $(STAMP)  ## run the demonstration on a small real model
 	@$(BIN)/python -m demo
 
-test: lint $(LIBRARIES)  ## lint, then all tests, in two processes (`PROCESSES=` for another number)
+# Each tier is the one before and more. `slow` and `engine` are markers in pyproject.toml.
+test-fast: lint $(LIBRARIES)  ## lint, then tests that start no engine (two minutes, in two processes)
+	@$(BIN)/$(PYTEST) $(QUICK) -m "not engine and not slow"
+
+test: lint $(LIBRARIES)  ## the same, and an engine test of each mechanism (8 minutes; `PROCESSES=`)
+	@$(BIN)/$(PYTEST) $(QUICK) -m "not slow"
+
+test-all: lint $(LIBRARIES)  ## lint, then every test, some on vLLM 0.33 too (about 35 minutes)
 	@if $(MAKE) --no-print-directory $(OVERLAY_STAMP); then \
-	    $(MAKE) --no-print-directory test-033 TESTS_033="$(SHORT_033)"; \
+	    $(MAKE) --no-print-directory test-033 TESTS_033="$(QUICK) $(SHORT_033)"; \
 	else echo "SKIPPED: tests on vLLM 0.33, because its sources cannot be had (see above)"; fi
-	@$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
+	@$(BIN)/$(PYTEST)
 
 test-033: $(OVERLAY_STAMP) $(LIBRARIES)  ## tests on vLLM 0.33, its Python over the CPU build (`TESTS_033=` for others)
-	@$(OVERLAY)/bin/python -m pytest --numprocesses $(PROCESSES) --dist worksteal $(TESTS_033)
+	@$(OVERLAY)/bin/$(PYTEST) $(TESTS_033)
 
 soak: $(STAMP) $(LIBRARIES)  ## a server under load, then killed (16 minutes; `SOAK=` passes options)
 	@$(BIN)/python -m benchmarks.soak --csv benchmarks/results/soak.csv $(SOAK)

@@ -19,7 +19,13 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 from llvmlite.binding import ffi  # noqa: E402 (numba's: vLLM's proposer of n-grams loads it)
+
+from tests.draws import QUICK  # noqa: E402
+
+settings.register_profile(QUICK)
 
 _lookup = ffi._lib_wrapper.__getattr__
 
@@ -39,10 +45,16 @@ ffi._lib_wrapper.__getattr__ = _honest
 _num_modules = 0
 
 
-def pytest_runtest_logfinish() -> None:
-    """Garbage is looked for, after each engine, among what is newer than most modules."""
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Look for garbage, after each engine, among what is newer than most modules.
+
+    Only an engine may have unfrozen the others: to count them takes a tenth of a second.
+    """
     global _num_modules
-    if len(sys.modules) > 1.05 * _num_modules or not gc.get_freeze_count():
+    if report.when != "teardown":
+        return
+    unfrozen = "engine" in report.keywords and not gc.get_freeze_count()
+    if unfrozen or len(sys.modules) > 1.05 * _num_modules:
         _num_modules = len(sys.modules)
         gc.collect()
         gc.freeze()

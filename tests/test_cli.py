@@ -242,6 +242,7 @@ def test_help_explains_options(command: str, capsys: pytest.CaptureFixture[str])
     assert "--kv-policy-config" in printed
 
 
+@pytest.mark.engine
 def test_vllm_serve_with_a_refusal_ends_without_a_traceback(model: str) -> None:
     """The refusal is the last line."""
     command = [str(Path(sys.executable).with_name("vllm")), "serve", model, "--kv-policy", "h3o"]

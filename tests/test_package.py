@@ -21,6 +21,8 @@ import pytest
 
 from tests.house_rules import ROOT, package
 
+pytestmark = pytest.mark.slow
+
 LEFT_OUT = {"build", "dist", "benchmarks", "tests"}
 # No compiler: the C++ kernels are optional, and every installation of this checkout compiles them.
 ENVIRONMENT = {**os.environ, "CC": "false", "CXX": "false"}

@@ -127,6 +127,7 @@ def stock(model: str) -> dict[str, Any]:
     return fresh(WITHOUT_PLUGIN.format(model=model, paths=PATHS), VLLM_PLUGINS="")
 
 
+@pytest.mark.engine
 def test_plugin_switched_off_changes_nothing(stock: dict[str, Any]) -> None:
     """With ``VLLM_PLUGINS=`` nothing of vLLM's is wrapped, and nothing of ours is loaded."""
     assert "unexpected keyword argument 'kv_policy'" in stock["refusal"]
@@ -134,6 +135,7 @@ def test_plugin_switched_off_changes_nothing(stock: dict[str, Any]) -> None:
     assert (stock["backend"], stock["engine_package"], stock["plugin"]) == (None, "module", [])
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("first", ["LLM", "EngineArgs"])
 def test_plugin_adds_flags_and_patches(model: str, stock: dict[str, Any], first: str) -> None:
     """``kv_policy`` is taken whatever is imported first; but for the flags, vLLM is as without."""
@@ -148,6 +150,7 @@ def test_plugin_adds_flags_and_patches(model: str, stock: dict[str, Any], first:
     assert not [name for name in said["plugin"] if name.startswith(heavy)]
 
 
+@pytest.mark.engine
 def test_plugin_on_another_vllm_is_refused() -> None:
     """A vLLM of another version stops while it is imported, with the remedy, unchanged."""
     said = fresh(ANOTHER_VLLM.format(paths=sorted(ALWAYS)))
@@ -159,6 +162,7 @@ def test_plugin_on_another_vllm_is_refused() -> None:
     assert (said["wrapped"], said["backend"]) == ([], None)
 
 
+@pytest.mark.engine
 def test_serve_help_shows_the_flags_in_a_group() -> None:
     """``vllm serve`` shows the flags under a title of their own."""
     command = [str(Path(sys.executable).with_name("vllm")), "serve", "--help=KVPolicyConfig"]

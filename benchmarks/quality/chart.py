@@ -111,8 +111,8 @@ def _fill(
 def main() -> None:
     """Read some CSV files and draw."""
     *tables, out = map(Path, sys.argv[1:])
-    found = [table for table in tables if table.is_file()]
-    draw([row for table in found for row in csv.DictReader(table.open(newline=""))], out)
+    found = [table.read_text() for table in tables if table.is_file()]
+    draw([row for text in found for row in csv.DictReader(text.splitlines())], out)
 
 
 if __name__ == "__main__":

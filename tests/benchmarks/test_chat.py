@@ -13,6 +13,8 @@ from benchmarks.throughput import chat
 from tests.e2e.harness import tiny_llama
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 def test_chat_with_continuation_finds_all_but_the_last_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,8 @@ from benchmarks.quality.tables import row
 from benchmarks.quality.texts import TextsUnavailableError, archive, documents
 from benchmarks.smollm2 import model_dir
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 512
 SOURCES = (DEVELOPMENT, CONFIRMATION)
 

@@ -34,6 +34,7 @@ from vllm_h2o.trace.record import record
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", kernels.SMALL, ids=str)
 def test_kernels_at_small_sizes_hold(size: kernels.Size) -> None:
     """Decode, prompts, terms of a ranking, and packing."""
@@ -69,6 +70,7 @@ def nothing(*_: object) -> Iterator[Check]:
     yield from ()
 
 
+@pytest.mark.slow
 def test_run_all_ends_parts_that_hang_or_crash(tmp_path: Path) -> None:
     """One that hangs and one that dies fail alone; when the time is over nothing goes on."""
     out = ["--small", "--out", str(tmp_path)]
@@ -109,6 +111,8 @@ def test_apart_counts_tokens_after_the_first_difference() -> None:
     assert apart([[1, 2, 3, 4], [5, 6]], [[1, 9, 3, 4], [5, 6]]) == 0.375
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 def test_retained_sets_agree_with_the_reference(tmp_path: Path) -> None:
     """A model in float64 keeps the same after each step; with another window it does not."""
     folder, prompt = tiny_llama(tmp_path, 6, 2), CHARACTERS[:90]
@@ -123,6 +127,7 @@ def test_retained_sets_agree_with_the_reference(tmp_path: Path) -> None:
         assert (share == 0) is agrees
 
 
+@pytest.mark.slow
 def test_latencies_at_small_sizes_are_measured() -> None:
     """Two servers, one after the other; each answers every request."""
     found = dict(latency.measure(latency.SMALL, 8.0, small=True))

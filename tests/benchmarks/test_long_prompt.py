@@ -10,6 +10,8 @@ import pytest
 from benchmarks.long_prompt import measure, parse
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_long_prompt_of_twenty_contexts_is_answered(tmp_path: Path) -> None:
     """It is taken in and answered; the worker, which has a million columns, does not grow."""

@@ -17,6 +17,8 @@ from benchmarks.quality.tasks import Task
 from benchmarks.quality.texts import TextsUnavailableError, archive
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_quality_at_quick_sizes_orders_policies() -> None:
     """Heavy hitters cost far less than a window alone; at 100 %, nothing changes."""
@@ -57,7 +59,8 @@ def test_quality_chart_is_drawn_from_the_results(tmp_path: Path) -> None:
     """The figures that are kept are drawn; a variant that the engine does not have is left out."""
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     names = ("quality.csv", "quality_facts.csv", "quality_presses.csv")
-    rows = [r for name in names for r in csv.DictReader((results / name).open(newline=""))]
+    texts = [(results / name).read_text() for name in names]
+    rows = [row for text in texts for row in csv.DictReader(text.splitlines())]
     assert {panel(row) for row in rows} >= set(PANELS)
     draw(rows, tmp_path / "a.svg")
     variant = next(row for row in rows if row["task"] == "asked_now") | {"policy": "other"}

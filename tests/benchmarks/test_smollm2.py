@@ -17,6 +17,8 @@ from safetensors import safe_open
 
 from benchmarks import smollm2
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CONVERT = """
 import sys

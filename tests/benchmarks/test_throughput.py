@@ -38,6 +38,8 @@ FREE = {
 PROFILE = Profile("P", "", "smollm2", 64, 32, 4, (Side("h2o", 0.2), Side("stock vLLM")))
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 def test_throughput_quick_writes_both_sides(tmp_path: Path) -> None:
     """One pair of real runs: both sides, the same work, the smaller pool of pages for h2o's."""
     command = [sys.executable, "-m", "benchmarks.throughput", "--quick", "--pairs", "1"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server for all tests that talk to one."""
+"""One server for all tests that talk to one, and the tier of each test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.mechanisms import MECHANISMS
 from tests.e2e.server import Completing
 
 FOLDER = Path(__file__).parent
@@ -23,7 +24,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Completing]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that use the server first, one after the other: it starts once, and then ends."""
+    """Mark all tests as ``engine``, and all but one a mechanism as ``slow``.
+
+    Tests that use the server come first, one after the other: it starts once, and then ends.
+    """
+    quick = {f"tests/e2e/{test}" for test in MECHANISMS.values()}
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker("engine")
+            if item.nodeid not in quick:
+                item.add_marker("slow")
 
     def uses_no_server(item: pytest.Item) -> bool:
         own = item.path.parent == FOLDER and isinstance(item, pytest.Function)

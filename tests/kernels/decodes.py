@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import pytest
 import torch
 
 from tests.kernels.caches import copied, filled, on_triton, same
@@ -25,6 +26,15 @@ KERNELS: dict[str, Callable[[Shape], Kernels]] = {
     "triton": on_triton,
     **{variant: native_variant(variant) for variant in loader.available()},
 }
+
+
+def slow_on_triton(kernels: Mapping[str, object], argument: str = "make") -> pytest.MarkDecorator:
+    """Parametrize a test for which Triton's interpreter takes seconds, and the others do not."""
+    slow = {"triton": pytest.mark.slow}
+    cases = [
+        pytest.param(make, id=name, marks=slow.get(name, ())) for name, make in kernels.items()
+    ]
+    return pytest.mark.parametrize(argument, cases)
 
 
 def decode_batch(shape: Shape, split: bool = False) -> tuple[DecodeBatch, int]:

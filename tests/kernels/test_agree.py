@@ -23,7 +23,13 @@ from tests.kernels.caches import (
     same,
     views_of,
 )
-from tests.kernels.decodes import KERNELS, compare_a_batch, compare_decodes, decode_batch
+from tests.kernels.decodes import (
+    KERNELS,
+    compare_a_batch,
+    compare_decodes,
+    decode_batch,
+    slow_on_triton,
+)
 from tests.kernels.harness import Shape
 from tests.kernels.native.cases import threads
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
@@ -67,7 +73,7 @@ def test_decode_of_a_layer_of_several(make: Callable[[Shape], Kernels], merge: f
     compare_a_batch(make, LAYERS, Scoring(merge=merge))
 
 
-@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@slow_on_triton(KERNELS)
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
 @BOTH
 def test_decode_of_unequal_heads(
@@ -207,7 +213,7 @@ def test_score_term_outside_of_pages(make: Callable[[Shape], Kernels], name: str
     same(ours, theirs, owned)
 
 
-@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@slow_on_triton(KERNELS)
 @pytest.mark.parametrize("num_kv_heads", [1, 5])
 @pytest.mark.parametrize("by_age", [False, True])
 def test_pack_unequal_heads(
@@ -272,7 +278,7 @@ def forget_others(cache: LayerCache, chunks: list[PromptChunk]) -> None:
             cache.score[row, slot % cache.block_size] = 0.0
 
 
-@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@slow_on_triton(KERNELS)
 @pytest.mark.parametrize("by_age", [False, True])
 @pytest.mark.parametrize("by_page", [False, True])
 @BOTH
@@ -299,7 +305,7 @@ def test_pack(make: Callable[[Shape], Kernels], by_age: bool, by_page: bool, sha
         same(ours, theirs, owned)
 
 
-@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@slow_on_triton(KERNELS)
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("by_page", [False, True])
 def test_pack_long(make: Callable[[Shape], Kernels], by_page: bool, holes: bool) -> None:

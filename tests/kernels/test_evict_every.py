@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.kernels.decodes import slow_on_triton
 from tests.kernels.harness import Layer, Shape
 from tests.kernels.lives import RANKINGS, make_lives, pool_size, with_windows
 from tests.kernels.one_head import Inputs, causal, close, head, run
@@ -100,7 +101,7 @@ def kernels_of(name: str, shape: Shape) -> Kernels:
     return loader.load(name)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@slow_on_triton({name: name for name in KERNELS}, "name")
 @pytest.mark.parametrize(
     ("ranking", "evict_every"),
     [("sum", 2), ("mean of squares", 17), ("snapkv", 5), ("combined", 6), ("position", 9)],

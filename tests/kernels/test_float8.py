@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.caches import SHAPE, VIEWS, copied, filled, number, prompt_chunks, same
-from tests.kernels.decodes import KERNELS, compare_decodes, decode_batch
+from tests.kernels.decodes import KERNELS, compare_decodes, decode_batch, slow_on_triton
 from tests.kernels.harness import Shape, empty_cache, views
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import cache_rows
@@ -124,7 +124,7 @@ def test_decode(make: Callable[[Shape], Kernels], shape: Shape, split: bool) -> 
     compare_decodes(make, shape, scoring, batch, theirs, victims)
 
 
-@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@slow_on_triton(KERNELS)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.num_kv_heads == 2], ids=str)
 def test_prompts(make: Callable[[Shape], Kernels], shape: Shape) -> None:
     """Attention, terms and packing, one after the other."""

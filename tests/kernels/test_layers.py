@@ -7,10 +7,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from tests.kernels.decodes import KERNELS
+from tests.kernels.decodes import KERNELS, slow_on_triton
 from tests.kernels.harness import LAYER_NAME, Shape, empty_cache
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import SHARED_TENTHS_OF_ALL, LayerCache
@@ -77,7 +76,7 @@ def held(caches: list[LayerCache], table: torch.Tensor, length: int) -> list[Str
     return [strip_of(cache, rows, length) for cache in caches for rows in cache.rows(table)]
 
 
-@pytest.mark.parametrize("make", [lambda _: TorchKernels(), *KERNELS.values()])
+@slow_on_triton({"torch": lambda _: TorchKernels(), **KERNELS})
 def test_survivors(make: Callable[[Shape], Kernels]) -> None:
     """The reference's, of a prompt whose heads share slots and of one whose heads do not."""
     torch.manual_seed(3)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from tests.kernels.caches import SHAPE, copied, filled, number, prompt_chunks, same
-from tests.kernels.decodes import KERNELS, compare_a_batch
+from tests.kernels.decodes import KERNELS, compare_a_batch, slow_on_triton
 from tests.kernels.harness import Layer, Shape
 from tests.kernels.lives import SCALES, make_lives, merging, pool_size
 from tests.kernels.native.cases import threads
@@ -152,7 +152,7 @@ LIVES = {
 }
 
 
-@pytest.mark.parametrize("make", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
+@slow_on_triton(ONE_OF_EACH)
 @pytest.mark.parametrize("name", LIVES)
 def test_lives(name: str, make: Callable[[Shape], Kernels]) -> None:
     """Retained tokens, scores and outputs are the reference's after every step."""

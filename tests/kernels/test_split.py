@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import drawn
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.split import pack_layer, split_capacity
 from vllm_h2o.kernels.strip import Strip
@@ -20,7 +21,7 @@ def strips(scores: torch.Tensor) -> list[Strip]:
     return [Strip(key, key, score.double(), position) for score in scores]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@drawn(200)
 @given(data=st.data())
 def test_pages_of_heads(data: st.DataObject) -> None:
     """Whole pages; what must stay, and a heavy hitter; no more than there are tokens to keep."""

@@ -51,6 +51,7 @@ def blocks(llm: Any) -> int:
     return int(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
 
 
+@pytest.mark.engine
 def test_stock_row_agrees_with_an_engine(model: tuple[str, str, Model]) -> None:
     """Its pages, its concurrency, and the bytes of the weights."""
     _, folder, read = model
@@ -63,6 +64,7 @@ def test_stock_row_agrees_with_an_engine(model: tuple[str, str, Model]) -> None:
     assert sum(weight.nbytes for weight in weights) == read.parameter_bytes()
 
 
+@pytest.mark.engine
 def test_policy_row_agrees_with_the_scheduler(
     model: tuple[str, str, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +92,7 @@ def test_policy_row_agrees_with_the_scheduler(
         assert row.num_bytes == pages * llm_page_bytes(shape)
 
 
+@pytest.mark.engine
 def test_rows_with_sliding_windows_agree_with_engines(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +128,7 @@ def llm_page_bytes(shape: CacheShape) -> int:
     return 32 * heads * (2 * shape.head_size * shape.element_size + 4 + 4)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("prompt_len", "most"), [(16, 5), (80, 32)])
 def test_policy_row_agrees_with_requests_that_run(
     prompt_len: int, most: int, tmp_path_factory: pytest.TempPathFactory

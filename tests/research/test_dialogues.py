@@ -30,6 +30,7 @@ def test_answers_are_spans_of_the_passage() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_rows(tmp_path: Path) -> None:
     """The first turn is the same on both sides; later ones begin from what was left."""
     draw = random.Random(0)

@@ -14,6 +14,7 @@ from benchmarks.smollm2 import model_dir
 from research import kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", kept.FORMS)
 def test_places_of_each_fact_are_those_of_its_value(form: str) -> None:
     """The tokens there decode to the value."""

@@ -27,6 +27,8 @@ from tests.house_rules import ROOT
 RESULT = Result("engine 1", [[5, 6], [7, 8]], 2.0, 1.6, 1.5, 2, -1, 1000)
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 def test_quick(tmp_path: Path) -> None:
     """Our side, through the same job and worker as the others."""
     command = [sys.executable, "-m", "research.peers", "throughput", "--quick"]
@@ -89,6 +91,7 @@ def test_a_row() -> None:
     assert "| answers | OpenVINO, SUM | 96 | 2.0 | 2.5 | 1.5 |" in table([found])
 
 
+@pytest.mark.slow
 def test_an_answer_says_the_fact() -> None:
     """From its first token on; another context's fact does not count."""
     tokenizer = Tokenizer.from_file(str(model_dir("float32") / "tokenizer.json"))

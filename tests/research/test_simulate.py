@@ -31,6 +31,8 @@ def ids() -> torch.Tensor:
     return torch.randint(256, (3, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", *(name for name in VARIANTS if name in POLICIES)])
 def test_the_engine_agrees(policy: str, folder: str, ids: torch.Tensor) -> None:
     """The same cost of every forced token, and the same first choices."""

@@ -19,6 +19,8 @@ QUICK = ["--questions", "3", "--prompt", "160", "--preamble", "700", "--warm-up"
 SHAPE = ["--cache", "256", "--chunk", "128", "--limit", "512"]
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_far_and_afresh(tmp_path: Path) -> None:
     """Past three renumberings facts are found as afresh; what is judged are the facts' tokens."""

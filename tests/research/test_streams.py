@@ -13,6 +13,8 @@ from research.streams import parse, run
 from research.streams_figures import CSV, draw, runs
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_rolling_costs_what_original_positions_cost(tmp_path: Path) -> None:
     """Part by part, within what the model was trained on; and beyond the limit as before it."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from vllm.config import VllmConfig
 
@@ -130,14 +129,4 @@ def schedules(
         stop_rate=st.sampled_from([0.0, 0.05]),
         policy=st.sampled_from(policies),
         seed=st.integers(0, 1000),
-    )
-
-
-def many(max_examples: int) -> settings:
-    """So many examples, the same ones in every run."""
-    return settings(
-        max_examples=max_examples,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow],
     )

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
 
+from tests.draws import drawn, seen_by_all
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.observed import Observed
 from tests.scheduler.schedules import (
@@ -19,7 +20,6 @@ from tests.scheduler.schedules import (
     PAGE_BUDGET,
     SNAPKV,
     Schedule,
-    many,
     overlaps,
     schedules,
 )
@@ -50,7 +50,7 @@ def engine(
     return Simulation(config, 1 + pages, depth)
 
 
-@many(1000)
+@drawn(1000)
 @given(
     schedule=schedules(),
     budget=st.sampled_from([BUDGET, BUDGET, 32]),
@@ -83,8 +83,8 @@ def test_no_page_is_lost_shared_or_freed_twice() -> None:
     random_schedules()
     events = "add chunk decode preempt resume abort finish pack reset page restore together"
     for event in (*events.split(), "pressure_packs", "pressure_evicted_tokens"):
-        assert totals[event] >= 50, (event, totals)
-    assert totals["pack resumed"] >= 20
+        assert totals[event] >= seen_by_all(50), (event, totals)
+    assert totals["pack resumed"] >= seen_by_all(20)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.draws import drawn, seen_by_all
 from tests.scheduler.harness import BLOCK_SIZE, Simulation, make_scheduler, vllm_config
 from tests.scheduler.observed import COUNTERS, Observed
-from tests.scheduler.schedules import OPTIONS, PAGE_BUDGET, Schedule, many, schedules, step_tokens
+from tests.scheduler.schedules import OPTIONS, PAGE_BUDGET, Schedule, schedules, step_tokens
 from vllm_h2o.wire import PolicyStats
 
 totals: Counter[str] = Counter()
@@ -30,7 +31,7 @@ CROWD: dict[str, Any] = {
 """More requests than pages: preempted again and again, whatever else is drawn."""
 
 
-@many(150)
+@drawn(150)
 @given(
     schedule=schedules([BLOCK_SIZE], ["fcfs"]),
     budget=st.sampled_from([12, 32]),
@@ -69,7 +70,7 @@ def test_totals_are_what_was_executed() -> None:
     random_schedules()
     seen = [name for name in COUNTERS if not name.startswith("pressure")]  # in test_pressure.py
     events = (*seen, "requests_at_capacity", "resident_tokens", "preempt", "abort", "resume")
-    assert all(totals[event] >= 50 for event in events), totals
+    assert all(totals[event] >= seen_by_all(50) for event in events), totals
 
 
 def test_of_one_request() -> None:

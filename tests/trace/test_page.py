@@ -26,6 +26,8 @@ from vllm_h2o.cli import main
 from vllm_h2o.trace.page import render
 from vllm_h2o.trace.record import Frame, Trace, record, texts
 
+pytestmark = pytest.mark.engine
+
 PROMPT = (
     "The keeper of the lighthouse wrote </script><b>it</b> & 'all' down —\n"
     "日本 🙂 the storm, the ships, and the names of those who came ashore."

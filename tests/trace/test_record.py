@@ -20,6 +20,8 @@ from vllm_h2o.trace.record import NOTHING, Frame, merge, record, run, texts
 from vllm_h2o.worker import recorder as worker_recorder
 from vllm_h2o.worker.recorder import Recorder
 
+pytestmark = pytest.mark.engine
+
 PROMPT = CHARACTERS[:100]
 GENERATED = 24
 NUM_LAYERS, NUM_KV_HEADS = 2, 2

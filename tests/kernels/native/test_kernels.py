@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
+from tests.draws import drawn
 from tests.kernels.harness import Layer, Life, Shape
 from tests.kernels.lives import LIVES, MERGES, TABLE, cases, make_lives, merging, pool_size
 from tests.kernels.native.cases import Pool, decode_batch
@@ -18,6 +19,11 @@ from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.native.kernels import NativeKernels
 
 VARIANTS = loader.available()
+EACH_VARIANT = [
+    pytest.param(variant, marks=pytest.mark.slow if variant in VARIANTS[1:-1] else ())
+    for variant in VARIANTS
+]
+"""The best and the portable one stand for the others, which are compiled from the same source."""
 NEEDS_LIBRARY = pytest.mark.skipif(not VARIANTS, reason="no native library has been built")
 
 
@@ -35,7 +41,7 @@ def output_atol(variant: str, dtype: torch.dtype) -> float:
     return 2e-2 if rounded else OUTPUT_ATOL
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EACH_VARIANT)
 @pytest.mark.parametrize(("name", "merge"), LIVES)
 def test_lives(name: str, merge: float, variant: str, count: Count) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
@@ -48,12 +54,7 @@ def test_lives(name: str, merge: float, variant: str, count: Count) -> None:
 
 
 @NEEDS_LIBRARY
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@drawn(60)
 @given(case=cases(), merge=MERGES)
 def test_any_lives(
     case: tuple[str, Shape, list[Life], float, int], merge: float, count: Count

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
+from tests.draws import drawn
 from tests.kernels.harness import Layer, Life, Shape
 from tests.kernels.lives import LIVES, MERGES, TABLE, cases, make_lives, merging, pool_size
 from tests.kernels.truth import Count, live
@@ -37,12 +38,7 @@ def test_lives(name: str, merge: float, count: Count) -> None:
     assert (count.num_selections > before) is policies()[policy].evicts
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@drawn(60)
 @given(case=cases(), merge=MERGES)
 def test_any_lives(
     case: tuple[str, Shape, list[Life], float, int], merge: float, count: Count

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import drawn
 from tests.kernels.harness import Layer, Life, Shape
 from tests.kernels.lives import (
     RANKINGS,
@@ -42,16 +43,6 @@ def count() -> Iterator[Count]:
     counted = Count()
     yield counted
     counted.check()
-
-
-def drawn(num_examples: int) -> Callable[..., Callable[..., None]]:
-    """The same examples in every run."""
-    return settings(
-        max_examples=num_examples,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
 
 
 @each_set

@@ -14,6 +14,8 @@ import pytest
 from benchmarks.gpu.roofline import KERNELS
 from tests.house_rules import ROOT
 
+pytestmark = pytest.mark.slow
+
 SHARED_MEMORY = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Bytes that a program may have, by compute capability."""
 SPILLED: dict[int, dict[str, int]] = {

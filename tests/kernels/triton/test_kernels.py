@@ -72,7 +72,7 @@ def triton_kernels(shape: Shape) -> TritonKernels:
     return TritonKernels(torch.device("cpu"), 16, num_heads, shape.num_kv_heads, shape.head_size)
 
 
-@pytest.mark.parametrize("merge", [0.0, 0.15])
+@pytest.mark.parametrize("merge", [0.0, pytest.param(0.15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TABLE)
 def test_lives(name: str, merge: float, count: Count) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
@@ -90,6 +90,7 @@ def test_lives(name: str, merge: float, count: Count) -> None:
     assert (count.num_selections > before) is policies()[policy].evicts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_page", [False, True])
 @pytest.mark.parametrize("ranking", RANKINGS)
 def test_lives_of_each_ranking(ranking: str, by_page: bool, count: Count) -> None:
@@ -106,6 +107,7 @@ def test_lives_of_each_ranking(ranking: str, by_page: bool, count: Count) -> Non
     live(layer, with_windows(lives), count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["the paper's halves", "float8 of float32"])
 def test_lives_in_parts(name: str, count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where many programs share the slots of a KV head, and the last chooses."""
@@ -139,6 +141,7 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("merge", "in_parts", "num_layers"),
     [(0.0, False, 1), (0.15, False, 1), (0.15, True, 1), (0.15, False, 3)],

@@ -17,6 +17,8 @@ from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.kernels.triton.rehearsal import rehearse
 from vllm_h2o.policy.h2o2 import H2O2
 
+pytestmark = pytest.mark.slow
+
 HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE = 2, 3, 64, 16
 
 

@@ -151,6 +151,7 @@ def test_scores_that_are_read_are_let_go() -> None:
     assert scores() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "splits", "scoring", "num_survivors"),
     [
