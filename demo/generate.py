@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one engine of the demo: generate, watch the pool, print JSON.
+"""Run one engine of the demo: generate, watch the pool, report each step as a line of JSON.
 
 Usage::
 
-    python -m demo.generate MODEL [--kv-policy h2o]
+    python -m demo.generate MODEL [--kv-policy h2o] [--report FD]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 NUM_REQUESTS = 16
 OUTPUT_TOKENS = 400
@@ -35,6 +32,26 @@ TOPICS = (
     "an old map and the island that is not on it",
     "a baker who can taste what people are thinking",
 )
+
+
+@dataclass(frozen=True)
+class Step:
+    """The pool after one step.
+
+    Args:
+        seconds: time since the first step began.
+        tokens: number of tokens generated so far, by all requests.
+        sequences: number of running sequences.
+        pages: pages that they hold.
+        largest: pages of the sequence that holds most.
+
+    """
+
+    seconds: float
+    tokens: int
+    sequences: int
+    pages: int
+    largest: int
 
 
 @dataclass
@@ -99,51 +116,53 @@ def add_requests(engine: Any) -> None:
         engine.add_request(str(i), prompt, params)
 
 
-def run(engine: Any, result: Result) -> Result:
-    """Step until all requests are done, with a progress bar on stderr."""
+def steps(engine: Any, result: Result) -> Iterator[Step]:
+    """Step until all requests are done, and fill in what is known only then."""
     scheduler = engine.engine_core.engine_core.scheduler
     manager = scheduler.kv_cache_manager
     requests: dict[str, Any] = {}
-    running: list[int] = []
-    columns = (
-        TextColumn("{task.description:24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tokens · {task.fields[running]:2} sequences at once"),
-        TimeRemainingColumn(),
-    )
+    done: dict[str, int] = {}
     start = time.perf_counter()
-    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
-        bar = progress.add_task(result.name, total=NUM_REQUESTS * OUTPUT_TOKENS, running=0)
-        done: dict[str, int] = {}
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                done[output.request_id] = len(output.outputs[0].token_ids)
-                if output.request_id == "0":
-                    result.text = output.outputs[0].text
-            held = [len(manager.get_block_ids(r.request_id)[0]) for r in scheduler.running]
-            requests.update(scheduler.requests)
-            result.peak_pages_per_sequence = max([result.peak_pages_per_sequence, *held])
-            result.peak_pages = max(result.peak_pages, sum(held))
-            running.append(len(held))
-            progress.update(bar, completed=sum(done.values()), running=len(held))
-    result.mean_sequences = sum(running) / len(running)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            done[output.request_id] = len(output.outputs[0].token_ids)
+            if output.request_id == "0":
+                result.text = output.outputs[0].text
+        requests.update(scheduler.requests)
+        held = [len(manager.get_block_ids(r.request_id)[0]) for r in scheduler.running]
+        seconds = time.perf_counter() - start
+        yield Step(seconds, sum(done.values()), len(held), sum(held), max(held, default=0))
     result.seconds = time.perf_counter() - start
     result.tokens = sum(done.values())
     result.preemptions = sum(request.num_preemptions for request in requests.values())
+
+
+def summarise(result: Result, each: list[Step]) -> Result:
+    """Fill in what follows from the steps."""
+    result.peak_pages_per_sequence = max(step.largest for step in each)
+    result.peak_pages = max(step.pages for step in each)
+    result.mean_sequences = sum(step.sequences for step in each) / len(each)
     return result
 
 
 def main() -> None:
-    """Run one engine and print its result as the last line."""
+    """Run one engine: a line for each step, and its result as the last line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--kv-policy", default=None)
+    parser.add_argument(
+        "--report", type=int, default=1, metavar="FD", help="file to write lines to"
+    )
     args = parser.parse_args()
     name = f"--kv-policy {args.kv_policy}" if args.kv_policy else "stock vLLM"
     engine = make_engine(args.model, args.kv_policy)
     add_requests(engine)
-    print(json.dumps(asdict(run(engine, Result(name)))))
+    result, each = Result(name), []
+    with open(args.report, "w", buffering=1, closefd=False) as report:
+        for step in steps(engine, result):
+            each.append(step)
+            print(json.dumps(asdict(step)), file=report)
+        print(json.dumps(asdict(summarise(result, each))), file=report)
 
 
 if __name__ == "__main__":
