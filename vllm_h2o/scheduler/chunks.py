@@ -52,7 +52,7 @@ class CutsChunks(AsyncScheduler):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Preempt a request. From now on chunks may have to end early: in its second life."""
         super()._preempt_request(request, *args, **kwargs)
-        # A liberty: see HeavyHitterScheduler. It costs each request a call, so it is off before.
+        # HeavyHitterScheduler takes this liberty. It costs a call a request, so it is off before.
         self.need_mamba_block_aligned_split = True
 
     def _mamba_block_aligned_split(
