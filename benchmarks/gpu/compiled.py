@@ -194,6 +194,7 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
         yield merge.nearest_key, "*i64", {**sizes, **split, "TILE": tile}
         yield merge.take_victim_in, "*i64", {
             **sizes, **split, "TILE": tile, "MAX_KV_SPLITS": MAX_KV_SPLITS,
+            "POWER": 2, "BY_AGE": not paged,
         }  # fmt: skip
     yield decode.attend_split, "*i64", {
         **sizes, **grouped, **split, **few_registers(sizes["D_PAD"], size),

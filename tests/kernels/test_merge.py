@@ -68,6 +68,29 @@ def test_means_are_weighted_by_mass() -> None:
     torch.testing.assert_close(strip.key[1], torch.tensor([3.0, 1.25]).double())
 
 
+def test_means_are_weighted_by_attention_where_scores_are_means() -> None:
+    """The root of the mean square, of as many queries as each has met; masses add as always."""
+    strip = strip_of([[1.0, 0.0], [4.0, 0.0], [7.0, 0.0], [0.0, 5.0]])
+    strip.score = torch.tensor([1.0, 0.0, 8.0, 0.0]).double()
+    # Ages are 4, 3, 2 and 1: root mean squares 1/2, 0, 2 and 0.
+    strip.merge(0, 2, end=4, power=2)
+    torch.testing.assert_close(strip.key[0], torch.tensor([1 + 6 * 0.8, 0.0]).double())
+    torch.testing.assert_close(strip.value[0], torch.tensor([0.2, 0, 0.8, 0]).double())
+    strip.merge(0, 1, end=4, power=2)
+    strip.merge(3, 1, end=4, power=2)  # neither is paid any: the victim has no share
+    torch.testing.assert_close(strip.key[0], torch.tensor([5.8, 0.0]).double())
+    torch.testing.assert_close(strip.key[3], torch.tensor([0.0, 5.0]).double())
+    assert strip.mass.tolist() == [3, 1, 1, 2] and strip.score.tolist() == [1, 0, 8, 0]
+
+
+def test_the_power_of_a_mean_decides_its_root() -> None:
+    """Of probabilities themselves, the mean."""
+    strip = strip_of([[1.0, 0.0], [5.0, 0.0]])
+    strip.score = torch.tensor([2.0, 3.0]).double()  # means 1 and 3
+    strip.merge(0, 1, end=2, power=1)
+    torch.testing.assert_close(strip.key[0], torch.tensor([4.0, 0.0]).double())
+
+
 def test_a_merged_token_is_as_many_equal_ones() -> None:
     """Attention over equal keys does not change when they are merged: that is what masses do."""
     torch.manual_seed(0)

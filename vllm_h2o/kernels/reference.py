@@ -329,11 +329,17 @@ class Head:
         elif full:
             self.victim = select_victim(self.strip, self.end, self.budget, self.ranking.by_age)
 
+    def take_in(self, survivor: int) -> None:
+        """Merge the next token's victim into ``survivor``: by attention where scores are means."""
+        assert self.victim is not None
+        power = self.ranking.power if self.ranking.by_age else 0
+        self.strip.merge(survivor, self.victim, self.end, power)
+
     def _vacate(self) -> int:
         """The slot of the next token; its victim is merged into the nearest key, or dropped."""
         assert self.victim is not None
         if self.merge:
             survivor = nearest(self.strip.key, self.victim, self.merge)
             if survivor is not None:
-                self.strip.merge(survivor, self.victim)
+                self.take_in(survivor)
         return self.victim

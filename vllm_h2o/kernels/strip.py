@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_h2o.kernels.merge import merged
+from vllm_h2o.kernels.merge import attention_paid, merged
 
 Rotation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(keys [..., D], distances [...], int64, not negative) -> [..., D]: what the rotary embedding
@@ -119,8 +119,19 @@ class Strip:
         self.keeps_scores = False
         self.score = torch.where(of_prompt, self.score_without_window, self.score)
 
-    def merge(self, survivor: int, victim: int) -> None:
-        """Let ``survivor`` take a victim in; it keeps its own score and position."""
-        self.key[survivor] = merged(self.key, self.mass, survivor, victim)
-        self.value[survivor] = merged(self.value, self.mass, survivor, victim)
+    def merge(self, survivor: int, victim: int, end: int = 0, power: int = 0) -> None:
+        """Let ``survivor`` take a victim in; it keeps its own score and position.
+
+        Args:
+            survivor: a slot.
+            victim: a slot.
+            end: one past the position of the newest token; read with a power.
+            power: of the probabilities whose mean is ranked; 0: tokens weigh by their masses.
+
+        """
+        weight = self.mass
+        if power:
+            weight = attention_paid(self.score, end - self.position, power)
+        self.key[survivor] = merged(self.key, weight, survivor, victim)
+        self.value[survivor] = merged(self.value, weight, survivor, victim)
         self.mass[survivor] += self.mass[victim]

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "group.h"
 #include "merge.h"
@@ -135,10 +136,10 @@ class Attention {
     const float least = scoring_.merge * scoring_.merge * square_of(victim, cache_.head_size);
     if (!part.has(nearest.slot) || nearest.square <= least) return;
     const int64_t slot = nearest.slot;
-    float& mass = held.masses(slot / n)[slot % n];
-    average(held.key(slot), victim, mass, part.victim_mass, cache_.head_size);
-    average(held.value(slot), victim + size, mass, part.victim_mass, cache_.head_size);
-    mass += part.victim_mass;
+    const float share = share_of(weight_of(part, held, slot), part.victim_weight);
+    average(held.key(slot), victim, share, cache_.head_size);
+    average(held.value(slot), victim + size, share, cache_.head_size);
+    held.masses(slot / n)[slot % n] += part.victim_mass;
     multiply_key(part, held, slot);
   }
 
@@ -150,6 +151,16 @@ class Attention {
     std::copy(held.value(slot), held.value(slot) + size, copy + size);
     std::copy(copy, copy + size, query);
     part.victim_mass = held.masses(slot / n)[slot % n];
+    part.victim_weight = weight_of(part, held, slot);
+  }
+
+  // What a token weighs when two are merged: the attention that it is paid, or its mass.
+  float weight_of(const Part& part, const Strip<S>& held, int64_t slot) const {
+    const int64_t page = slot / held.block_size, offset = slot % held.block_size;
+    if (!scoring_.by_age) return held.masses(page)[offset];
+    const int64_t age = field(kLogicalStart, part.request) - held.positions(page)[offset];
+    const float mean = held.scores(page)[offset] / static_cast<float>(age);
+    return scoring_.power == 2 ? std::sqrt(mean) : mean;
   }
 
   // The logits of one slot again.

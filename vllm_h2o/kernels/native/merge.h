@@ -56,12 +56,15 @@ inline void offer_keys(Nearest& nearest, const T* const* rows, const float* dots
   }
 }
 
-// held [D] becomes the mean of it and the victim's, weighted by their masses; rounded once.
+// A victim's share of the mean; 0 where neither weighs anything.
+inline float share_of(float own, float other) { return other / std::max(own + other, 1e-38f); }
+
+// held [D] becomes the mean of it and the victim's, of which that has a share; rounded once.
 template <class T>
-inline void average(T* held, const T* victim, float own, float other, int size) {
+inline void average(T* held, const T* victim, float share, int size) {
   for (int d = 0; d < size; d += kLanes) {
-    const Floats sum = load(held + d) * all(own) + load(victim + d) * all(other);
-    put(held + d, sum / all(own + other));
+    const Floats own = load(held + d);
+    put(held + d, own + all(share) * (load(victim + d) - own));
   }
 }
 

@@ -27,6 +27,7 @@ struct Part {
   float* partial_out = nullptr;  // [G, D]: sum of weights times V
   float* victim = nullptr;       // [2, D], with masses: a copy of its K and V, in their type
   float victim_mass = 0.0f;
+  float victim_weight = 0.0f;  // in the mean with the key that takes it in
 
   bool whole() const { return begin == 0 && end == strip_len; }
   bool has(int64_t slot) const { return slot >= begin && slot < end; }

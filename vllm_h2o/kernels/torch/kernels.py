@@ -33,7 +33,7 @@ class TorchKernels(RareStages):
         strips = decode.Strips.of(cache, batch)
         slot = decode.new_slots(batch, victims, strips)
         if scoring.merge:
-            merge_victims(cache, batch, strips.rows, strips.length, slot, scoring.merge)
+            merge_victims(cache, batch, strips.rows, strips.length, slot, scoring)
         decode.store(cache, batch, strips, slot, tensors.key[token], tensors.value[token])
         attending = (tensors.query[token], tensors.scale, scoring.power, tensors.sink_logits)
         out = decode.attend_and_score(cache, batch, strips, *attending)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_h2o.kernels.batch import DecodeBatch
+from vllm_h2o.kernels.batch import DecodeBatch, Scoring
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.merge import attention_paid, share_of
 
 
 def merge_victims(
@@ -18,7 +19,7 @@ def merge_victims(
     rows: torch.Tensor,
     length: torch.Tensor,
     slot: torch.Tensor,
-    threshold: float,
+    scoring: Scoring,
 ) -> None:
     """Let the nearest key of each KV head take in what a new token overwrites.
 
@@ -28,7 +29,7 @@ def merge_victims(
         rows: [B, H, P], int64: rows of the cache.
         length: [B, H], int64: slots that hold tokens.
         slot: [B, H], int64: the victims'.
-        threshold: what the cosine must exceed.
+        scoring: what the cosine must exceed, and whether scores are means.
 
     """
     assert cache.mass is not None
@@ -43,12 +44,16 @@ def merge_victims(
     dots = (key * own).sum(dim=3).clamp_min(0.0)
     square = (dots * dots / key.square().sum(dim=3).clamp_min(1e-30)).masked_fill(~other, -1.0)
     best, survivor = square.max(dim=2)
-    near = best > threshold**2 * own.square().sum(dim=3).squeeze(2)
+    near = best > scoring.merge**2 * own.square().sum(dim=3).squeeze(2)
     at = torch.stack([survivor, victim])[:, near]  # [2, merged]
     page = torch.stack([rows, rows])[:, near].gather(2, (at // cache.block_size)[..., None])
     where = (page.squeeze(2), at % cache.block_size)
-    mass = cache.mass[where]
+    mass = weight = cache.mass[where]
+    if scoring.by_age:
+        end = batch.field("logical_start")[chosen][:, None].expand(near.shape)[near]
+        weight = attention_paid(cache.score[where], end - cache.position[where], scoring.power)
+    share = share_of(*weight)[:, None]
     for view in (cache.key, cache.value):
-        mean = (mass[..., None] * view[where].to(torch.float32)).sum(0) / mass.sum(0)[:, None]
-        view[where[0][0], where[1][0]] = mean.to(view.dtype)
+        own, other = view[where].to(torch.float32)
+        view[where[0][0], where[1][0]] = (own + share * (other - own)).to(view.dtype)
     cache.mass[where[0][0], where[1][0]] = mass.sum(0)

@@ -128,9 +128,10 @@ class TritonKernels(RareStages):
                 **shape, **can_split, TILE=tile,
             )  # fmt: skip
             merge.take_victim_in[grid[:2]](
-                cache.key, cache.value, cache.mass, self._nearest, *request_args, scoring.merge,
-                page_stride, word_stride, *strides, num_kv_splits, **shape, **can_split,
-                TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
+                cache.key, cache.value, cache.score, cache.position, cache.mass, self._nearest,
+                *request_args, scoring.merge, page_stride, word_stride, *strides, num_kv_splits,
+                **shape, **can_split, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
+                POWER=scoring.power, BY_AGE=scoring.by_age,
             )  # fmt: skip
         group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": tile}
         decode.attend_split[grid](

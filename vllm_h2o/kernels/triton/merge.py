@@ -12,7 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_h2o.kernels.triton.strips import ATTENDED_LEN, OVERWRITES, new_slot, split_size, strip_of
+from vllm_h2o.kernels.triton.strips import (
+    ATTENDED_LEN,
+    LOGICAL_START,
+    OVERWRITES,
+    new_slot,
+    split_size,
+    strip_of,
+)
 from vllm_h2o.kernels.triton.tiles import load_slots, page_row
 
 
@@ -81,10 +88,19 @@ def nearest_key(
     tl.store(partial + 1, nearest.to(tl.float32))  # exact up to 2 ** 24 slots
 
 
+@triton.jit
+def attention_paid(score_pages, position_pages, word, end, POWER: tl.constexpr):
+    """Read the weight of a token where scores are means: see ``merge.attention_paid``."""
+    mean = tl.load(score_pages + word) / (end - tl.load(position_pages + word))
+    return tl.sqrt(mean) if POWER == 2 else mean
+
+
 @triton.jit(do_not_specialize=["num_kv_splits", "first_head"])
 def take_victim_in(
     key_pages,  # [R, N, D]
     value_pages,  # [R, N, D]
+    score_pages,  # [R, N], float32; read when BY_AGE
+    position_pages,  # [R, N], int32; read when BY_AGE
     mass_pages,  # [R, N], float32
     nearest_ptr,  # [B, H, splits, 2], float32: see nearest_key
     block_table_ptr,
@@ -106,6 +122,8 @@ def take_victim_in(
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
     MAX_KV_SPLITS: tl.constexpr,
+    POWER: tl.constexpr,
+    BY_AGE: tl.constexpr,
     CAN_SPLIT: tl.constexpr,
 ):
     """Write K, V and mass of the slot nearest to the victim's, of all splits, if near enough."""
@@ -137,20 +155,27 @@ def take_victim_in(
     key = tl.load(key_pages + at, mask=mask, other=0.0).to(tl.float32)  # [D_PAD]
     if largest > merge * merge * tl.sum(key * key, axis=0):
         value = tl.load(value_pages + at, mask=mask, other=0.0).to(tl.float32)  # [D_PAD]
-        mass = tl.load(mass_pages + row * word_stride + offset)
+        word = row * word_stride + offset
+        mass = tl.load(mass_pages + word)
         to_row = page_row(
             block_table, slot // N, slot >= 0, first_row, row_step, rows_per_block, CAN_SPLIT
         )
-        to_word = mass_pages + to_row * word_stride + slot % N
+        to_word = to_row * word_stride + slot % N
         to = to_row * page_stride + slot % N * D + dim
-        held = tl.load(to_word)
+        held = tl.load(mass_pages + to_word)
+        own, other = held, mass
+        if BY_AGE:
+            end = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
+            own = attention_paid(score_pages, position_pages, to_word, end, POWER)
+            other = attention_paid(score_pages, position_pages, word, end, POWER)
+        share = other / tl.maximum(own + other, 1e-38)
         held_key = tl.load(key_pages + to, mask=mask, other=0.0).to(tl.float32)
         held_value = tl.load(value_pages + to, mask=mask, other=0.0).to(tl.float32)
-        new_key = (held * held_key + mass * key) / (held + mass)
-        new_value = (held * held_value + mass * value) / (held + mass)
+        new_key = held_key + share * (key - held_key)
+        new_value = held_value + share * (value - held_value)
         element = key_pages.dtype.element_ty
         tl.store(key_pages + to, new_key.to(element), mask=mask)
         tl.store(value_pages + to, new_value.to(element), mask=mask)
         # Other threads of this program may still read the mass.
         tl.debug_barrier()
-        tl.store(to_word, held + mass)
+        tl.store(mass_pages + to_word, held + mass)
