@@ -21,8 +21,8 @@ from vllm_h2o.wire import RequestPlan
 RTOL, SCORE_ATOL, OUTPUT_ATOL = 1e-5, 1e-7, 5e-6
 """Float32 against float64, whatever the cache's dtype: both sides read the same rounded inputs."""
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-"""Error of a merged token's K and V, relative to the largest: one rounding to the cache's dtype, and
-that of the float32 scores which weigh both."""
+"""Error of a merged token's K and V, relative to the largest: one rounding to the cache's dtype,
+and that of the float32 scores which weigh both."""
 NEAR = 1e-5
 """Scores that differ by less, relatively, may be ranked either way in float32."""
 
@@ -162,7 +162,7 @@ class Truth:
         ours = int((head.strip.position == position).nonzero())
         if ours != head.victim:
             low, high = (head.strip.position[s] for s in (ours, head.victim))
-            recent_start = head.logical_len - head.budget.num_recent
+            recent_start = head.logical_len - head.budget.recent_at(head.num_after)
             assert head.budget.num_sinks <= min(low, high) and max(low, high) < recent_start
             ranked = ranks(head, head.strip)
             near(ranked[ours, None], ranked[head.victim, None])
