@@ -90,7 +90,7 @@ class RequestPlan:
     @property
     def recent_start(self) -> int:
         """Positions from here on are never victims."""
-        return self.position_end - self.budget.num_recent
+        return self.position_end - self.budget.recent_at(self.logical_end - self.prompt_end)
 
     @property
     def has_drafts(self) -> bool:

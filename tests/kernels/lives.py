@@ -211,4 +211,7 @@ def cases(draw: st.DrawFn) -> tuple[str, Shape, list[Life], float, int]:
         float8=draw(st.sampled_from([None, None, None, E4M3, E5M2])),
     )
     lives = make_lives(draw(st.lists(rows(shape.block_size, policy), min_size=1, max_size=5)))
+    if draw(st.booleans()):  # the recent window begins small
+        first = draw(st.integers(0, 4))
+        lives = [replace(o, budget=replace(o.budget, first_recent=first)) for o in lives]
     return policy, shape, lives, draw(st.sampled_from([0.3, 0.6, 1.0])), draw(st.integers(0, 999))

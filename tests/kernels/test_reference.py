@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,9 +59,11 @@ def test_no_heavy_hitters_is_a_window(num_sinks: int, name: str) -> None:
 
 
 def by_definition(
-    inputs: Inputs, prompt: int, num_heavy: int, num_recent: int, num_sinks: int
+    inputs: Inputs, prompt: int, num_heavy: int, num_recent: int, num_sinks: int, ramp: int = 99
 ) -> tuple[torch.Tensor, list[set[int]], torch.Tensor]:
     """The paper as a mask over positions: what is not kept is never visible again.
+
+    The recent window begins with ``ramp`` tokens.
 
     Returns:
         Outputs; positions visible to each decoded token; scores of all positions at the end.
@@ -71,9 +75,10 @@ def by_definition(
     kept, seen = set(range(prompt)), []
     for position in range(prompt, num_tokens):
         if len(kept) > num_sinks + num_heavy + num_recent:
-            safe = {j for j in kept if j < num_sinks or j >= position - num_recent}
+            recent = min(num_recent, ramp + position - prompt)
+            safe = {j for j in kept if j < num_sinks or j >= position - recent}
             ranked = sorted(kept - safe, key=lambda j: (-float(score[j]), j))
-            kept = safe | set(ranked[:num_heavy])
+            kept = safe | set(ranked[: num_heavy + num_recent - recent])
         kept = kept | {position}
         visible[position] = False
         visible[position, list(kept)] = True
@@ -98,6 +103,20 @@ def test_heavy_hitters_as_a_mask(
     assert held[1:] == seen
     close(outputs, expected)
     close(one.strip.score, score[one.strip.position])
+
+
+@pytest.mark.parametrize("prompt", [1, 9, 10, 25])
+@pytest.mark.parametrize("ramp", [0, 2, 5])
+def test_a_recent_window_that_begins_small(prompt: int, ramp: int) -> None:
+    """A prompt's last tokens compete with all others; each later token widens the window by one."""
+    inputs, one = Inputs.draw(45, seed=prompt), head(10, 5, 1)
+    one.budget = replace(one.budget, first_recent=ramp)
+    outputs, held = run(one, inputs, [prompt])
+    expected, seen, _ = by_definition(inputs, prompt, 3, 5, 1, ramp)
+    assert held[1:] == seen
+    close(outputs, expected)
+    whole = head(10, 5, 1)
+    assert run(whole, inputs, [prompt])[1] != held or prompt < 10 or ramp == 5
 
 
 def uniform(capacity: int, num_recent: int, prompt: int, num_tokens: int) -> Head:

@@ -30,6 +30,16 @@ def test_parts_make_the_whole(
     assert budget.num_sinks == num_sinks
 
 
+def test_recent_positions_are_added_token_by_token() -> None:
+    """Within a prompt all are kept; at its end the first, and one more with each token after it."""
+    budget = Budget(20, 9, 10, 0, first_recent=4)
+    assert [budget.recent_at(t) for t in (-1, 0, 1, 5, 6, 7, 99)] == [10, 4, 5, 9, 10, 10, 10]
+    assert Budget(20, 9, 10, 0).recent_at(0) == 10
+    assert Budget(20, 16, 3, 0, first_recent=4).recent_at(0) == 3
+    with pytest.raises(ValueError, match="negative"):
+        Budget(20, 9, 10, 0, first_recent=-1)
+
+
 @given(st.integers(2, 4096), block_sizes, ratios, ratios)
 def test_more_ratio_is_no_less_recent(slots: int, block_size: int, a: float, b: float) -> None:
     """The recent window grows with its share, and misses it by half a token, or is of one."""

@@ -186,6 +186,21 @@ def test_padding_of_a_graph() -> None:
         assert batch.field(name).tolist()[1:] == [0, 0]
 
 
+@pytest.mark.parametrize("first", [0, 3, 12, 99])
+def test_recent_window_grows_while_a_request_goes_on(first: int) -> None:
+    """Fields that are moved on are those of a plan that is made anew."""
+    own = replace(budget(32, 12, 2), first_recent=first)
+    made = in_place()
+    plan = decoding(logical_start=60, resident_start=32, prompt_end=58, budget=own)
+    for step in range(20):
+        with publish(Step(ResidencyPlan({"a": plan}), lambda _: ["a"])):
+            (batch,) = made.build(0, common_metadata([1], TABLE[1:2])).decodes
+        recent = min(12, first + 3 + step)
+        assert batch.field("recent_start").tolist() == [60 + step + 1 - recent]
+        assert plan.recent_start == 60 + step + 1 - recent
+        plan.go_on()
+
+
 def test_a_graphs_buffers_stay() -> None:
     """Each step's fields lie where the captured kernels read them; the table is vLLM's own."""
     made, names = in_place(), ["full", "growing"]

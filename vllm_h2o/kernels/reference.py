@@ -120,13 +120,23 @@ def reached(value: torch.Tensor, position: torch.Tensor, reach: int) -> torch.Te
     return value.expand_as(within).masked_fill(~within, float("-inf")).amax(dim=1)
 
 
-def candidates(strip: Strip, logical_len: int, budget: Budget) -> torch.Tensor:
-    """[L]: whether each token may be evicted: it is neither a sink nor recent."""
-    recent_start = logical_len - budget.num_recent
+def candidates(strip: Strip, logical_len: int, budget: Budget, num_after: int = -1) -> torch.Tensor:
+    """[L]: whether each token may be evicted: it is neither a sink nor recent.
+
+    Args:
+        strip: what is held.
+        logical_len: one past the position of the newest token.
+        budget: how many are sinks or recent.
+        num_after: tokens after the prompt, as in ``Budget.recent_at``.
+
+    """
+    recent_start = logical_len - budget.recent_at(num_after)
     return (strip.position >= budget.num_sinks) & (strip.position < recent_start)
 
 
-def select_victim(strip: Strip, logical_len: int, budget: Budget, by_age: bool = False) -> int:
+def select_victim(
+    strip: Strip, logical_len: int, budget: Budget, by_age: bool = False, num_after: int = -1
+) -> int:
     """The slot that the next token takes: the lowest rank; of equals, the newest.
 
     Args:
@@ -134,14 +144,17 @@ def select_victim(strip: Strip, logical_len: int, budget: Budget, by_age: bool =
         logical_len: one past the position of the newest token.
         budget: its sinks and recent tokens are no candidates.
         by_age: whether scores are ranked as means.
+        num_after: tokens after the prompt.
 
     """
     ranks = strip.ranks(logical_len, by_age)
-    slots = candidates(strip, logical_len, budget).nonzero().flatten().tolist()
+    slots = candidates(strip, logical_len, budget, num_after).nonzero().flatten().tolist()
     return min(slots, key=lambda slot: (float(ranks[slot]), -int(strip.position[slot])))
 
 
-def pack_survivors(strip: Strip, logical_len: int, budget: Budget, by_age: bool = False) -> Strip:
+def pack_survivors(
+    strip: Strip, logical_len: int, budget: Budget, by_age: bool = False, num_after: int = -1
+) -> Strip:
     """The tokens that survive, ``budget.survivors(len(strip))``, in order of position.
 
     Sinks and recent tokens survive; then those with the largest rank; of equals, the older ones.
@@ -156,11 +169,12 @@ def pack_survivors(strip: Strip, logical_len: int, budget: Budget, by_age: bool 
         logical_len: one past the position of the newest token.
         budget: how many survive, and in which unit.
         by_age: whether scores are ranked as means.
+        num_after: tokens after the prompt.
 
     """
     held, unit = strip.in_order(), budget.unit
     ranks = held.ranks(logical_len, by_age)
-    may_go = candidates(held, logical_len, budget)
+    may_go = candidates(held, logical_len, budget, num_after)
     slots = range(len(held))
     pages = [slots[start : start + unit] for start in slots[::unit]]
 
@@ -311,15 +325,21 @@ class Head:
 
     def pack(self) -> None:
         """Keep the tokens that survive."""
-        self.strip = pack_survivors(self.strip, self.end, self.budget, self.ranking.by_age)
+        how = (self.budget, self.ranking.by_age, self.num_after)
+        self.strip = pack_survivors(self.strip, self.end, *how)
+
+    @property
+    def num_after(self) -> int:
+        """Tokens after the prompt; -1 within it."""
+        return -1 if self.in_prompt else self.logical_len - self.prompt_len
 
     def _evict(self, ends_prompt: bool, falls_back: bool) -> None:
         """Pack survivors, or select the next victim, if it is time to."""
         if self.in_prompt:
+            self.in_prompt, self.prompt_len = not ends_prompt, self.logical_len
             due = ends_prompt or self.eviction.at == "chunk"
             if due and not self.grows and not (self.splits and ends_prompt):
                 self.pack()
-            self.in_prompt, self.prompt_len = not ends_prompt, self.logical_len
             return
         full = len(self.strip) == self.budget.capacity and not self.grows
         if falls_back and self.splits:
@@ -327,7 +347,8 @@ class Head:
         if falls_back or (full and not self.budget.overwrites):
             self.pack()
         elif full:
-            self.victim = select_victim(self.strip, self.end, self.budget, self.ranking.by_age)
+            how = (self.budget, self.ranking.by_age, self.num_after)
+            self.victim = select_victim(self.strip, self.end, *how)
 
     def take_in(self, survivor: int) -> None:
         """Merge the next token's victim into ``survivor``: by attention where scores are means."""

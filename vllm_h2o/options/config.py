@@ -16,7 +16,7 @@ from vllm_h2o.options.checks import check_cap, check_length, check_slots, counte
 from vllm_h2o.options.options import Options
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
 from vllm_h2o.policy import Budget, Split, split_budget
-from vllm_h2o.policy.budget import minimum_slots
+from vllm_h2o.policy.budget import ALL_RECENT, minimum_slots
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ class KVPolicyConfig(Options):
 
     def _divided(self, slots: int, block_size: int, max_model_len: int) -> Budget:
         ratio = self.effective_recent_ratio
-        return split_budget(slots, block_size, ratio, self.num_sinks, self.schedule, max_model_len)
+        first = ALL_RECENT if self.splits else self.policy.first_recent
+        how = (block_size, ratio, self.num_sinks, self.schedule, max_model_len, first)
+        return split_budget(slots, *how)
 
     def _with(self, asked: int | float | str) -> KVPolicyConfig:
         """Return this with the budget of a request, checked like its own."""

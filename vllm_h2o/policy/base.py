@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_h2o.policy.budget import ALL_RECENT
 from vllm_h2o.policy.ranking import Ranking
 
 Split = Literal["none", "heads", "layers"]
@@ -25,6 +26,8 @@ class Policy:
         score: the name of ``ranking`` among them.
         num_sink_tokens: sinks when the user names none.
         recent_ratio: fraction of the budget that is recent when the user names none.
+        first_recent: recent tokens that are kept when the prompt ends, one more with each token
+            after it, up to that fraction. Heads that share slots keep the fraction at once.
         split: which KV heads share slots when the user does not say.
         evicts: False for the policy that keeps every token.
 
@@ -40,14 +43,15 @@ class Policy:
     score: str | None = None
     num_sink_tokens: int = 0
     recent_ratio: float = 0.5
+    first_recent: int = ALL_RECENT
     split: Split = "none"
     evicts: bool = True
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"a policy's name is letters, digits and underscores: {self.name!r}")
-        if not 0 <= self.recent_ratio <= 1 or self.num_sink_tokens < 0:
-            raise ValueError(f"recent_ratio is in [0, 1], num_sink_tokens at least 0: {self}")
+        if not 0 <= self.recent_ratio <= 1 or min(self.num_sink_tokens, self.first_recent) < 0:
+            raise ValueError(f"recent_ratio is in [0, 1], numbers of tokens at least 0: {self}")
         if self.score is not None and self.scores.get(self.score) != self.ranking:
             raise ValueError(
                 f"score={self.score!r} names another ranking than the policy's: {self}"

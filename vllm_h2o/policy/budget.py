@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy.eviction import Eviction
 
+ALL_RECENT = 2**31 - 1
+"""``first_recent`` where the recent window is whole from the prompt's end on."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -34,6 +37,8 @@ class Budget:
         num_sinks: first positions kept.
         evict_every: tokens that are evicted at a time in decode.
         unit: tokens that are ranked and evicted together: 1, or the page size.
+        first_recent: recent positions kept when the prompt ends, whose last tokens compete with
+            all others; each later token adds one, up to ``num_recent``.
 
     Raises:
         ValueError: when the parts do not add up.
@@ -46,9 +51,10 @@ class Budget:
     num_sinks: int
     evict_every: int = 1
     unit: int = 1
+    first_recent: int = ALL_RECENT
 
     def __post_init__(self) -> None:
-        if min(self.num_heavy, self.num_recent, self.num_sinks) < 0:
+        if min(self.num_heavy, self.num_recent, self.num_sinks, self.first_recent) < 0:
             raise ValueError(f"negative part of a budget: {self}")
         if self.evict_every < 1:
             raise ValueError(f"no slot is left for the next token: {self}")
@@ -74,6 +80,17 @@ class Budget:
         if self.evict_every > 1:
             left = f"{self.evict_every} for incoming tokens"
         return f"{self.num_heavy} heavy, {self.num_recent} recent, {self.num_sinks} sinks, {left}"
+
+    def recent_at(self, num_after: int) -> int:
+        """Count the recent positions that are kept.
+
+        Args:
+            num_after: tokens after the prompt; below 0 within the prompt.
+
+        """
+        if num_after < 0:
+            return self.num_recent
+        return min(self.num_recent, self.first_recent + num_after)
 
     def survivors(self, length: int) -> int:
         """Tokens that survive when survivors are chosen among ``length`` resident tokens.
@@ -127,6 +144,7 @@ def split_budget(
     num_sinks: int,
     eviction: Eviction = Eviction(),  # noqa: B008 (frozen)
     max_len: int | None = None,
+    first_recent: int = ALL_RECENT,
 ) -> Budget:
     """Round ``slots`` up to whole pages and divide them.
 
@@ -143,6 +161,7 @@ def split_budget(
         eviction: how many tokens are evicted at a time, and in which unit.
         max_len: longest sequence: its pages are the most that any takes, so fewer tokens are
             evicted at a time where those would come to more; None: nothing limits it.
+        first_recent: of the budget.
 
     """
     capacity = num_pages(slots, block_size) * block_size
@@ -153,11 +172,13 @@ def split_budget(
         # A page with a sink or a recent token is protected whole.
         most_recent = capacity - every - num_pages(num_sinks, block_size) * block_size
         num_recent = min(most_recent, max(least, math.floor(recent_ratio * rest + 0.5)))
-        return Budget(capacity, rest - num_recent, num_recent, num_sinks, every, block_size)
+        heavy, unit = rest - num_recent, block_size
+        return Budget(capacity, heavy, num_recent, num_sinks, every, unit, first_recent)
     every = eviction.every
     if max_len is not None:
         most = num_pages(max_len, block_size) * block_size
         every = min(every, max(most - capacity, 0) + 1)
     rest = capacity - 1 - num_sinks
     num_recent = min(rest, max(least, math.floor(recent_ratio * rest + 0.5)))
-    return Budget(capacity + every - 1, rest - num_recent, num_recent, num_sinks, every)
+    slots = capacity + every - 1
+    return Budget(slots, rest - num_recent, num_recent, num_sinks, every, 1, first_recent)

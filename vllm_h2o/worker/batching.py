@@ -149,6 +149,8 @@ class KeptFields:
     def __init__(self, max_rows: int) -> None:
         self._plans: list[RequestPlan] = []
         self._lengths = np.zeros((max_rows, 2), dtype=np.int64)
+        # The most recent positions that are kept, and where they began when the plan was made.
+        self._recent = np.zeros((max_rows, 2), dtype=np.int64)
         self._fields = np.zeros((max_rows, len(DECODE_FIELDS)), dtype=np.int64)
 
     def __call__(self, rows: Rows) -> np.ndarray:
@@ -162,9 +164,12 @@ class KeptFields:
             if plan is not last:
                 fields[index] = rows.fields(rows.decoding[index])
                 self._lengths[index] = lengths[index]
+                self._recent[index] = plan.budget.num_recent, plan.recent_start
         moved = lengths - self._lengths[:num_rows]
         fields[:num_rows, _ATTENDED] += moved[:, 1]
-        fields[:num_rows, _POSITIONS] += moved[:, :1]
+        fields[:num_rows, _START] += moved[:, 0]
+        most, first = self._recent[:num_rows].T
+        fields[:num_rows, _RECENT] = np.maximum(fields[:num_rows, _START] + 1 - most, first)
         fields[:num_rows, _TOKEN] = np.asarray(rows.starts)[rows.decoding]
         fields[num_rows:] = 0
         fields[num_rows:, _TOKEN] = range(num_rows, rows.num_padded)
@@ -172,8 +177,9 @@ class KeptFields:
         return fields
 
 
-_TOKEN, _ATTENDED = map(DECODE_FIELDS.index, ("token", "attended_len"))
-_POSITIONS = list(map(DECODE_FIELDS.index, ("logical_start", "recent_start")))
+_TOKEN, _ATTENDED, _START, _RECENT = map(
+    DECODE_FIELDS.index, ("token", "attended_len", "logical_start", "recent_start")
+)
 
 
 class PersistentBatch:
