@@ -127,7 +127,7 @@ class Compared:
         parts = (view[rows].flatten(0, 1)[:num_slots] for view in tokens)
         key, value, score, position, mass = parts
         held = Strip(key.double(), value.double(), score.double(), position.long(), mass)
-        merged, tied = follow_merge(self.heads[where], held, cache.key.dtype)
+        merged, tied = follow_merge(self.heads[where], held, cache.key.dtype, TIE)
         self.num_merged += merged
         self.num_merge_ties += tied
 
