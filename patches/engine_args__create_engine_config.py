@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm_h2o.hooks import finish, of_trained_length, prepare
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.remedies import given_arguments
 from vllm_h2o.patches._patch import Patch, Symbol
 from vllm_h2o.patches._with_policy import activate_front_end
 
@@ -26,10 +27,13 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """``original`` between preparation and check."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        activate_front_end(KVPolicyConfig.from_additional_config(self.additional_config))
+        asked = KVPolicyConfig.from_additional_config(self.additional_config)
+        activate_front_end(asked)
+        # Before anybody changes them.
+        given = given_arguments(self) if asked is not None else frozenset()
         config = prepare(self)
         made = original(of_trained_length(self, config), *args, **kwargs)
-        return finish(made, self, config)
+        return finish(made, self, config, given)
 
     return create_engine_config
 

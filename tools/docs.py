@@ -24,7 +24,8 @@ from vllm_h2o.options.capabilities import ENGINE_PARTS, OPTION_PARTS, Part, Prop
 from vllm_h2o.options.option import table_row
 from vllm_h2o.options.options import Options
 from vllm_h2o.options.parsing import ANY, RETIRED, Retired
-from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, REFUSALS, WHY_IN_LAYERS, WHY_OPTION
+from vllm_h2o.options.refusals import IN_LAYERS, REFUSALS, WHY_IN_LAYERS, WHY_OPTION
+from vllm_h2o.options.remedies import ANOTHER_MODEL, OF_THE_CONFIG, advice, flag
 from vllm_h2o.policy import Policy, Ranking, policies
 from vllm_h2o.policy.ranking import Term
 
@@ -156,10 +157,14 @@ def _ranked(part: Part) -> list[str]:
 
 def refusals() -> str:
     """Return what is refused on its own: of an engine, of a layer, and of an option."""
-    rows = [(refusal.what, refusal.why, refusal.remedy) for refusal in REFUSALS]
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = frozenset(field.name for field in fields(EngineArgs)) - {*OF_THE_CONFIG}
+    rows = [(row.what, row.why, advice(row.remedy, given)) for row in REFUSALS]
     rows.append((f"in a layer: {', '.join(IN_LAYERS.values())}", WHY_IN_LAYERS, ANOTHER_MODEL))
     rows += [
-        (f"`{name}` of your own", why, f"leave {name} out") for name, why in WHY_OPTION.items()
+        (f"`{flag(name)}` of your own", why, f"leave {flag(name)} out")
+        for name, why in WHY_OPTION.items()
     ]
     return markdown(("refused", "why", "what to do"), rows)
 

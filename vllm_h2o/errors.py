@@ -71,6 +71,7 @@ def _print_refusal(
 def _sentence(clause: str) -> str:
     """Return a clause with a full stop, and a capital letter unless it begins with a name."""
     word = clause.split(" ", 1)[0].rstrip(",")
-    if word.isalpha() and word.islower():
+    plain = word.replace("-", "") if word[:1].isalpha() else word  # not a flag
+    if plain.isalpha() and word.islower():
         clause = clause[0].upper() + clause[1:]
     return clause if clause.endswith((".", "?")) else f"{clause}."

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from vllm_h2o.errors import ConfigError, UnsupportedError
@@ -21,6 +22,7 @@ from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
 from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION, refuse
+from vllm_h2o.options.remedies import Given, flag
 from vllm_h2o.options.traits import FULL_ATTENTION
 from vllm_h2o.paths import SCHEDULER, WORKER
 
@@ -62,19 +64,21 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     }
     custom = AttentionBackendEnum.CUSTOM
     backend = AttentionConfig.validate_backend_before(engine_args.attention_backend)
-    backend = backend or engine_args.attention_config.backend
+    within = engine_args.attention_config.backend
     settings = (
-        ("scheduler_cls", engine_args.scheduler_cls, (None, SCHEDULER), SCHEDULER),
-        ("worker_cls", engine_args.worker_cls, ("auto", WORKER), WORKER),
-        ("attention_backend", backend, (None, custom), custom),
+        ("scheduler_cls", "", engine_args.scheduler_cls, (None, SCHEDULER), SCHEDULER),
+        ("worker_cls", "", engine_args.worker_cls, ("auto", WORKER), WORKER),
+        ("attention_backend", "", backend, (None, custom), custom),
+        ("attention_backend", "--attention-config.backend", within, (None, custom), custom),
     )
-    for option, asked, compatible, value in settings:
+    for option, key, asked, compatible, value in settings:
         if asked not in compatible:
+            typed = key or flag(option)
             raise UnsupportedError(
-                f"{option}={asked!s} with --kv-policy {config.name}",
-                f"the policy needs {option}={value!s}",
+                f"{typed} {_shown(asked)} with --kv-policy {config.name}",
+                f"the policy needs {typed} {_shown(value)}",
                 WHY_OPTION[option],
-                f"leave {option} out, or run without --kv-policy",
+                f"leave {typed} out, or run without --kv-policy",
             )
         setattr(engine_args, option, value)
     # The policy computes layers with full attention; vLLM chooses the backend of others.
@@ -88,13 +92,24 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     return config
 
 
-def finish(vllm_config: Any, engine_args: Any, config: KVPolicyConfig | None) -> Any:
+def _shown(value: Any) -> str:
+    """Return a value as a command line has it: a member of an enumeration by its name."""
+    return value.name if isinstance(value, Enum) else str(value)
+
+
+def finish(
+    vllm_config: Any,
+    engine_args: Any,
+    config: KVPolicyConfig | None,
+    given: Given = frozenset(),
+) -> Any:
     """Widen the sizes that vLLM captures, and refuse what the policy does not support.
 
     Args:
         vllm_config: vLLM's finished config.
         engine_args: the arguments that it was built from.
         config: the policy; None changes nothing.
+        given: the arguments that the user gave.
 
     Returns:
         ``vllm_config``.
@@ -103,7 +118,7 @@ def finish(vllm_config: Any, engine_args: Any, config: KVPolicyConfig | None) ->
     if config is not None and not _chooses_captures(engine_args):
         _widen_captures(vllm_config)
     asked = engine_args.max_model_len if config is not None and config.rolls else None
-    return check_config(vllm_config, config, asked)
+    return check_config(vllm_config, config, asked, given)
 
 
 def _chooses_captures(engine_args: Any) -> bool:
@@ -161,13 +176,19 @@ def _is_length(asked: int | None) -> bool:
     return asked is not None and asked > 0
 
 
-def check_config(vllm_config: Any, config: KVPolicyConfig | None, asked: int | None = None) -> Any:
+def check_config(
+    vllm_config: Any,
+    config: KVPolicyConfig | None,
+    asked: int | None = None,
+    given: Given = frozenset(),
+) -> Any:
     """Refuse what the policy does not support.
 
     Args:
         vllm_config: vLLM's finished config.
         config: the policy; None refuses nothing.
         asked: the longest sequence, where positions roll; None, or below 0: left to vLLM.
+        given: the arguments that the user gave, which remedies name.
 
     Returns:
         ``vllm_config``.
@@ -181,7 +202,7 @@ def check_config(vllm_config: Any, config: KVPolicyConfig | None, asked: int | N
     """
     if config is None:
         return vllm_config
-    setup = config.setup(vllm_config)
+    setup = config.setup(vllm_config, given)
     refuse(REFUSALS, setup, f"--kv-policy {config.name}", "the engine has")
     if conflict := find_conflict(setup):
         raise UnsupportedError(*conflict)

@@ -57,7 +57,7 @@ def test_fraction_too_small_is_refused_once_the_length_is_known() -> None:
     assert str(caught.value) == (
         "kv-policy: budget=0.01 is not supported: it is 2 slots of max_model_len=128. "
         "4 sinks, the recent window and the next token need 6 slots. "
-        "Give a budget of at least 6 tokens, or fewer sinks."
+        "Give a larger --max-model-len, a budget of at least 6 tokens, or fewer sinks."
     )
     config.check(1024, 16)
     assert config.resolve(1024, 16).capacity == 16

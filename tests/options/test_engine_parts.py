@@ -91,8 +91,9 @@ def test_fp8_of_a_checkpoint_is_seen(tmp_path: Path) -> None:
     }
     (model / "config.json").write_text(json.dumps(config))
     asked: dict[str, Any] = {"kv_policy": "h2o", "kv_policy_config": {"merge": 0.9}}
-    with pytest.raises(UnsupportedError, match="an fp8 KV cache with merge=0.9"):
+    with pytest.raises(UnsupportedError, match="an fp8 KV cache with merge=0.9") as caught:
         engine_config(str(model), **asked)
+    assert "use --kv-cache-dtype bfloat16, or" in caught.value.remedy
     engine_config(str(model), **asked, kv_cache_dtype="bfloat16")
 
 

@@ -154,7 +154,6 @@ def test_retired_spelling_is_read_with_one_warning(
             {"positions": 99, "eviction": "chunk"},
         ),
         ({"positions": "rolling", "position_limit": None, "prefill": "chunked"}, None),
-        ({"granularity": "block", "evict_every": 1}, {"evict_every": "page"}),
     ],
 )
 def test_retired_spellings_together_mean_what_they_meant(
@@ -169,13 +168,16 @@ def test_retired_spellings_together_mean_what_they_meant(
     "written",
     [
         {"prefill": "chunked", "eviction": "pressure"},
+        {"prefill": "chunked", "eviction": "prompt_end"},
         {"granularity": "block", "evict_every": 4},
+        {"granularity": "block", "evict_every": 1},
         {"split_layers": True, "split": False},
+        {"split_layers": True, "split": "heads"},
         {"position_limit": 99, "positions": "original"},
     ],
 )
 def test_retired_spelling_that_contradicts_is_refused(written: dict[str, Any]) -> None:
-    """One of the two would be ignored."""
+    """One of the two would be ignored, also where a refusal said to give the other."""
     key, value = next(iter(written.items()))
     message = refusal("h2o", written)
     assert message.startswith(f"kv-policy: {key}={value!r} with ")

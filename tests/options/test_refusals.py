@@ -16,6 +16,7 @@ from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.hooks import check_config
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import REFUSALS
+from vllm_h2o.options.remedies import advice
 from vllm_h2o.options.traits import FLOAT8
 from vllm_h2o.paths import BACKEND, SCHEDULER, WORKER
 
@@ -25,7 +26,7 @@ EVENTS = {"enable_kv_cache_events": True, "publisher": "null"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     # what the engine has, architecture, vLLM's options
-    ("a pooling or a diffusion model", LLAMA, {"runner": "pooling"}),
+    ("a pooling model", LLAMA, {"runner": "pooling"}),
     ("an encoder-decoder model", "WhisperForConditionalGeneration", {}),
     ("multi-head latent attention (MLA)", "DeepseekV2ForCausalLM", {}),
     ("an attention-free or hybrid (state-space) model", "MambaForCausalLM", {}),
@@ -55,9 +56,9 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
         LLAMA,
         {"attention_config": {"backend_per_kind": {"full_attention": "CPU_ATTN"}}},
     ),
-    ("a KV connector or KV cache events", LLAMA, {"kv_transfer_config": CONNECTOR}),
-    ("a KV connector or KV cache events", LLAMA, {"kv_offloading_size": 0.1}),
-    ("a KV connector or KV cache events", LLAMA, {"kv_events_config": EVENTS}),
+    ("a KV connector", LLAMA, {"kv_transfer_config": CONNECTOR}),
+    ("a KV connector", LLAMA, {"kv_offloading_size": 0.1}),
+    ("KV cache events", LLAMA, {"kv_events_config": EVENTS}),
     (
         "speculative decoding other than by n-grams",
         LLAMA,
@@ -65,25 +66,22 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("more drafts than fit between two evictions", LLAMA, {"speculative_config": NGRAM}),
     *(
-        ("a KV cache quantised to anything but fp8, or in some layers alone", LLAMA, settings)
-        for settings in (
-            {"kv_cache_dtype": "int8_per_token_head"},
-            {"kv_cache_dtype": "nvfp4"},
-            {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
-        )
+        ("a KV cache quantised to anything but fp8", LLAMA, {"kv_cache_dtype": dtype})
+        for dtype in ("int8_per_token_head", "nvfp4")
+    ),
+    (
+        "an fp8 KV cache in some layers alone",
+        LLAMA,
+        {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
     ),
     ("data parallelism of a mixture of experts", "MixtralForCausalLM", {"data_parallel_size": 2}),
 ]
 # What no config on this machine has: one property of a real config is turned over.
 TURNED: list[tuple[str, type, str, Any]] = [
-    ("a pooling or a diffusion model", ModelConfig, "is_diffusion", True),
-    (
-        "context parallelism or micro-batches",
-        ParallelConfig,
-        "decode_context_parallel_size",
-        2,
-    ),
-    ("context parallelism or micro-batches", ParallelConfig, "use_ubatching", True),
+    ("a diffusion model", ModelConfig, "is_diffusion", True),
+    ("context parallelism", ParallelConfig, "decode_context_parallel_size", 2),
+    ("context parallelism", ParallelConfig, "prefill_context_parallel_size", 2),
+    ("micro-batches", ParallelConfig, "use_ubatching", True),
 ]
 
 
@@ -93,10 +91,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def expected(what: str) -> str:
-    """Return the message of a refusal."""
+def expected(what: str, *given: str) -> str:
+    """Return the message of a refusal, for a user who gave these arguments."""
     (row,) = [refusal for refusal in REFUSALS if refusal.what == what]
-    error = UnsupportedError("--kv-policy h2o", f"the engine has {what}", row.why, row.remedy)
+    remedy = advice(row.remedy, frozenset(given))
+    error = UnsupportedError("--kv-policy h2o", f"the engine has {what}", row.why, remedy)
     return str(error)
 
 
@@ -114,7 +113,7 @@ def test_engine_is_refused(
     engine_config(model, **settings)
     with pytest.raises(UnsupportedError) as caught:
         engine_config(model, **settings, kv_policy="h2o", kv_policy_config={"budget": 64})
-    assert str(caught.value) == expected(what)
+    assert str(caught.value) == expected(what, *settings)
 
 
 @pytest.mark.parametrize(("what", "owner", "name", "value"), TURNED)
@@ -184,7 +183,8 @@ def test_prefix_caching_with_windows_needs_bounded_hits(
     assert str(caught.value) == expected(HITS).replace("policy h2o", "policy snapkv")
 
 
-WINDOWS = "prompt chunks that may be smaller than the observation window"
+CHUNKS = "prompt chunks that may be smaller than the observation window"
+WINDOWS = "steps whose room for a prompt may be smaller than the observation window"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,8 @@ def test_window_must_fit_into_a_step(
         return
     with pytest.raises(UnsupportedError) as caught:
         engine_config(folder(models, LLAMA), **limits, **asked)
-    assert str(caught.value) == expected(WINDOWS).replace("policy h2o", f"policy {policy}")
+    what = CHUNKS if "long_prefill_token_threshold" in limits else WINDOWS
+    assert str(caught.value) == expected(what, *limits).replace("policy h2o", f"policy {policy}")
 
 
 @pytest.mark.parametrize(
@@ -234,27 +235,31 @@ def test_drafts_must_fit_between_evictions(
         return
     with pytest.raises(UnsupportedError) as caught:
         engine_config(folder(models, LLAMA), **asked)
-    assert str(caught.value) == expected("more drafts than fit between two evictions")
+    assert str(caught.value) == expected("more drafts than fit between two evictions", *asked)
 
 
 def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
-    tested = {what for what, *_ in [*REFUSED, *TURNED]} | {WINDOWS, OLD_GPU, HITS}
+    tested = {what for what, *_ in [*REFUSED, *TURNED]} | {CHUNKS, WINDOWS, OLD_GPU, HITS}
     tested.add("a platform other than CPU and CUDA")
     assert tested == {refusal.what for refusal in REFUSALS}
 
 
-CUSTOM, CPU = "AttentionBackendEnum.CUSTOM", "AttentionBackendEnum.CPU_ATTN"
 STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 STOCK_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 OPTIONS: list[tuple[str, dict[str, Any], str, str]] = [
     # option, arguments, asked, needed
-    ("scheduler_cls", {"scheduler_cls": STOCK_SCHEDULER}, STOCK_SCHEDULER, SCHEDULER),
-    ("scheduler_cls", {"scheduler_cls": Scheduler}, str(Scheduler), SCHEDULER),
-    ("worker_cls", {"worker_cls": STOCK_WORKER}, STOCK_WORKER, WORKER),
-    ("attention_backend", {"attention_backend": "CPU_ATTN"}, CPU, CUSTOM),
-    ("attention_backend", {"attention_backend": "cpu_attn"}, CPU, CUSTOM),
-    ("attention_backend", {"attention_config": {"backend": "CPU_ATTN"}}, CPU, CUSTOM),
+    ("--scheduler-cls", {"scheduler_cls": STOCK_SCHEDULER}, STOCK_SCHEDULER, SCHEDULER),
+    ("--scheduler-cls", {"scheduler_cls": Scheduler}, str(Scheduler), SCHEDULER),
+    ("--worker-cls", {"worker_cls": STOCK_WORKER}, STOCK_WORKER, WORKER),
+    ("--attention-backend", {"attention_backend": "CPU_ATTN"}, "CPU_ATTN", "CUSTOM"),
+    ("--attention-backend", {"attention_backend": "cpu_attn"}, "CPU_ATTN", "CUSTOM"),
+    (
+        "--attention-config.backend",
+        {"attention_config": {"backend": "CPU_ATTN"}},
+        "CPU_ATTN",
+        "CUSTOM",
+    ),
 ]
 
 
@@ -268,8 +273,8 @@ def test_option_that_the_policy_sets_is_refused(
         engine_config(model, kv_policy="h2o", **arguments)
     message = str(caught.value)
     assert message.startswith(
-        f"kv-policy: {option}={asked} with --kv-policy h2o is not supported: "
-        f"the policy needs {option}={needed}. Only "
+        f"kv-policy: {option} {asked} with --kv-policy h2o is not supported: "
+        f"the policy needs {option} {needed}. Only "
     )
     assert message.endswith(f" Leave {option} out, or run without --kv-policy.")
 

@@ -111,9 +111,7 @@ def test_model_is_refused_with_its_reason(tmp_path: Path) -> None:
     """A pooling model, a hybrid and multimodal ones."""
     text = {**_SMALL, "num_key_value_heads": 2}
     configs = {
-        "a pooling or a diffusion model": transformers.BertConfig(
-            architectures=["BertModel"], **_SMALL
-        ),
+        "a pooling model": transformers.BertConfig(architectures=["BertModel"], **_SMALL),
         "an attention-free or hybrid (state-space) model": transformers.JambaConfig(
             architectures=["JambaForCausalLM"], **text
         ),

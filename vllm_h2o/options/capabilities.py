@@ -13,6 +13,15 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from vllm_h2o.options.options import Options
+from vllm_h2o.options.remedies import (
+    SPECULATIVE,
+    Given,
+    Remedy,
+    advice,
+    another_dtype,
+    leave_out,
+    other_model,
+)
 from vllm_h2o.options.traits import float8, images, skips_rotation, slides, stages
 from vllm_h2o.policy import Split
 
@@ -48,12 +57,14 @@ class Setup:
         options: the options of the policy.
         split: which KV heads share slots.
         engine: vLLM's VllmConfig; None: not known yet.
+        given: the arguments of vLLM that the user gave.
 
     """
 
     options: Options
     split: Split = "none"
     engine: Any = None
+    given: Given = frozenset()
 
     @property
     def model(self) -> Any:
@@ -68,7 +79,7 @@ class Part:
     Args:
         name: the part as the user knows it, formatted with the options as ``o``.
         on: whether a setup has it.
-        off: how to do without it, as "use ..." or "leave ... out".
+        off: how to do without it, as "use ..." or "leave ... out", by the arguments that led to it.
         needs: properties that it needs.
         breaks: properties that it breaks, each with how: "X stores drafts".
 
@@ -76,7 +87,7 @@ class Part:
 
     name: str
     on: Callable[[Setup], bool]
-    off: str
+    off: Remedy
     needs: tuple[Property, ...] = ()
     breaks: Mapping[Property, str] = field(default_factory=dict)
 
@@ -211,14 +222,14 @@ ENGINE_PARTS: tuple[Part, ...] = (
     Part(
         "speculative decoding",
         lambda s: s.engine.speculative_config is not None,
-        "leave --speculative-config out",
+        leave_out(*SPECULATIVE, otherwise="choose a checkpoint that is no speculator"),
         needs=(P.ONE_GROUP, P.ONE_STAGE, P.TEXT),
         breaks={P.FINAL: "stores drafts that may be rejected"},
     ),
     Part(
         "a sliding-window model",
         lambda s: slides(s.engine),
-        "choose another model",
+        other_model(otherwise="choose another model"),
         breaks={P.ONE_GROUP: "keeps pages of its own for layers that slide"},
     ),
     Part(
@@ -236,7 +247,7 @@ ENGINE_PARTS: tuple[Part, ...] = (
     Part(
         "an image or M-RoPE model",
         lambda s: images(s.engine),
-        "choose another model",
+        other_model(otherwise="choose another model"),
         breaks={P.TEXT: "takes images, or several positions per token"},
     ),
     Part(
@@ -248,13 +259,13 @@ ENGINE_PARTS: tuple[Part, ...] = (
     Part(
         "an fp8 KV cache",
         lambda s: float8(s.engine),
-        "use --kv-cache-dtype auto",
+        another_dtype("auto"),
         needs=(P.WRITTEN_ONCE,),
     ),
     Part(
         "a model that skips rotary embeddings",
         lambda s: skips_rotation(s.engine),
-        "choose another model",
+        other_model(otherwise="choose another model"),
         breaks={P.ROTARY: "leaves keys of some layers unrotated"},
     ),
 )
@@ -299,7 +310,7 @@ def describe(setup: Setup, needing: Part, breaking: Part, wanted: Property) -> C
         f"{need} with {break_}",
         f"{need} needs {wanted.value}",
         f"{break_} {breaking.breaks[wanted]}",
-        f"{breaking.off}, or {needing.off}",
+        f"{advice(breaking.off, setup.given)}, or {advice(needing.off, setup.given)}",
     )
 
 

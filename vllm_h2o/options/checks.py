@@ -15,7 +15,9 @@ def counted(slots: int) -> str:
     return f"{slots} slot{'' if slots == 1 else 's'}"
 
 
-def check_slots(options: Options, slots: int, meaning: str, block_size: int = 1) -> None:
+def check_slots(
+    options: Options, slots: int, meaning: str, block_size: int = 1, longest: int | None = None
+) -> None:
     """Refuse a budget with which a request cannot continue.
 
     Args:
@@ -23,6 +25,7 @@ def check_slots(options: Options, slots: int, meaning: str, block_size: int = 1)
         slots: slots of the budget.
         meaning: ``slots``, in words.
         block_size: slots of a page.
+        longest: longest sequence, in tokens; None: not known yet.
 
     Raises:
         ConfigError: when there are too few.
@@ -36,11 +39,16 @@ def check_slots(options: Options, slots: int, meaning: str, block_size: int = 1)
         one = type(options.budget) is int and options.budget == 1
         hint = "; budget=1 is one token, and full is every token" if one else ""
         whole = f" in pages of {block_size}" if schedule.by_page and block_size > 1 else ""
+        remedy = f"give a budget of at least {least} tokens, or fewer sinks{hint}"
+        if longest is not None and isinstance(options.budget, float):
+            remedy = f"give a larger --max-model-len, {remedy.removeprefix('give ')}"
+        if longest is not None and longest < least:
+            remedy = f"give --max-model-len {least} or more, or fewer sinks"
         raise ConfigError(
             f"budget={options.budget!r}",
             meaning,
             f"{sinks} sinks, the recent window and the next token need {least} slots{whole}",
-            f"give a budget of at least {least} tokens, or fewer sinks{hint}",
+            remedy,
         )
 
 

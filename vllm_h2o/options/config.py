@@ -15,6 +15,7 @@ from vllm_h2o.options.capabilities import Property, Setup, breaker, find_conflic
 from vllm_h2o.options.checks import check_cap, check_length, check_slots, counted
 from vllm_h2o.options.options import Options
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
+from vllm_h2o.options.remedies import Given
 from vllm_h2o.policy import Budget, Split, split_budget
 from vllm_h2o.policy.budget import ALL_RECENT, minimum_slots
 
@@ -36,9 +37,9 @@ class KVPolicyConfig(Options):
             slots = max(self.budget, self.min_budget)
             check_slots(self, slots, f"it is {counted(slots)}")
 
-    def setup(self, vllm_config: Any = None) -> Setup:
+    def setup(self, vllm_config: Any = None, given: Given = frozenset()) -> Setup:
         """Return what the parts of :mod:`~vllm_h2o.options.capabilities` look at."""
-        return Setup(self, self.shared_slots, vllm_config)
+        return Setup(self, self.shared_slots, vllm_config, given)
 
     @cached_property
     def split_reason(self) -> str | None:
@@ -104,7 +105,7 @@ class KVPolicyConfig(Options):
         meaning = f"it is {counted(slots)} of max_model_len={max_model_len}"
         self._check_cap(slots, meaning, max_model_len, max_model_len)
         if self.policy.evicts:
-            check_slots(self, slots, meaning, block_size)
+            check_slots(self, slots, meaning, block_size, max_model_len)
 
     def resolve_request(
         self,

@@ -12,6 +12,18 @@ from dataclasses import dataclass
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.capabilities import Setup
+from vllm_h2o.options.remedies import (
+    ANOTHER_MODEL,
+    SPECULATIVE,
+    Given,
+    Remedy,
+    advice,
+    another_dtype,
+    flag,
+    flags,
+    leave_out,
+    other_model,
+)
 from vllm_h2o.options.traits import (
     CPU_PAGE,
     FLOAT8,
@@ -40,14 +52,14 @@ class Refusal:
         what: the thing as the user knows it, after "the engine has".
         applies: whether a setup has it.
         why: the reason.
-        remedy: what to do.
+        remedy: what to do, by the arguments that led to it.
 
     """
 
     what: str
     applies: Callable[[Setup], bool]
     why: str
-    remedy: str
+    remedy: Remedy
 
 
 def refuse(refusals: Iterable[Refusal], setup: Setup, asked: str, subject: str) -> None:
@@ -66,13 +78,12 @@ def refuse(refusals: Iterable[Refusal], setup: Setup, asked: str, subject: str) 
     for refusal in refusals:
         if refusal.applies(setup):
             found = f"{subject} {refusal.what}"
-            raise UnsupportedError(asked, found, refusal.why, refusal.remedy)
+            remedy = advice(refusal.remedy, setup.given)
+            raise UnsupportedError(asked, found, refusal.why, remedy)
 
 
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", *FLOAT8)
 """Values of ``--kv-cache-dtype`` that a policy supports."""
-
-ANOTHER_MODEL = "run this model without --kv-policy"
 
 ONE_GROUP = "the policy works on one group of layers with full attention"
 """Why a model is refused whose layers vLLM divides into more groups."""
@@ -94,60 +105,101 @@ IN_LAYERS = {
 """Arguments of an attention layer that the policy's attention refuses."""
 WHY_IN_LAYERS = "the policy's attention does not compute it"
 
+NO_PREFIX = "pages with evicted tokens hold no prefix that another engine could use"
+DOES_NOT_GENERATE = "it does not generate one token after another"
+
+WINDOW_AT_ONCE = "the queries of the window are computed in one step"
+
+
+def _more_room(given: Given) -> str:
+    """Say how a step has room for the observation window."""
+    tokens = "max_num_scheduled_tokens"
+    tokens = tokens if tokens in given else "max_num_batched_tokens"
+    drafts = f", fewer drafts ({flags(SPECULATIVE, given)})" if given & {*SPECULATIVE} else ""
+    return (
+        f"give a larger {flag(tokens)}, fewer --max-num-seqs{drafts}, or a smaller "
+        "observation_window"
+    )
+
+
+def _draft_by_ngrams(given: Given) -> str:
+    """Say how to draft by n-grams, in the form in which drafts were asked for."""
+    named = flags(SPECULATIVE, given)
+    if not named:
+        return "name the model that this checkpoint of a speculator drafts for"
+    if "speculative_config" in given:
+        return f'give "method": "ngram" in --speculative-config, or leave {named} out'
+    model = " without --spec-model" if "spec_model" in given else ""
+    return f"give --spec-method ngram{model}, or leave {named} out"
+
+
+def _fewer_drafts(given: Given) -> str:
+    """Say how drafts fit between two evictions."""
+    few = "fewer --spec-tokens"
+    few = few if "spec_tokens" in given else "fewer num_speculative_tokens in --speculative-config"
+    return f"give a larger evict_every, or {few}"
+
+
 MODEL_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        "a pooling or a diffusion model",
-        lambda s: s.model.runner_type != "generate" or s.model.is_diffusion,
-        "it does not generate one token after another",
-        ANOTHER_MODEL,
+        "a pooling model",
+        lambda s: s.model.runner_type != "generate",
+        DOES_NOT_GENERATE,
+        other_model("runner", "convert"),
+    ),
+    Refusal(
+        "a diffusion model",
+        lambda s: s.model.is_diffusion,
+        DOES_NOT_GENERATE,
+        other_model(),
     ),
     Refusal(
         "an encoder-decoder model",
         lambda s: s.model.is_encoder_decoder,
         "cross-attention keeps another cache",
-        ANOTHER_MODEL,
+        other_model(),
     ),
     Refusal(
         "multi-head latent attention (MLA)",
         lambda s: s.model.use_mla,
         "its cache holds one latent vector for all heads, not K and V of each",
-        ANOTHER_MODEL,
+        other_model(),
     ),
     Refusal(
         "an attention-free or hybrid (state-space) model",
         lambda s: s.model.is_attention_free or s.model.is_hybrid,
         "its states are not tokens that can be evicted",
-        ANOTHER_MODEL,
+        other_model(),
     ),
     Refusal(
         "attention in both directions within an image",
         lambda s: s.model.is_mm_prefix_lm,
         "the kernels do not let a token attend to later ones",
-        ANOTHER_MODEL,
+        other_model(),
     ),
     Refusal(
         f"a multimodal model other than {' and '.join(MULTIMODAL.values())}",
         lambda s: untried_multimodal(s.engine),
         "it is not tested",
-        ANOTHER_MODEL,
+        other_model(),
     ),
     Refusal(
         "ALiBi or a soft cap of the attention's logits",
         lambda s: alibi(s.engine) or caps_logits(s.engine),
         WHY_IN_LAYERS,
-        ANOTHER_MODEL,
+        other_model(),
     ),
     Refusal(
         "a sliding window in every layer",
         lambda s: slides_everywhere(s.engine),
         "the policy evicts from layers with full attention alone",
-        ANOTHER_MODEL,
+        other_model(),
     ),
     Refusal(
         "layers with neither full attention nor a sliding window",
         lambda s: bool(kinds(s.engine) - {FULL_ATTENTION, SLIDING_ATTENTION}),
         "vLLM gives chunked-local attention the backend of full attention, and others keep states",
-        ANOTHER_MODEL,
+        other_model(),
     ),
 )
 """Refusals whose ``applies`` reads ``engine.model_config`` alone."""
@@ -158,16 +210,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "another attention backend for full attention",
         lambda s: s.engine.attention_config.backend_per_kind[FULL_ATTENTION].name != "CUSTOM",
         WHY_OPTION["attention_backend"],
-        "leave full_attention out of attention_config.backend_per_kind",
+        "leave full_attention out of --attention-config.backend_per_kind",
     ),
     Refusal(
-        "a KV connector or KV cache events",
-        lambda s: (
-            s.engine.kv_transfer_config is not None
-            or (bool(events := s.engine.kv_events_config) and events.enable_kv_cache_events)
-        ),
-        "pages with evicted tokens hold no prefix that another engine could use",
-        "leave --kv-transfer-config, --kv-offloading-size and --kv-events-config out",
+        "a KV connector",
+        lambda s: s.engine.kv_transfer_config is not None,
+        NO_PREFIX,
+        leave_out("kv_transfer_config", "kv_offloading_size", otherwise=ANOTHER_MODEL),
+    ),
+    Refusal(
+        "KV cache events",
+        lambda s: bool(events := s.engine.kv_events_config) and events.enable_kv_cache_events,
+        NO_PREFIX,
+        leave_out("kv_events_config", otherwise=ANOTHER_MODEL),
     ),
     Refusal(
         "prefix caching and sliding windows",
@@ -193,54 +248,75 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "prompt chunks that may be smaller than the observation window",
-        lambda s: _cuts_windows(s),
-        "the queries of the window are computed in one step",
-        "give a larger --max-num-batched-tokens, fewer --max-num-seqs, a larger or no "
-        "--long-prefill-token-threshold, or a smaller observation_window",
+        lambda s: 0 < _most_chunk(s) < s.options.num_window_queries,
+        WINDOW_AT_ONCE,
+        "give a larger --long-prefill-token-threshold or none, or a smaller observation_window",
+    ),
+    Refusal(
+        "steps whose room for a prompt may be smaller than the observation window",
+        lambda s: _least_room(s) < s.options.num_window_queries > 0,
+        WINDOW_AT_ONCE,
+        _more_room,
     ),
     Refusal(
         "speculative decoding other than by n-grams",
         lambda s: bool(spec := s.engine.speculative_config) and spec.method != "ngram",
         "a draft model keeps K and V of every token in the pages of what survives",
-        'use --speculative-config \'{"method": "ngram", ...}\', or leave it out',
+        _draft_by_ngrams,
     ),
     Refusal(
         "more drafts than fit between two evictions",
         lambda s: _drafts_too_many(s),
         "drafts fill slots while nothing is evicted, so that evict_every must be at least "
         "num_speculative_tokens + 2",
-        "give a larger evict_every, or fewer num_speculative_tokens",
+        _fewer_drafts,
     ),
     Refusal(
-        "a KV cache quantised to anything but fp8, or in some layers alone",
-        lambda s: (
-            s.engine.cache_config.cache_dtype not in CACHE_DTYPES
-            or (float8(s.engine) and bool(s.engine.cache_config.kv_cache_dtype_skip_layers))
-        ),
-        "the policy's layers have pages of one size, with one scale for K and V of a layer",
-        "use --kv-cache-dtype auto, or fp8 without --kv-cache-dtype-skip-layers",
+        "a KV cache quantised to anything but fp8",
+        lambda s: s.engine.cache_config.cache_dtype not in CACHE_DTYPES,
+        "the policy's pages hold K and V with one scale for each of a layer",
+        another_dtype("auto or fp8"),
+    ),
+    Refusal(
+        "an fp8 KV cache in some layers alone",
+        lambda s: float8(s.engine) and bool(s.engine.cache_config.kv_cache_dtype_skip_layers),
+        "the policy's layers have pages of one size",
+        leave_out("kv_cache_dtype_skip_layers", otherwise=ANOTHER_MODEL),
     ),
     Refusal(
         "an fp8 KV cache on a GPU older than Ada",
         lambda s: float8(s.engine) and old_gpu(s.engine),
         "Triton has no float8 below compute capability 8.9",
-        "use --kv-cache-dtype auto",
+        another_dtype("auto"),
     ),
     Refusal(
         "data parallelism of a mixture of experts",
         lambda s: s.engine.parallel_config.data_parallel_size > 1 and s.model.is_moe,
         "its replicas compute layers together, which is not tested",
-        "run separate engines behind a load balancer",
+        leave_out(
+            "data_parallel_size",
+            otherwise="leave VLLM_DP_SIZE out, and run separate engines behind a load balancer",
+            instead=", and run separate engines behind a load balancer",
+        ),
     ),
     Refusal(
-        "context parallelism or micro-batches",
+        "context parallelism",
         lambda s: (
             s.engine.parallel_config.decode_context_parallel_size > 1
             or s.engine.parallel_config.prefill_context_parallel_size > 1
-            or s.engine.parallel_config.use_ubatching
         ),
-        "a rank needs every token of a request, and every request of a step",
-        "leave the context-parallel sizes at 1, and --enable-dbo and --ubatch-size out",
+        "a rank needs every token of a request",
+        leave_out(
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+            otherwise=ANOTHER_MODEL,
+        ),
+    ),
+    Refusal(
+        "micro-batches",
+        lambda s: s.engine.parallel_config.use_ubatching,
+        "a rank needs every request of a step",
+        leave_out("enable_dbo", "ubatch_size", otherwise=ANOTHER_MODEL),
     ),
     Refusal(
         "a platform other than CPU and CUDA",
@@ -252,16 +328,20 @@ REFUSALS: tuple[Refusal, ...] = (
 """Refusals of one thing each; pairs follow from capabilities."""
 
 
-def _cuts_windows(setup: Setup) -> bool:
-    """Whether a step may end within an observation window."""
-    window, limits = setup.options.num_window_queries, setup.engine.scheduler_config
+def _least_room(setup: Setup) -> int:
+    """Return the tokens of a step that are left for a prompt in the worst case."""
+    limits = setup.engine.scheduler_config
     # In the worst case every other sequence takes a token of the step, and its drafts.
-    max_tokens = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
+    max_tokens: int = limits.max_num_scheduled_tokens or limits.max_num_batched_tokens
     room = max_tokens - (limits.max_num_seqs - 1) * (1 + setup.engine.num_speculative_tokens)
     if any(term.sees_later for term in setup.options.ranking.terms):
         room = max(room, max_tokens // 2)  # their chunks wait until they have that much
-    longest = limits.long_prefill_token_threshold or room
-    return window > 0 and bool(min(room, longest) < window)
+    return room
+
+
+def _most_chunk(setup: Setup) -> int:
+    """Return the most tokens of a chunk, whatever room its step has; 0: no limit."""
+    return int(setup.engine.scheduler_config.long_prefill_token_threshold)
 
 
 def _drafts_too_many(setup: Setup) -> bool:

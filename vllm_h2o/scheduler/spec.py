@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.refusals import ANOTHER_MODEL
+from vllm_h2o.options.remedies import ANOTHER_MODEL
 from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.footprint import slot_extra_bytes
 

@@ -20,7 +20,8 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 
 from vllm_h2o.errors import UnsupportedError
-from vllm_h2o.options.refusals import ANOTHER_MODEL, ONE_GROUP
+from vllm_h2o.options.refusals import ONE_GROUP
+from vllm_h2o.options.remedies import ANOTHER_MODEL
 from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import RequestInfo, RequestState

@@ -19,7 +19,8 @@ from vllm_h2o.kernels.float8 import DTYPES
 from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.refusals import ANOTHER_MODEL, IN_LAYERS, WHY_IN_LAYERS
+from vllm_h2o.options.refusals import IN_LAYERS, WHY_IN_LAYERS
+from vllm_h2o.options.remedies import ANOTHER_MODEL
 from vllm_h2o.policy import Term
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
 from vllm_h2o.worker.peak import Peak, tiles_of
