@@ -36,6 +36,7 @@ _APPLIED = {
     "always": patches.ALWAYS,
     "with a policy": patches.WITH_POLICY,
     "with a policy, in its front end": patches.FRONT_END,
+    "with `continuation`": patches.ENGINE,
 }
 _COLUMNS = ("What changes", "Why no seam", "Upstream", "Drop when")
 
@@ -152,7 +153,7 @@ Otherwise the plugin refuses to start and says which function differs, and where
 
 *Always* means wherever the plugin is loaded: without a policy these pass everything through.
 *With a policy* means from the start of a worker that runs one, in its process; *in its front end*,
-where an engine with a policy is configured.
+where an engine with a policy is configured; *with `continuation`*, from the start of a scheduler.
 
 ## Liberties
 
@@ -187,7 +188,7 @@ def modules() -> list[ModuleType]:
     """The modules that hold a patch, in the order in which the patches are applied."""
     names = [info.name for info in pkgutil.iter_modules(patches.__path__)]
     found = [importlib.import_module(f"{patches.__name__}.{n}") for n in names if n[0] != "_"]
-    order = [*patches.ALWAYS, *patches.WITH_POLICY, *patches.FRONT_END]
+    order = [*patches.ALWAYS, *patches.WITH_POLICY, *patches.FRONT_END, *patches.ENGINE]
     return sorted(found, key=lambda module: order.index(module.PATCH))
 
 

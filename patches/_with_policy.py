@@ -6,6 +6,8 @@ from __future__ import annotations
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.patches import (
     cpu_platform__get_attn_backend_cls,
+    engine_core__add_lora,
+    engine_core__collective_rpc,
     inproc_client__init,
     mpclient__apply_ready_response,
     stat_logger_manager__init,
@@ -22,6 +24,9 @@ FRONT_END: tuple[Patch, ...] = (
     inproc_client__init.PATCH,
 )
 """Applied where an engine with a policy is configured: the process that serves its metrics."""
+
+ENGINE: tuple[Patch, ...] = (engine_core__collective_rpc.PATCH, engine_core__add_lora.PATCH)
+"""Applied where a scheduler with ``continuation`` starts: in the engine's own process."""
 
 
 def activate_worker() -> None:
@@ -47,6 +52,18 @@ def activate_front_end(config: KVPolicyConfig | None) -> None:
 
     """
     if config is not None:
-        verify_all([*WITH_POLICY, *FRONT_END, *RELIED_UPON])
+        verify_all([*WITH_POLICY, *FRONT_END, *ENGINE, *RELIED_UPON])
         for patch in FRONT_END:
             patch.apply()
+
+
+def activate_engine_core() -> None:
+    """Apply what the process of an engine with ``continuation`` needs, after verifying all.
+
+    Raises:
+        PatchError: when a symbol is not the known one. Nothing has been changed then.
+
+    """
+    verify_all(ENGINE)
+    for patch in ENGINE:
+        patch.apply()

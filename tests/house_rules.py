@@ -125,10 +125,11 @@ def stage_doors(module: Module) -> Iterator[str]:
 def patch_doors(module: Module) -> Iterator[str]:
     """Only the plugin imports patches; patches import what they call, errors and each other.
 
-    Nothing but the worker, which vLLM imports by its name, imports the plugin.
+    Nothing but worker and scheduler, which vLLM imports by their names, imports the plugin.
     """
     for name in module.imports():
-        if below(name, "vllm_h2o.plugin") and module.path != "vllm_h2o/worker/worker.py":
+        named = ("vllm_h2o/worker/worker.py", "vllm_h2o/scheduler/scheduler.py")
+        if below(name, "vllm_h2o.plugin") and module.path not in named:
             yield name
         if module.path.startswith("patches/"):
             allowed = tuple(

@@ -7,6 +7,7 @@ The patches call these functions, in a process that starts an engine, in this or
     create_engine_config: patches verified, prepare (before) ... vLLM ... finish (after)
         where positions roll, vLLM does not see max_model_len: of_trained_length
     the engine is ready: check_fitted, where vLLM has fitted max_model_len to the memory
+    in the engine's process, with continuation: before_call, before_load
 """
 
 from __future__ import annotations
@@ -297,3 +298,35 @@ def add_stat_logger(manager: Any, vllm_config: Any) -> None:
 
     # First, because it removes statistics that other loggers do not know.
     manager.stat_loggers.insert(0, PolicyStatLogger(vllm_config, manager.engine_indexes))
+
+
+def before_call(engine_core: Any, method: object) -> None:
+    """Drop cached tokens if what all workers are about to do may change weights.
+
+    Args:
+        engine_core: vLLM's EngineCore, with or without a policy.
+        method: of the workers: its name, or a function.
+
+    """
+    if (conversations := _conversations(engine_core)) is not None:
+        conversations.weights.call(method)
+
+
+def before_load(engine_core: Any, adapter: Any) -> None:
+    """Drop cached tokens of an adapter whose weights are about to be replaced.
+
+    Args:
+        engine_core: vLLM's EngineCore, with or without a policy.
+        adapter: the LoRARequest.
+
+    """
+    if (conversations := _conversations(engine_core)) is not None:
+        conversations.weights.load(adapter)
+
+
+def _conversations(engine_core: Any) -> Any:
+    """The conversations of an engine; None while it starts, and without ``continuation``."""
+    from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
+
+    scheduler = vars(engine_core).get("scheduler")
+    return scheduler.conversations if isinstance(scheduler, HeavyHitterScheduler) else None

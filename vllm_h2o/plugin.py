@@ -8,6 +8,7 @@
     load_general_plugins -> register        (group vllm.general_plugins: every process, again)
     with a policy: in each worker -> activate   (its patches; where the engine is configured, the
                    patch of create_engine_config applies those of the front end)
+    with continuation: in the scheduler -> activate_engine   (those of the engine's process)
 
 ``LLM(..., kv_policy="h2o")`` makes its engine arguments before vLLM loads general plugins. The only
 entry point that runs earlier is the one that asks which platform this is; ours answers "none of
@@ -82,6 +83,14 @@ def activate() -> None:
     from vllm_h2o.patches._with_policy import activate_worker
 
     activate_worker()
+
+
+def activate_engine() -> None:
+    """Apply the patches that an engine's own process needs. Called where its scheduler starts."""
+    register()
+    from vllm_h2o.patches._with_policy import activate_engine_core
+
+    activate_engine_core()
 
 
 class _EnginePackage(ModuleType):

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
+from safetensors.torch import load_file, save_file
+from vllm import LLM, SamplingParams
 
 from tests.e2e.conversations import ConversationOracle, converse, own_text
 from tests.e2e.harness import Probe, engine, generate, shrink_terms, smollm2, tiny_llama, token_ids
@@ -110,3 +113,68 @@ def test_branches_regenerations_and_budgets(model: str, monkeypatch: pytest.Monk
         (anew,) = generate(llm, branches[:1], 5, **small)
         assert anew.num_cached_tokens == 0
     assert oracle.max_error < 1e-4 and oracle.num_turns >= 3 * 2 * 4
+
+
+def reload_from(worker: Any, path: str) -> None:
+    """As trainers do: a function that vLLM runs in each worker."""
+    worker.reload_weights(weights_path=path)
+
+
+def pause(core: Any, llm: LLM) -> None:
+    """Keep requests and caches."""
+    core.pause_scheduler(mode="keep", clear_cache=False)
+
+
+def sleep(core: Any, llm: LLM) -> None:
+    """At a level that a CPU has."""
+    llm.sleep(level=0)
+
+
+def wake(core: Any, llm: LLM) -> None:
+    """Schedule again."""
+    core.resume_scheduler()
+    llm.wake_up(tags=["scheduling"])
+
+
+SHARING = ("snapkv", {"observation_window": 6}, {"enable_prefix_caching": True})
+WAYS: dict[str, tuple[tuple[str, dict[str, Any], dict[str, Any]], list[Callable[..., None]]]] = {
+    "alone": (("h2o", {}, {}), []),
+    "paused": (("h2o", {}, {}), [pause]),
+    "asleep": (("h2o", {}, {}), [sleep]),
+    "prefix caching": (SHARING, []),
+}
+
+
+@pytest.mark.parametrize("call", ["reload_weights", reload_from])
+@pytest.mark.parametrize("way", WAYS)
+def test_conversation_whose_weights_changed_starts_anew(
+    way: str, call: str | Callable[..., None], model: str, tmp_path: Path
+) -> None:
+    """With a fresh engine's tokens, whatever else is done with the engine meanwhile."""
+    (policy, options, settings), before = WAYS[way]
+    own = {"budget": 64, "continuation": True, **options}
+    settings = {**SMALL, **settings}
+    newer = tmp_path / "newer"
+    shutil.copytree(model, newer)
+    weights = load_file(newer / "model.safetensors")
+    scaled = {name: weight * 1.1 for name, weight in weights.items()}
+    save_file(scaled, newer / "model.safetensors", {"format": "pt"})
+    with engine(model, policy, own, **settings) as llm:
+        (first,) = generate(llm, [own_text(0, 90)], 20)
+        text = [*own_text(0, 90), *first.outputs[0].token_ids, *own_text(1, 9)]
+        core = llm.llm_engine.engine_core.engine_core
+        for act in before:
+            act(core, llm)
+        if callable(call):
+            llm.collective_rpc(call, args=(str(newer),))
+        else:
+            llm.collective_rpc(call, kwargs={"weights_path": str(newer)})
+        if before:
+            wake(core, llm)
+        (changed,) = generate(llm, [text], 20)
+        assert changed.num_cached_tokens == 0
+        said = [*text, *changed.outputs[0].token_ids, 1]
+        (third,) = generate(llm, [said], 2)
+        assert third.num_cached_tokens == len(said) - 2
+    with engine(str(newer), policy, own, **settings) as llm:
+        assert token_ids(generate(llm, [text], 20)) == token_ids([changed])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,35 @@ def test_adapters_go_on_from_their_own(tmp_path: Path, monkeypatch: pytest.Monke
         assert found == [0, 0, 0, 0, 143, 143]
         assert probe.num_free == probe.num_total
     assert oracle.num_turns == 2 * 2 * 2 and oracle.max_error < 1e-4
+
+
+@pytest.mark.parametrize("way", ["add_lora", "request"])
+def test_adapter_loaded_in_place_starts_anew(way: str, tmp_path: Path) -> None:
+    """With a fresh engine's tokens; later turns, and those of another adapter, go on."""
+    model = tiny_llama(tmp_path / "model", 4, 2)
+    lora, other, newer = (adapter(model, tmp_path / f"adapter{seed}", seed) for seed in (1, 2, 3))
+    options = {"budget": 64, "continuation": True}
+    anew = LoRARequest(lora.lora_name, 1, lora.lora_path, load_inplace=True)
+
+    def turn(llm: LLM, text: list[int], given: LoRARequest) -> tuple[list[int], int | None]:
+        """Say a text, and add the answer and something more to it."""
+        (output,) = generate(llm, [text], [given])
+        (said,) = token_ids([output])
+        text += [*said, *CHARACTERS[:9]]
+        return said, output.num_cached_tokens
+
+    with engine(model, "h2o", options, **SETTINGS) as llm:
+        text, another = [*PROMPTS[-1]], [*PROMPTS[-1]]
+        turn(llm, text, lora)
+        turn(llm, another, other)
+        shutil.copytree(newer.lora_path, lora.lora_path, dirs_exist_ok=True)
+        if way == "add_lora":
+            llm.llm_engine.add_lora(anew)
+        given = anew if way == "request" else lora
+        asked = [*text]
+        said, num_cached = turn(llm, text, given)
+        assert num_cached == 0
+        assert turn(llm, text, given)[1] == len(asked) + 23
+        assert turn(llm, another, other)[1] == 143
+    with engine(model, "h2o", options, **SETTINGS) as llm:
+        assert turn(llm, asked, newer) == (said, 0)

@@ -123,6 +123,15 @@ CALLS["mpclient__apply_ready_response"] = [
 CALLS["inproc_client__init"] = [
     ((SimpleNamespace(), engine_args(), object), {"log_stats": True}, {"log_stats": True}),
 ]
+CALLS["engine_core__collective_rpc"] = [
+    ((SimpleNamespace(), "reload_weights", None, ("path",)), {}, {}),
+    (
+        (SimpleNamespace(scheduler=None), "sleep"),
+        {"kwargs": {"level": 1}},
+        {"kwargs": {"level": 1}},
+    ),
+]
+CALLS["engine_core__add_lora"] = [((SimpleNamespace(), "adapter"), {}, {})]
 
 
 class InputProcessor:
@@ -196,7 +205,7 @@ def test_file_is_named_after_the_symbol(module: ModuleType) -> None:
 
 def test_every_file_is_in_use() -> None:
     """No patch lies about unused, and none is applied twice."""
-    used = [*patches.ALWAYS, *patches.WITH_POLICY, *patches.FRONT_END]
+    used = [*patches.ALWAYS, *patches.WITH_POLICY, *patches.FRONT_END, *patches.ENGINE]
     assert [module.PATCH for module in MODULES] == used
     assert len({patch.symbol.path for patch in used}) == len(used)
 

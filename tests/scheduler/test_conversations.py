@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from tests.draws import drawn, seen_by_all
@@ -79,6 +80,13 @@ def talk(depth: int = 1, num_blocks: int = 200, **options: object) -> Talking:
     return Talking(config, num_blocks, depth)
 
 
+def entries_of(talking: Talking) -> Conversations:
+    """The book of entries."""
+    entries = talking.scheduler.conversations
+    assert entries is not None
+    return entries
+
+
 def first_turn(talking: Talking, tenant: Tenant = TENANTS[0]) -> list[int]:
     """Said, with 30 tokens of prompt and 6 more."""
     talking.say(range(10, 40), 6, tenant)
@@ -127,9 +135,9 @@ def test_the_longest_wins_and_a_taken_page_is_gone() -> None:
         output = talking.step()
         assert output.residency_plan.requests[request_id].logical_start == begun
         talking.drain()
-    entries = talking.scheduler.block_manager._conversations
-    assert isinstance(entries, Conversations)
+    entries = entries_of(talking)
     request = _request_of(talking, [*text, 1, 2, 3])
+    entries.weights.begin(request)
     entry = entries.find(request, talking.scheduler.ledger.budget)
     assert entry is not None and entry.turn.logical_len == len(text) + 2
     pool = talking.scheduler.block_manager.block_pool
@@ -175,3 +183,90 @@ def test_requests_with_a_raw_hit_are_counted() -> None:
     assert talking.count["hit"] == 1
     stats = talking.scheduler.stats_reporter.report()
     assert (stats.continuation_queries, stats.continuation_hits) == (64, 0)
+
+
+@pytest.mark.parametrize("method", ["reload_weights", "update_weights", print])
+@pytest.mark.parametrize("tenant", TENANTS[:3])
+def test_entries_where_weights_change_are_gone(method: object, tenant: Tenant) -> None:
+    """Also those of an adapter, and of a request that ran meanwhile; the next turn leaves one."""
+    talking = talk()
+    text = first_turn(talking, tenant)
+    talking.say(range(50, 80), 6, tenant)
+    talking.step()
+    entries_of(talking).weights.call(method)
+    talking.drain()
+    meanwhile = talking.said[-1][1]
+    for said in (text, meanwhile):
+        talking.say([*said, 1], 2, tenant)
+    talking.drain()
+    assert talking.count["continue"] == 0
+    talking.say([*talking.said[-1][1], 1], 2, tenant)
+    talking.drain()
+    assert talking.count["continue"] == 1
+    talking.scheduler.check_integrity()
+
+
+def test_entries_where_workers_are_only_read_stay() -> None:
+    """A method that is known to leave weights alone."""
+    talking = talk()
+    text = first_turn(talking)
+    entries_of(talking).weights.call("compute_weight_checksums")
+    talking.say([*text, 1], 2, TENANTS[0])
+    talking.drain()
+    assert talking.count["continue"] == 1
+
+
+def test_entries_of_a_preempted_request_are_of_the_newer_weights() -> None:
+    """It is computed again from its first token, so the next turn goes on from it."""
+    talking = talk()
+    talking.say(range(10, 40), 6, TENANTS[0])
+    talking.step()
+    entries_of(talking).weights.call("reload_weights")
+    assert talking.scheduler.reset_prefix_cache(reset_running_requests=True)
+    talking.drain()
+    talking.say([*talking.said[-1][1], 1], 2, TENANTS[0])
+    talking.drain()
+    assert talking.count["continue"] == 1
+
+
+@pytest.mark.parametrize("tenant", [TENANTS[0], TENANTS[2]])
+def test_prefixes_where_weights_change_are_gone(tenant: Tenant) -> None:
+    """VLLM's hashes do not name them; a request that runs meanwhile publishes no more blocks."""
+    options = (ON, PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2))
+    talking = Talking(vllm_config(12, 16, 8, "fcfs", False, options), 200, 1)
+    first_turn(talking, tenant)
+    talking.say(range(10, 70), 2, tenant)
+    talking.step()
+    weights, pool = entries_of(talking).weights, talking.scheduler.block_manager.block_pool
+    assert talking.count["hit"] == 1
+    if tenant.adapter:
+        weights.load(LoRARequest(tenant.adapter, 1, "/nowhere", load_inplace=True))
+    else:
+        weights.call("reload_weights")
+    assert talking.scheduler.running
+    talking.drain()
+    marks = {i for entry in entries_of(talking)._owners.values() for i in entry.marks}
+    assert {block.block_hash for block in pool.blocks} - marks == {None}
+    talking.say(range(10, 70), 2, tenant)
+    talking.drain()
+    assert talking.count["hit"] == 1
+    talking.scheduler.check_integrity()
+
+
+def test_entries_of_other_adapters_stay() -> None:
+    """Where one is loaded again in place; those of the model without any stay, too."""
+    talking = talk()
+    texts = [first_turn(talking, tenant) for tenant in TENANTS[:3]]
+    weights = entries_of(talking).weights
+    weights.load(LoRARequest("b", 1, "/nowhere"))  # its workers keep it
+    weights.load(LoRARequest("c", 2, "/nowhere", load_inplace=True))
+    weights.load(LoRARequest("c", 2, "/nowhere", load_inplace=True))
+    for text, tenant in zip(texts, TENANTS, strict=False):
+        talking.say([*text, 1], 2, tenant)
+    talking.drain()
+    assert talking.count["continue"] == 3
+    weights.load(LoRARequest("b", 1, "/nowhere", load_inplace=True))
+    for text, tenant in zip(texts, TENANTS, strict=False):
+        talking.say([*text, 1], 2, tenant)
+    talking.drain()
+    assert talking.count["continue"] == 5

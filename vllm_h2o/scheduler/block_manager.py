@@ -293,6 +293,8 @@ class HeavyHitterManager(FullAttentionManager):
         """Publish a group's blocks up to the token at which the policy's layers begin to evict."""
         request_id = request.request_id
         end = self.ledger.states[request_id].num_sharable(num_tokens)
+        if self._conversations and not self._conversations.weights.is_current(request_id):
+            end = 0  # its later blocks are computed with other weights than its first
         before = owner.num_cached_block.get(request_id, 0)
         cache_blocks(request, end, *args, **kwargs)
         after = owner.num_cached_block.get(request_id, 0)
@@ -337,6 +339,8 @@ class HeavyHitterManager(FullAttentionManager):
         self._remember(request_id)
         self._entries.pop(request_id, None)
         self._continued.pop(request_id, None)
+        if self._conversations:
+            self._conversations.weights.end(request_id)
         self.ledger.close(request_id)
         return super().pop_blocks_for_free(request_id)
 

@@ -11,8 +11,9 @@ scheduling, so an entry needs no holder: its blocks may be taken in the same ste
 request that continues from it.
 
 The key of an entry is vLLM's hash of its last whole block and all before it, which includes adapter
-and salt, the tokens after that block, and the budget. As in vLLM's own cache, two texts of one hash
-pass for the same.
+and salt, the tokens after that block, the budget, and the weights that computed it (weights.py). As
+in vLLM's own cache, two texts of one hash pass for the same. A request whose weights are replaced
+while it runs leaves no entry, and publishes no more blocks for the prefix cache.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.state import Left, RequestState
+from vllm_h2o.scheduler.weights import Identity, Weights
 from vllm_h2o.wire import Continuation
 
 WHOLE = (
@@ -47,8 +49,8 @@ WHOLE = (
 )
 """Status of finished requests whose blocks hold exactly their tokens."""
 
-Start = tuple[BlockHash | None, Budget]
-"""First half of a key: the whole blocks and the budget."""
+Start = tuple[BlockHash | None, Budget, Identity]
+"""First half of a key: the whole blocks, the budget and the weights."""
 End = tuple[tuple[int, ...], Hashable]
 """Second half: the tokens after those blocks, and the keys that vLLM would hash with them."""
 
@@ -62,6 +64,7 @@ class Entry:
         blocks: its blocks, in order.
         marks: the hash of each block.
         key: under which it is found.
+        weights: that computed it.
 
     """
 
@@ -69,6 +72,7 @@ class Entry:
     blocks: tuple[KVCacheBlock, ...]
     marks: tuple[BlockHashWithGroupId, ...]
     key: tuple[Start, End]
+    weights: Identity
 
     @property
     def is_whole(self) -> bool:
@@ -105,6 +109,7 @@ class Conversations:
     def __init__(self, pool: BlockPool, group_id: int, hash_fn: Callable[[object], bytes]) -> None:
         # A liberty: blocks with a hash are taken last, and lose it then.
         pool.enable_caching = True
+        self._pool = pool
         init_none_hash(hash_fn)
         self._block_size: int = pool.hash_block_size
         self._hasher = get_request_block_hasher(self._block_size, hash_fn)
@@ -113,6 +118,18 @@ class Conversations:
         self._found: dict[Start, dict[End, Entry]] = {}
         self._owners: dict[int, Entry] = {}
         self._num_blocks: Counter[int] = Counter()  # entries, by the number of their whole blocks
+        self.weights = Weights(self._drop_replaced)
+
+    def _drop_replaced(self) -> None:
+        """Drop what other weights have computed: entries, and all of vLLM's prefix cache.
+
+        VLLM's hashes name an adapter, but not its weights.
+        """
+        for entry in set(self._owners.values()):
+            if not self.weights.holds(entry.weights):
+                self._forget(entry)
+        hashed = (block.block_id for block in self._pool.blocks if block.block_hash)
+        self._pool.evict_blocks({i for i in hashed if i not in self._owners})
 
     def add(
         self, request: Request, state: RequestState, turn: Left, blocks: Sequence[KVCacheBlock]
@@ -134,7 +151,10 @@ class Conversations:
             return
         if any(block.is_null or block.ref_cnt != 1 or block.block_hash for block in blocks):
             return
-        start, end = self._key(request, state.budget, turn.logical_len)
+        weights = self.weights.kept_by(request)
+        if weights is None:
+            return
+        start, end = self._key(request, state.budget, weights, turn.logical_len)
         if before := self._found.get(start, {}).get(end):
             self._forget(before)
         number = next(self._numbers).to_bytes(8, "big")
@@ -144,7 +164,7 @@ class Conversations:
             )
             for index in range(len(blocks))
         )
-        entry = Entry(turn, tuple(blocks), marks, (start, end))
+        entry = Entry(turn, tuple(blocks), marks, (start, end), weights)
         for block, mark in zip(blocks, marks, strict=True):
             if (owner := self._owners.get(block.block_id)) is not None:
                 self._forget(owner)
@@ -157,18 +177,21 @@ class Conversations:
         """Find the longest entry that is shorter than a request's tokens and begins them.
 
         Args:
-            request: a request that holds nothing.
+            request: a request that has begun, and holds nothing.
             budget: its own, or the engine's.
 
         """
-        if not self._found or request.resumable or request.skip_reading_prefix_cache:
+        weights = self.weights.begun_with(request)
+        if not self._found or weights is None:
+            return None
+        if request.resumable or request.skip_reading_prefix_cache:
             return None
         self._update_hashes(request)
         longest = request.num_tokens - 1
         for num_blocks in sorted(self._num_blocks, reverse=True):
             if num_blocks > longest // self._block_size:
                 continue
-            known = self._found.get(self._start(request, budget, num_blocks), {})
+            known = self._found.get(self._start(request, budget, weights, num_blocks), {})
             for end in sorted(known, key=lambda end: -len(end[0])):
                 length = num_blocks * self._block_size + len(end[0])
                 if length > longest or end != self._end(request, length):
@@ -189,14 +212,16 @@ class Conversations:
         if held:
             raise IntegrityError(f"blocks {held} belong to an entry, but a request holds them")
 
-    def _key(self, request: Request, budget: Budget, length: int) -> tuple[Start, End]:
+    def _key(
+        self, request: Request, budget: Budget, weights: Identity, length: int
+    ) -> tuple[Start, End]:
         self._update_hashes(request)
-        start = self._start(request, budget, length // self._block_size)
+        start = self._start(request, budget, weights, length // self._block_size)
         return start, self._end(request, length)
 
-    def _start(self, request: Request, budget: Budget, num_blocks: int) -> Start:
+    def _start(self, request: Request, budget: Budget, weights: Identity, num_blocks: int) -> Start:
         whole = request.block_hashes[num_blocks - 1] if num_blocks else None
-        return whole, budget
+        return whole, budget, weights
 
     def _end(self, request: Request, length: int) -> End:
         """Tokens after the whole blocks of a request's first ``length`` tokens."""

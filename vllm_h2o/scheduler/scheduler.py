@@ -30,6 +30,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import asked_budget, budget_of
 from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.pages import num_pages
+from vllm_h2o.plugin import activate_engine
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.chunks import CutsChunks
@@ -66,6 +67,7 @@ class HeavyHitterScheduler(CutsChunks):
             or rules.chunk > 0
             or rules.num_drafts > 0
         )
+        self.conversations = self._conversations() if config.continuation else None
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         # vLLM stops in time with three steps in flight; each further one may compute a token more.
         max_overshoot = max(self.vllm_config.max_concurrent_batches - 3, 0)
@@ -76,7 +78,7 @@ class HeavyHitterScheduler(CutsChunks):
             largest_chunk,
             max_overshoot,
             self.windows,
-            self._conversations() if config.continuation else None,
+            self.conversations,
         )
         # A block id names one page in each layer of a group; some groups have fewer layers.
         groups = self.kv_cache_config.kv_cache_groups
@@ -246,6 +248,8 @@ class HeavyHitterScheduler(CutsChunks):
         hit ends, so beside them a shorter hit has to be looked up again with its limit.
         """
         find, manager = super()._get_local_prefix_cache_hit, self.block_manager
+        if self.conversations is not None:
+            self.conversations.weights.begin(request)
         blocks, num_cached, *rest = find(request, *limits)
         if self._prefix_caching and (num_cached or self.windows.managers):
             own = self.ledger.max_cached_tokens(manager.info_of(request))
@@ -332,6 +336,7 @@ class HeavyHitterScheduler(CutsChunks):
         return manager, Windows(managers)
 
     def _conversations(self) -> Conversations:
+        activate_engine()
         hash_fn = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
         manager = self.block_manager
         return Conversations(manager.block_pool, manager.kv_cache_group_id, hash_fn)
