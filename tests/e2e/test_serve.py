@@ -75,7 +75,7 @@ def test_a_request_with_a_budget_of_its_own(server: Completing) -> None:
     bodies: list[dict[str, Any]] = [{"vllm_xargs": {"kv_budget": "full"}}, {}]
     asked = (
         {"kv_budget": 1.5}, {"kv_budget": "half"}, {"kv_budget": 1}, {"kv_budget": True},
-        {"kv-budget": 64}, {"kv_bugdet": 64},
+        {"kv-budget": 64}, {"kv_bugdet": 64}, {"budget": 64}, {"kv_policy_config.budget": 64},
     )  # fmt: skip
     with ThreadPoolExecutor() as pool:
         running = [

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,25 @@ def test_check_request_reads_its_budget_alone() -> None:
     check({}, {"kv_budget": 64})
     with pytest.raises(ConfigError, match="the engine has no kv-policy"):
         check(None, {"kv_budget": 64})
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["budget", "max_budget", "min-budget", "budget_basis", "kv_policy", "--kv-policy",
+     "kv_policy_config", "kv_policy_config.budget", "kv-policy-config.Budget", "evict_every"],
+)  # fmt: skip
+def test_request_that_names_an_option_is_refused(key: str) -> None:
+    """Nothing would read it. Without a policy, another plugin may."""
+    with pytest.raises(ConfigError, match=re.escape(f"{key!r} in a request")) as caught:
+        check({}, {key: 64})
+    assert "Give 'kv_budget'" in str(caught.value)
+    check(None, {key: 64})
+
+
+@pytest.mark.parametrize("key", ["merge", "score", "positions", "session_id", "my_budgets"])
+def test_key_of_another_plugin_is_taken(key: str) -> None:
+    """A word that others use as well."""
+    check({}, {key: 1})
 
 
 def test_check_request_refuses_more_pages_than_the_pool_has() -> None:

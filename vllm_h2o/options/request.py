@@ -7,6 +7,7 @@ The front end checks it when a request enters, and answers HTTP 400; the schedul
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,12 @@ from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
 
 KEY = "kv_budget"
+_OWN = {"kv_policy", "kv_policy_config"} | {
+    option.name
+    for option in fields(KVPolicyConfig)
+    if option.name not in ("name", "score", "split", "merge", "positions", "eviction", "kernels")
+}
+"""Keys that mean this package; those left out may be another plugin's."""
 
 
 class RefusedRequestError(ConfigError, VLLMClientError):
@@ -138,12 +145,33 @@ def _pages_of_an_engine(vllm_config: Any) -> int:
     return pages // (local if parallel.local_engines_only else parallel.data_parallel_size)
 
 
+def _check_keys(extra_args: Mapping[str, Any]) -> None:
+    """Refuse options of the engine's policy in a request.
+
+    Raises:
+        ConfigError: for the first of them; with a policy alone, for another plugin may read it.
+
+    """
+    for key in extra_args:
+        plain = str(key).lower().replace("-", "_").lstrip("_").removeprefix("kv_policy_config.")
+        if plain in _OWN or plain.startswith("kv_policy"):
+            raise ConfigError(
+                f"{key!r} in a request",
+                f"a request sets its budget alone, by {KEY!r}",
+                "policy and options belong to the engine",
+                f"give {KEY!r}, or set the option when the engine starts",
+            )
+
+
 def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int]) -> Any:
     params = request.sampling_params
-    asked = asked_budget(params.extra_args) if params is not None else None
+    extra_args = (params and params.extra_args) or {}
+    config = KVPolicyConfig.of(vllm_config) if extra_args else None
+    if config is not None:
+        _check_keys(extra_args)
+    asked = asked_budget(extra_args)
     if asked is None:
         return request
-    config = KVPolicyConfig.of(vllm_config)
     if config is None:
         raise ConfigError(
             f"{KEY}={asked!r}",
