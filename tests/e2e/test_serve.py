@@ -207,5 +207,7 @@ def test_a_server_with_a_bad_budget_stops(tmp_path: Path, flags: list[str], mess
     """The message is the last thing on the screen, also where vLLM fits the length first."""
     server = Server(Path(smollm2()), tmp_path / "log", [*ENGINE, "--kv-policy=h2o", *flags])
     assert server.process.wait(TIMEOUT) != 0
-    text = server.log.read_text()
-    assert f"kv-policy: {message}" in text.strip().splitlines()[-1]
+    lines = server.log.read_text().strip().splitlines()
+    # Python's own warning, in a process that may outlive both, of what a killed engine leaves.
+    said = [line for line in lines if "resource_tracker" not in line]
+    assert f"kv-policy: {message}" in said[-1]
