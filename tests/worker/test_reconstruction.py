@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.policy import Term
+from vllm_h2o.worker import reconstruction
 from vllm_h2o.worker.reconstruction import Reader, Reconstruction, Rereading, blocks_of
 
 HEADS, GROUP, SIZE, PAGE = 2, 3, 16, 4
@@ -81,9 +83,22 @@ def test_tokens(is_v2: bool) -> None:
     assert found == [[*range(23, 28)], [*range(28, 30)]]
 
 
+@pytest.mark.parametrize("most", [1 << 24, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_attention(dtype: torch.dtype) -> None:
-    """Of a block: softmax over the first page, the block, and its own tokens up to each query."""
+def test_attention(dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block: softmax over the first page, the block, and its own tokens up to each query.
+
+    No more logits are held at once than are counted, though one block has more.
+    """
+    attend, numbers = reconstruction.scaled_dot_product_attention, list[int]()
+
+    def counted(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        numbers.append(query.shape[:3].numel() * key.shape[2])
+        found: torch.Tensor = attend(query, key, *rest, **options)
+        return found
+
+    monkeypatch.setattr(reconstruction, "MAX_LOGITS", most)
+    monkeypatch.setattr(reconstruction, "scaled_dot_product_attention", counted)
     torch.manual_seed(0)
     scales = (1.0, 1.0) if dtype is torch.float32 else (0.5, 0.25)
     words = 2 * SIZE * dtype.itemsize + 12
@@ -100,6 +115,7 @@ def test_attention(dtype: torch.dtype) -> None:
     again = tuple(torch.randn(x.shape) for x in (query, key, value))
     out = torch.full_like(query, torch.nan)
     found.attend(cache, *again, 0.3, out)
+    assert max(numbers) <= most and (len(numbers) > 3) is (most == 300)
     held = [
         (view[cache.rows(TABLE)].flatten(1, 2)[:, :18].float() * scale).transpose(0, 1)
         for view, scale in zip((cache.key, cache.value), scales, strict=True)

@@ -171,8 +171,12 @@ class Reconstruction:
                 torch.cat([_read(alike.seen_of(view, cache), x, scale), x], dim=2)
                 for x, (view, scale) in zip((k, v), held, strict=True)
             )
-            found = scaled_dot_product_attention(q, k, v, alike.mask, scale=scale, enable_gqa=True)
-            out[alike.rows] = found.transpose(1, 2).to(out.dtype)
+            # Of one long block with many heads, some queries at a time.
+            size = max(1, MAX_LOGITS // (q.shape[0] * q.shape[1] * k.shape[2]))
+            parts = zip(q.split(size, dim=2), alike.mask.split(size), strict=True)
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
+            each = [scaled_dot_product_attention(p, k, v, mask, **options) for p, mask in parts]
+            out[alike.rows] = torch.cat(each, dim=2).transpose(1, 2).to(out.dtype)
 
     def _alike(self, query: torch.Tensor) -> list[Alike]:
         """The blocks by their shape, as many at once as :data:`MAX_LOGITS` allows; made once."""
