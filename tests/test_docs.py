@@ -151,11 +151,7 @@ def test_readme_figures_come_from_csvs() -> None:
     section = readme[readme.index("## Results") :].split("\n## ")[0]
     rows = [line for line in section.splitlines() if "**" in line and line.startswith("|")]
     generated = [re.findall(NUMBERS, line) for line in figures.profiles().splitlines()]
-    chats = {row["side"]: row for row in figures.find("chat-cpu.csv", conversations="16")}
-    ours, stock = (float(chats[side]["tokens_per_s"]) for side in ("h2o continued", "stock"))
-    pairs = ((ours / stock, 2), (ours, 1), (stock, 1))
-    generated.append([figures.figure(value, digits) for value, digits in pairs])
-    assert len(rows) >= 5
+    assert len(rows) >= 4
     for row in rows:
         wanted = re.findall(NUMBERS, "".join(row.split("|")[2:]))
         assert any(set(wanted) <= set(numbers) for numbers in generated), row

@@ -182,27 +182,43 @@ PROFILES = (
 
 
 def profiles() -> str:
-    """Return throughput, steps and prompts of h2o and of stock vLLM; medians of several pairs."""
+    """Return throughput, steps and prompts of h2o and of stock vLLM; medians of several pairs.
+
+    A profile's figures are from the machine that ran it last.
+    """
     table = []
     for profile, shown, budget in PROFILES:
-        pair = []
-        for side, own in (("h2o", budget), ("stock vLLM", "")):
-            found = find("throughput-cpu.csv", profile=profile, side=side, budget=own)
-            column = "step_ms" if profile.startswith("P3") else "output_tokens_per_s"
-            if profile == "P5":
-                pair.append(median(float(r["seconds"]) / int(r["num_prompts"]) for r in found))
-            else:
-                pair.append(median(float(row[column]) for row in found))
-        ours, stock = pair
+        rows = find("throughput-cpu.csv", profile=profile)
+        machine = rows[-1]["machine"]
+        rows = [row for row in rows if row["machine"] == machine]
+        sides = [
+            [_speed(row) for row in rows if (row["side"], row["budget"]) == asked]
+            for asked in (("h2o", budget), ("stock vLLM", ""))
+        ]
+        ratio = median(ours / stock for ours, stock in zip(*sides, strict=True))
+        medians = [median(side) for side in sides]
         if profile.startswith("P3"):
-            ratio, digits, unit = stock / ours, 1, "ms"
+            digits, unit, medians = 1, "ms", [1000 / speed for speed in medians]
         elif profile == "P5":
-            ratio, digits, unit = stock / ours, 2, "s"
+            digits, unit, medians = 2, "s", [1 / speed for speed in medians]
         else:
-            ratio, digits, unit = ours / stock, 0 if stock > 100 else 1, "tokens/s"
-        cells = [f"{figure(value, digits)} {unit}" for value in pair]
-        table.append([shown, f"**{figure(ratio, 2)}**", *cells, str(len(found))])
-    return markdown(("workload", "speed-up", "h2o", "stock vLLM", "pairs"), table)
+            digits, unit = 0 if medians[1] > 100 else 1, "tokens/s"
+        cells = [f"{figure(value, digits)} {unit}" for value in medians]
+        processor, _, _ = machine.partition(", ")
+        pairs = str(len(sides[0]))
+        shown_by = processor.replace("(R)", "").replace(" Processor", "")
+        table.append([shown, f"**{figure(ratio, 2)}**", *cells, pairs, shown_by])
+    head = ("workload", "speed-up", "h2o", "stock vLLM", "pairs", "processor")
+    return markdown(head, table)
+
+
+def _speed(row: Row) -> float:
+    """Return what is more when a side is faster: steps, prompts or tokens per second."""
+    if row["profile"].startswith("P3"):
+        return 1000 / float(row["step_ms"])
+    if row["profile"] == "P5":
+        return int(row["num_prompts"]) / float(row["seconds"])
+    return float(row["output_tokens_per_s"])
 
 
 def prompts() -> str:
