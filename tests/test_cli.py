@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import transformers
 
+from tests.chat_templates import TRIMS
 from tests.house_rules import ROOT
 from vllm_h2o.arguments import memory_bytes
 from vllm_h2o.cli import main
-from vllm_h2o.template import ANSWERS
+from vllm_h2o.template import KINDS
 
 MEMORY = ("--kv-memory", "64MiB")
 
@@ -296,24 +297,25 @@ def test_plan_imports_no_vllm(model: str) -> None:
 def test_check_template_finds_changed_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A template that reproduces answers, one that trims them, and none."""
+    """A model's own template, one that trims answers, and none."""
     from benchmarks.smollm2 import model_dir
 
     model = str(model_dir("float32", progress=False))
     assert main(["check-template", model]) == 0
     printed = capsys.readouterr().out
-    assert printed.count(": continues") == 4 == len(ANSWERS)
+    assert all(f"{kind.what}: " in printed for kind in KINDS)
+    assert "a tool call of compact JSON: starts anew, at token 24 of 60\n" in printed
     own = tmp_path / "template"
-    own.write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] | trim"
-        " }}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\\n' }}"
-    )
+    own.write_text(TRIMS)
     assert main(["check-template", model, "--chat-template", str(own)]) == 0
     printed = capsys.readouterr().out
     assert "a plain answer: continues\n" in printed
-    assert "begins with its thoughts: starts anew\n" in printed
-    assert "generated '<think>\\nWho was there?'" in printed and printed.count("anew") == 2
+    assert "an answer that ends with blanks: starts anew, at token 27 of 28\n" in printed
+    assert "  generated ' \\n\\n'\n  template  '<|im_end|>" in printed
     own.write_text("{% for m in messages %}{{ m.role }}{% endfor %}")
     assert main(["check-template", model, "--chat-template", str(own)]) == 1
+    own.write_text("{{ raise_exception('no chats') }}")
+    assert main(["check-template", model, "--chat-template", str(own)]) == 1
+    assert "a plain answer: refused by the template: no chats" in capsys.readouterr().out
     assert main(["check-template", str(tmp_path)]) == 2
     assert "Name a chat model, or give --chat-template" in capsys.readouterr().err

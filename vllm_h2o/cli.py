@@ -52,7 +52,11 @@ into the budget have no scores. The model runs in an engine of its own, which lo
 _TEMPLATE = """\
 Check whether a model's chat template reproduces the tokens of the last turn in the next turn's
 prompt. Only then does --kv-policy-config.continuation true continue from the last turn's cache. The
-check reads the tokenizer alone.
+check reads the tokenizer alone. It tries plain and edited answers, thoughts and tool calls, and
+says at which token (counted from 0) each kind of answer breaks.
+
+With tool_choice required or a tool's name, some of vLLM's --tool-call-parser let the model generate
+bare JSON, others its own format. With the latter see "a tool call".
 """
 
 
@@ -345,10 +349,7 @@ def _check_template(arguments: argparse.Namespace) -> int:
             "name a chat model, or give --chat-template",
         ) from error
     for each in found:
-        print(f"{each.what}: {'continues' if each.continues else 'starts anew'}")
-        if not each.continues:
-            print(f"  {each.num_begun} of {each.num_tokens} tokens are the same; then")
-            print(f"  generated {each.expected!r}\n  template  {each.found!r}")
+        print("\n".join(each.lines()))
     return int(not found[0].continues)
 
 
