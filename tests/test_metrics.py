@@ -38,6 +38,7 @@ REPORT = PolicyStats(
     saved_bytes=3 * 2**20,
     continuation_queries=500,
     continuation_hits=400,
+    continuation_misses=3,
 )
 POLICY = {"kv_policy": {"name": "h2o", "budget": 12}}
 

@@ -37,6 +37,8 @@ COUNTERS = {
     "continuation_queries": "With continuation: tokens of admitted requests.",
     "continuation_hits": "With continuation: tokens of admitted requests that came from an earlier "
     "turn's cache and were not computed again.",
+    "continuation_misses": "With continuation: later turns that might have continued and did not: "
+    "requests that begin with an earlier one's prompt, and then differ from its answer.",
 }
 """Field of PolicyStats -> description of ``vllm:kv_policy_<field>_total``."""
 
@@ -124,11 +126,13 @@ class PolicyStatLogger(AggregateStatLoggerBase):
             )
             if self._continues:
                 logger.info(
-                    "Engine %03d: KV policy %s: %d of %d admitted tokens continued",
+                    "Engine %03d: KV policy %s: %d of %d admitted tokens continued, "
+                    "%d later turns might have continued and did not",
                     engine_idx,
                     self._policy,
                     stats.continuation_hits,
                     stats.continuation_queries,
+                    stats.continuation_misses,
                 )
         self._unsaid.clear()
 

@@ -261,6 +261,8 @@ class PolicyStats:
         continuation_queries: with continuation, tokens of the requests that were admitted since the
             last report.
         continuation_hits: tokens among them that were not computed again.
+        continuation_misses: later turns among these requests that might have continued from an
+            earlier one and did not.
 
     """
 
@@ -275,6 +277,7 @@ class PolicyStats:
     saved_bytes: int
     continuation_queries: int = 0
     continuation_hits: int = 0
+    continuation_misses: int = 0
 
     def put_into(self, carrier: MutableMapping[str, int]) -> None:
         """Add the numbers to a mapping that vLLM sends."""

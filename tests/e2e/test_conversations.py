@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,19 +73,58 @@ SMALL_SERVER = ("--dtype=float32", "--enforce-eager", "--max-model-len=512", "--
 
 def test_chat(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The page's commands, on a real server and a real template, as a reader would run them."""
-    check, start, chat, metrics = blocks(CHAT)
+    check, start, client, metrics = blocks(CHAT)
     model = smollm2()
     assert main(shlex.split(check.code.replace(MODEL, model))[1:]) == 0
     assert "a plain answer: continues" in capfd.readouterr().out
     _, _, served, *flags = shlex.split(start.code)
     assert served == MODEL
     with Completing(Path(model), tmp_path / "log", [*SMALL_SERVER, *flags]) as server:
-        said = re.findall(r"(\d+) tokens, (\d+) of them continued", run(chat, server))
+        said = re.findall(r"(\d+) tokens, (\d+) of them continued", run(client, server))
         prompts, cached = ([int(n) for n in each] for each in zip(*said, strict=True))
-        counted = run(metrics, server)
+        assert counted(run(metrics, server), "hits") == sum(cached)
+        assert counted(run(metrics, server), "misses") == 0
+        num_tokens, broken = edited(server)
+        assert counted(run(metrics, server), "misses") == 1
     assert cached == [0, prompts[0] + 23, prompts[1] + 23] and len(prompts) == 3
-    hits = re.search(r"^vllm:kv_policy_continuation_hits_total\{.*\} ([\d.]+)$", counted, re.M)
-    assert hits and float(hits[1]) == sum(cached)
+    (line,) = re.findall(r"continuation: a later turn .*", (tmp_path / "log").read_text())
+    assert f"at token {broken} of {num_tokens}, counted from 0" in line
+
+
+def counted(printed: str, what: str) -> float:
+    """A number of the policy's metrics."""
+    (number,) = re.findall(
+        rf"^vllm:kv_policy_continuation_{what}_total\{{.*\}} ([\d.]+)$", printed, re.M
+    )
+    return float(number)
+
+
+def edited(server: Completing) -> tuple[int, int]:
+    """Chat, and change the answer's first word: its turn's tokens, and which of them differs."""
+    messages = [{"role": "user", "content": "Name the seven seas."}]
+    first = chat(server, messages)
+    answer = first["choices"][0]["message"]["content"]
+    messages += [
+        {"role": "assistant", "content": f"Nine {answer}"},
+        {"role": "user", "content": "Again?"},
+    ]
+    assert chat(server, messages)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    usage = first["usage"]
+    # The answer's last token is sampled, but never computed.
+    return usage["prompt_tokens"] + usage["completion_tokens"] - 1, usage["prompt_tokens"]
+
+
+def chat(server: Completing, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """The server's answer to a chat."""
+    body = {"model": server.model, "messages": messages, "max_tokens": 9, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        answer: dict[str, Any] = json.loads(reply.read())
+    return answer
 
 
 def test_branches_regenerations_and_budgets(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from tests.scheduler.harness import MAX_MODEL_LEN, STOP, Simulation
+from tests.scheduler.harness import MAX_MODEL_LEN, STOP, Simulation, vllm_config
 from tests.scheduler.shadow import ShadowPool
+from vllm_h2o.scheduler.conversations import Conversations
 from vllm_h2o.wire import Continuation, RequestPlan
 
 
@@ -176,6 +177,30 @@ class Talking(Simulation):
         for _ in range(num):
             most = min(most, MAX_MODEL_LEN - len(prompt))
             self.say(prompt, most, own if tenant is None else TENANTS[tenant])
+
+
+ON = ("continuation", True)
+
+
+def talk(depth: int = 1, num_blocks: int = 200, **options: object) -> Talking:
+    """Conversations in a pool that holds them all, unless told otherwise."""
+    own = (ON, *options.items())
+    config = vllm_config(12, 64, 8, "fcfs", async_scheduling=depth > 1, options=own)
+    return Talking(config, num_blocks, depth)
+
+
+def entries_of(talking: Talking) -> Conversations:
+    """The book of entries."""
+    entries = talking.scheduler.conversations
+    assert entries is not None
+    return entries
+
+
+def first_turn(talking: Talking, tenant: Tenant = TENANTS[0]) -> list[int]:
+    """Said, with 30 tokens of prompt and 6 more."""
+    talking.say(range(10, 40), 6, tenant)
+    talking.drain()
+    return talking.said[-1][1]
 
 
 _add = st.tuples(

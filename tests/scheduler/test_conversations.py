@@ -12,7 +12,16 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from tests.draws import drawn, seen_by_all
-from tests.scheduler.conversations import TENANTS, Talking, Tenant, conversations
+from tests.scheduler.conversations import (
+    ON,
+    TENANTS,
+    Talking,
+    Tenant,
+    conversations,
+    entries_of,
+    first_turn,
+    talk,
+)
 from tests.scheduler.harness import vllm_config
 from tests.scheduler.schedules import (
     OPTIONS,
@@ -23,9 +32,7 @@ from tests.scheduler.schedules import (
     schedules,
     step_tokens,
 )
-from vllm_h2o.scheduler.conversations import Conversations
 
-ON = ("continuation", True)
 SHARING = (
     (PREFIXES, *SNAPKV, ("num_sink_tokens", 3)),
     (PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
@@ -71,27 +78,6 @@ def test_no_cache_is_another_s() -> None:
     events = "add chunk decode preempt resume abort finish pack evict reset continue page restore"
     for event in events.split():
         assert totals[event] >= seen_by_all(20), (event, totals)
-
-
-def talk(depth: int = 1, num_blocks: int = 200, **options: object) -> Talking:
-    """Conversations in a pool that holds them all, unless told otherwise."""
-    own = (ON, *options.items())
-    config = vllm_config(12, 64, 8, "fcfs", async_scheduling=depth > 1, options=own)
-    return Talking(config, num_blocks, depth)
-
-
-def entries_of(talking: Talking) -> Conversations:
-    """The book of entries."""
-    entries = talking.scheduler.conversations
-    assert entries is not None
-    return entries
-
-
-def first_turn(talking: Talking, tenant: Tenant = TENANTS[0]) -> list[int]:
-    """Said, with 30 tokens of prompt and 6 more."""
-    talking.say(range(10, 40), 6, tenant)
-    talking.drain()
-    return talking.said[-1][1]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

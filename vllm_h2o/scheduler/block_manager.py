@@ -242,6 +242,9 @@ class HeavyHitterManager(FullAttentionManager):
         num_found = len(self.req_to_blocks[request_id]) * self.block_size
         start = begun.logical_len if begun else num_found
         plan, info = self._preview(request_id, start, num_tokens)
+        if self._conversations is not None and info is not None:
+            missed = self._conversations.is_miss(self._requests[request_id], plan.budget, start)
+            self.ledger.stats.continuation_misses += missed
         num_slots = self.ledger.num_row_blocks(plan) * self.block_size
         new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
         self.ledger.commit(request_id, plan, info)

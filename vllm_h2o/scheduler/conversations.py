@@ -10,16 +10,15 @@ A request that continues gets blocks of its own, and the workers copy. Steps run
 scheduling, so an entry needs no holder: its blocks may be taken in the same step, even by the
 request that continues from it.
 
-The key of an entry is vLLM's hash of its last whole block and all before it, which includes adapter
-and salt, the tokens after that block, the budget, and the weights that computed it (weights.py). As
-in vLLM's own cache, two texts of one hash pass for the same. A request whose weights are replaced
-while it runs leaves no entry, and publishes no more blocks for the prefix cache.
+The name of an entry is that of its tokens (prefixes.py), with the budget and the weights that
+computed it (weights.py). A request whose weights are replaced while it runs leaves no entry, and
+publishes no more blocks for the prefix cache. A later turn that differs from an entry's answer is
+counted (misses.py).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -28,15 +27,14 @@ from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
     KVCacheBlock,
-    generate_block_hash_extra_keys,
-    get_request_block_hasher,
-    init_none_hash,
     make_block_hash_with_group_id,
 )
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.misses import Misses
+from vllm_h2o.scheduler.prefixes import Name, Names, Prefixes
 from vllm_h2o.scheduler.state import Left, RequestState
 from vllm_h2o.scheduler.weights import Identity, Weights
 from vllm_h2o.wire import Continuation
@@ -49,11 +47,6 @@ WHOLE = (
 )
 """Status of finished requests whose blocks hold exactly their tokens."""
 
-Start = tuple[BlockHash | None, Budget, Identity]
-"""First half of a key: the whole blocks, the budget and the weights."""
-End = tuple[tuple[int, ...], Hashable]
-"""Second half: the tokens after those blocks, and the keys that vLLM would hash with them."""
-
 
 @dataclass(frozen=True, eq=False)
 class Entry:
@@ -63,7 +56,7 @@ class Entry:
         turn: its lengths.
         blocks: its blocks, in order.
         marks: the hash of each block.
-        key: under which it is found.
+        name: of its tokens.
         weights: that computed it.
 
     """
@@ -71,7 +64,7 @@ class Entry:
     turn: Left
     blocks: tuple[KVCacheBlock, ...]
     marks: tuple[BlockHashWithGroupId, ...]
-    key: tuple[Start, End]
+    name: Name
     weights: Identity
 
     @property
@@ -110,14 +103,12 @@ class Conversations:
         # A liberty: blocks with a hash are taken last, and lose it then.
         pool.enable_caching = True
         self._pool = pool
-        init_none_hash(hash_fn)
-        self._block_size: int = pool.hash_block_size
-        self._hasher = get_request_block_hasher(self._block_size, hash_fn)
+        self._names = Names(pool.hash_block_size, hash_fn)
         self._group_id = group_id
         self._numbers = count()
-        self._found: dict[Start, dict[End, Entry]] = {}
+        self._entries: Prefixes[Entry] = Prefixes(self._names)
+        self._misses = Misses(self._names)
         self._owners: dict[int, Entry] = {}
-        self._num_blocks: Counter[int] = Counter()  # entries, by the number of their whole blocks
         self.weights = Weights(self._drop_replaced)
 
     def _drop_replaced(self) -> None:
@@ -154,8 +145,9 @@ class Conversations:
         weights = self.weights.kept_by(request)
         if weights is None:
             return
-        start, end = self._key(request, state.budget, weights, turn.logical_len)
-        if before := self._found.get(start, {}).get(end):
+        same = (state.budget, weights)
+        name = self._names.name(request, turn.logical_len, same)
+        if before := self._entries.get(name):
             self._forget(before)
         number = next(self._numbers).to_bytes(8, "big")
         marks = tuple(
@@ -164,14 +156,14 @@ class Conversations:
             )
             for index in range(len(blocks))
         )
-        entry = Entry(turn, tuple(blocks), marks, (start, end), weights)
+        entry = Entry(turn, tuple(blocks), marks, name, weights)
         for block, mark in zip(blocks, marks, strict=True):
             if (owner := self._owners.get(block.block_id)) is not None:
                 self._forget(owner)
             block.set_block_hash(mark)
             self._owners[block.block_id] = entry
-        self._found.setdefault(start, {})[end] = entry
-        self._num_blocks[turn.logical_len // self._block_size] += 1
+        self._entries.put(name, entry)
+        self._misses.add(entry, request, turn.logical_len, same)
 
     def find(self, request: Request, budget: Budget) -> Entry | None:
         """Find the longest entry that is shorter than a request's tokens and begins them.
@@ -182,23 +174,25 @@ class Conversations:
 
         """
         weights = self.weights.begun_with(request)
-        if not self._found or weights is None:
+        if not self._entries or weights is None or not _may_continue(request):
             return None
-        if request.resumable or request.skip_reading_prefix_cache:
-            return None
-        self._update_hashes(request)
         longest = request.num_tokens - 1
-        for num_blocks in sorted(self._num_blocks, reverse=True):
-            if num_blocks > longest // self._block_size:
-                continue
-            known = self._found.get(self._start(request, budget, weights, num_blocks), {})
-            for end in sorted(known, key=lambda end: -len(end[0])):
-                length = num_blocks * self._block_size + len(end[0])
-                if length > longest or end != self._end(request, length):
-                    continue
-                if known[end].is_whole:
-                    return known[end]
-        return None
+        found = self._entries.longest_first(request, (budget, weights), longest)
+        return next((entry for entry in found if entry.is_whole), None)
+
+    def is_miss(self, request: Request, budget: Budget, num_begun: int) -> bool:
+        """Whether a request might have continued from more tokens than it does.
+
+        Args:
+            request: a request that takes its first blocks.
+            budget: its own, or the engine's.
+            num_begun: tokens that it need not compute.
+
+        """
+        weights = self.weights.begun_with(request)
+        if weights is None or request.num_preemptions or not _may_continue(request):
+            return False
+        return self._misses.is_miss(request, (budget, weights), num_begun)
 
     def check_integrity(self) -> None:
         """Check that the blocks of entries are free.
@@ -207,46 +201,22 @@ class Conversations:
             IntegrityError: when a request holds one.
 
         """
-        entries = [entry for known in self._found.values() for entry in known.values()]
-        held = [b.block_id for e in entries if e.is_whole for b in e.blocks if b.ref_cnt]
+        entries = [entry for entry in self._entries.values() if entry.is_whole]
+        held = [block.block_id for e in entries for block in e.blocks if block.ref_cnt]
         if held:
             raise IntegrityError(f"blocks {held} belong to an entry, but a request holds them")
 
-    def _key(
-        self, request: Request, budget: Budget, weights: Identity, length: int
-    ) -> tuple[Start, End]:
-        self._update_hashes(request)
-        start = self._start(request, budget, weights, length // self._block_size)
-        return start, self._end(request, length)
-
-    def _start(self, request: Request, budget: Budget, weights: Identity, num_blocks: int) -> Start:
-        whole = request.block_hashes[num_blocks - 1] if num_blocks else None
-        return whole, budget, weights
-
-    def _end(self, request: Request, length: int) -> End:
-        """Tokens after the whole blocks of a request's first ``length`` tokens."""
-        start = length // self._block_size * self._block_size
-        extra_keys, _ = generate_block_hash_extra_keys(request, start, length, 0)
-        return tuple(request.all_token_ids[start:length]), extra_keys
-
-    def _update_hashes(self, request: Request) -> None:
-        """Hash a request's whole blocks. vLLM does this itself only with prefix caching."""
-        request.block_hashes.extend(self._hasher(request))
-
     def _forget(self, entry: Entry) -> None:
         """Drop an entry; its blocks keep their places in the pool's queue."""
-        start, end = entry.key
-        known = self._found.get(start, {})
-        if known.get(end) is entry:
-            del known[end]
-            num_blocks = entry.turn.logical_len // self._block_size
-            self._num_blocks[num_blocks] -= 1
-            if not self._num_blocks[num_blocks]:
-                del self._num_blocks[num_blocks]
-            if not known:
-                del self._found[start]
+        self._entries.drop(entry.name, entry)
+        self._misses.forget(entry)
         for block, mark in zip(entry.blocks, entry.marks, strict=True):
             if block.block_hash == mark:
                 block.reset_hash()
             if self._owners.get(block.block_id) is entry:
                 del self._owners[block.block_id]
+
+
+def _may_continue(request: Request) -> bool:
+    """Whether a request may use another's cache: no session, and not told to skip caches."""
+    return not request.resumable and not request.skip_reading_prefix_cache

@@ -269,6 +269,7 @@ class LedgerStats:
     pressure_evicted_tokens: int = 0
     continuation_queries: int = 0
     continuation_hits: int = 0
+    continuation_misses: int = 0
 
     def count(self, plan: RequestPlan) -> None:
         """Count what one request evicts in a step."""
