@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -229,6 +230,19 @@ class Probe:
     def num_total(self) -> int:
         """Pages of the pool, less the null page."""
         return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
+
+
+def preempt_all_once(probe: Probe, patch: pytest.MonkeyPatch, at: int) -> None:
+    """Preempt every running request before step ``at``, as vLLM does for new weights."""
+    scheduler, steps = probe.scheduler, itertools.count()
+    schedule = scheduler.schedule
+
+    def preempting(*args: Any, **kwargs: Any) -> Any:
+        if next(steps) == at:
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+        return schedule(*args, **kwargs)
+
+    patch.setattr(scheduler, "schedule", preempting)
 
 
 def mixed_prompts(tokens: list[int], count: int, longest: int) -> list[list[int]]:

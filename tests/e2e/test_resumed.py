@@ -3,30 +3,23 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 
-from tests.e2e.harness import CHARACTERS, Probe, engine, shrink_terms, tiny_llama
+from tests.e2e.harness import (
+    CHARACTERS,
+    Probe,
+    engine,
+    preempt_all_once,
+    shrink_terms,
+    tiny_llama,
+)
 from tests.e2e.oracle import Oracle
 
 BUDGET = 48
-
-
-def preempt_all_once(probe: Probe, patch: pytest.MonkeyPatch, at: int) -> None:
-    """Preempt every running request before step ``at``, as vLLM does for new weights."""
-    scheduler, steps = probe.scheduler, itertools.count()
-    schedule = scheduler.schedule
-
-    def preempting(*args: Any, **kwargs: Any) -> Any:
-        if next(steps) == at:
-            assert scheduler.reset_prefix_cache(reset_running_requests=True)
-        return schedule(*args, **kwargs)
-
-    patch.setattr(scheduler, "schedule", preempting)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from vllm_h2o.plugin import activate
 from vllm_h2o.worker.peak import for_pages
 from vllm_h2o.worker.recorder import RecordsPages
 from vllm_h2o.worker.rotary import BindsRopeShift
+from vllm_h2o.worker.seeds import KeepsSeeds
 from vllm_h2o.worker.step import PublishesSteps
 
 activate()
@@ -20,7 +21,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, PlatformWorker):
+class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, KeepsSeeds, PlatformWorker):
     """vLLM's worker, which publishes each step's plan while it runs, and records on demand."""
 
     def determine_available_memory(self) -> int:
