@@ -115,6 +115,14 @@ LIBERTIES = (
         "vLLM lets a worker set positions",
     ),
     Liberty(
+        "batch.generators",
+        "worker/seeds.py",
+        "on a CPU, while a step is sampled, the generators of requests whose token is thrown away "
+        "are out of the batch",
+        "V1 moves them back afterwards, and a CPU's cannot be moved back: the engine would end",
+        "vLLM samples no token within a prompt, or takes it back on a CPU",
+    ),
+    Liberty(
         "enable_caching",
         "scheduler/conversations.py",
         "with `continuation` the block pool's switch of the prefix cache is on, whatever the user "

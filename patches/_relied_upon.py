@@ -24,6 +24,12 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(
         f"{_SCHEDULER}._handle_stopped_request", {"0.32": "28b8e0dfcd96", "0.33": "d34729d46054"}
     ),
+    # A part of a session is added here, or when the one before it has stopped. A reset fails where
+    # a request holds pages.
+    Symbol(f"{_SCHEDULER}.add_request", "97225f493cf7"),
+    Symbol(f"{_SCHEDULER}.reset_prefix_cache", "5fc18f0b3884"),
+    # On a CPU no generator may be found here for a row whose token is thrown away.
+    Symbol(f"{_RUNNER_V1}._bookkeeping_sync", "e1369eeed7e9"),
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.new_step_starts", "fc3d01775728"),
     # Previews come before the commit, and tokens are [num_computed_tokens, num_tokens).
     Symbol("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "9737e8cf2fe4"),

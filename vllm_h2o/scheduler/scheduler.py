@@ -40,6 +40,7 @@ from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.pressure import SPARE, Forecast, most_taken, pages_to_admit, relieve
 from vllm_h2o.scheduler.resumption import fewest_pages
 from vllm_h2o.scheduler.rules import Rules
+from vllm_h2o.scheduler.sessions import BoundsSessions
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.start import Start
 from vllm_h2o.scheduler.stats import StatsReporter
@@ -48,7 +49,7 @@ from vllm_h2o.scheduler.windows import Windows, policy_group
 logger = init_logger("vllm.kv_policy")
 
 
-class HeavyHitterScheduler(CutsChunks):
+class HeavyHitterScheduler(CutsChunks, BoundsSessions):
     """Puts a :class:`~vllm_h2o.wire.ResidencyPlan` on every SchedulerOutput."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
