@@ -127,7 +127,7 @@ REFUSED: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("options", "expected"), REFUSED)
-def test_plan_refuses(
+def test_plan_refusal_has_status_2(
     model: str,
     options: list[str],
     expected: str,
@@ -198,7 +198,7 @@ MISUSED: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("options", "expected"), MISUSED)
-def test_argparse_refuses(
+def test_argparse_refusal_has_status_2(
     options: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With status 2 as well."""

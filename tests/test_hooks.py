@@ -132,7 +132,9 @@ def test_no_flag_changes_nothing(parser: FlexibleArgumentParser, llama: str) -> 
         ),
     ],
 )
-def test_flags_refused(parsed: Parsed, arguments: list[str], message: str) -> None:
+def test_wrong_flags_stop_before_loading(
+    parsed: Parsed, arguments: list[str], message: str
+) -> None:
     """A wrong command line stops before anything is loaded."""
     with pytest.raises(ConfigError, match=message):
         parsed(*arguments)

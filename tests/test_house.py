@@ -57,7 +57,7 @@ IMPORTED_BY_NO_TEST = {
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_rule(rule: Rule) -> None:
+def test_package_keeps_each_rule(rule: Rule) -> None:
     """No module of the package breaks the rule."""
     broken = [f"{module.path}: {what}" for module in package() for what in rule(module)]
     assert not broken, "\n".join([rule.__doc__ or "", *broken])
@@ -101,7 +101,7 @@ BREACHES = [
 
 
 @pytest.mark.parametrize(("rule", "path", "source"), BREACHES)
-def test_rule_notices(rule: Rule, path: str, source: str) -> None:
+def test_each_rule_finds_its_fault(rule: Rule, path: str, source: str) -> None:
     """Each rule finds exactly one fault in a module that breaks it once."""
     assert len(list(rule(Module(path, source)))) == 1
 
@@ -129,12 +129,12 @@ def test_rule_beside_the_package(rule: Rule) -> None:
     assert not broken, "\n".join(broken)
 
 
-def test_median_file() -> None:
+def test_half_of_the_files_are_short() -> None:
     """Half of the files are short."""
     assert statistics.median(len(m.text.splitlines()) for m in package()) <= MEDIAN_LINES
 
 
-def test_light_imports() -> None:
+def test_light_modules_load_neither_torch_nor_vllm() -> None:
     """Modules that know neither torch nor vLLM do not load them in a roundabout way either."""
     light = "vllm_h2o.plugin, vllm_h2o.options.config, vllm_h2o.hooks, vllm_h2o.scheduler.ledger"
     code = f"import sys, {light}; print(*sorted({{'torch', 'vllm'}} & sys.modules.keys()))"

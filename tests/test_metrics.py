@@ -178,7 +178,7 @@ def dashboard() -> dict[str, Any]:
     return board
 
 
-def test_dashboard_panels() -> None:
+def test_dashboard_panels_have_places_of_their_own() -> None:
     """Each has a number of its own, a query and a place that no other panel covers."""
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)

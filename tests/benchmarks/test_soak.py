@@ -37,7 +37,9 @@ def simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> harness.Simul
     return simulation
 
 
-def test_it_counts(simulation: harness.Simulation, tmp_path: Path) -> None:
+def test_report_counts_steps_preemptions_and_pages(
+    simulation: harness.Simulation, tmp_path: Path
+) -> None:
     """Steps, preemptions, and the pages at the end."""
     assert audit.read(tmp_path) == audit.Figures()
     simulation.drain()

@@ -96,7 +96,9 @@ def check(oracle: Oracle, probe: Probe) -> None:
 
 
 @pytest.mark.parametrize("policy", ["h2o2", "streaming"])
-def test_other_policies(policy: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_beside_images_equal_the_reference(
+    policy: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second pass turns the queries of M-RoPE; the others ask for no scores."""
     options: dict[str, Any] = {"budget": 32}
     own = dict(SETTINGS)

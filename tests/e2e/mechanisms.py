@@ -12,8 +12,12 @@ _OF_EACH = {
     "observation window, merging": "test_retained.py::test_merging_of_the_other_policies[h2o2]",
     "KV heads that share slots": "test_retained.py::test_heads_that_share_slots[h2o2 12 layers]",
     "reconstruction": "test_second_reading.py::test_what_is_read[300]",
-    "tokens evicted together": "test_evict_every.py::test_retained_sets[h2o-16 0.25 3]",
-    "pages evicted whole": "test_evict_every.py::test_retained_sets[h2o-page 64 3]",
+    "tokens evicted together": (
+        "test_evict_every.py::test_retained_sets_equal_the_reference[h2o-16 0.25 3]"
+    ),
+    "pages evicted whole": (
+        "test_evict_every.py::test_retained_sets_equal_the_reference[h2o-page 64 3]"
+    ),
     "eviction under pressure": "test_pressure.py::test_what_a_pack_keeps[h2o-]",
     "eviction after each chunk": "test_equality.py::test_a_prompt_of_three_times_the_pool",
     "preemption": "test_batch.py::test_h2o_in_a_small_pool_completes",
@@ -22,7 +26,7 @@ _OF_EACH = {
     "prefix caching": "test_prefix.py::test_a_hit_is_a_cold_run[snapkv]",
     "drafts": "test_drafts.py::test_as_without_drafts[h2o-]",
     "fp8": "test_float8.py::test_what_is_kept[fp8-h2o-{'budget': 32}-{}]",
-    "LoRA": "test_lora.py::test_lora",
+    "LoRA": "test_lora.py::test_two_adapters_in_one_batch_equal_stock",
     "sliding windows": "test_windows.py::test_what_is_kept[h2o-]",
     "attention sinks": "test_sinks.py::test_what_is_kept[h2o-]",
     "conversations": "test_conversations.py::test_branches_regenerations_and_budgets",
@@ -30,11 +34,11 @@ _OF_EACH = {
     "a policy of another package": (
         "test_own_policy.py::test_own_policy_on_cpu_kernels_keeps_what_the_reference_keeps[native]"
     ),
-    "tensor parallelism": "test_parallel.py::test_tensor_parallel",
-    "pipeline parallelism": "test_parallel.py::test_pipeline_parallel",
+    "tensor parallelism": "test_parallel.py::test_ranks_equal_one_process",
+    "pipeline parallelism": "test_parallel.py::test_stages_equal_one_process",
     "Model Runner V2": "gpu_runner/test_runner.py::test_a_small_budget[llama]",
     "metrics": "test_metrics.py::test_of_three_requests",
-    "the server": "test_serve.py::test_it_completes",
+    "the server": "test_serve.py::test_server_completes_a_long_prompt_and_answer",
 }
 _FAMILIES = ("Llama", "Qwen3", "Gemma 3", "gpt-oss", "Mixtral", "OPT")
 

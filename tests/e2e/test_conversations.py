@@ -71,7 +71,9 @@ CHAT = ROOT / "examples/chat.md"
 SMALL_SERVER = ("--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=16")
 
 
-def test_chat(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_chat_page_works_on_a_real_server(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The page's commands, on a real server and a real template, as a reader would run them."""
     check, start, client, metrics = blocks(CHAT)
     model = smollm2()

@@ -53,7 +53,7 @@ def _short_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
-def test_retained_sets(
+def test_retained_sets_equal_the_reference(
     policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After every step, in every layer and KV head."""
@@ -76,7 +76,9 @@ def test_retained_sets(
     assert oracle.max_error < 1e-4
 
 
-def test_under_pressure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_under_pressure_evicts_several_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request that fell back to its budget evicts several at a time from then on."""
     model = tiny_llama(tmp_path, 6, 2)
     options = {"budget": 48, "eviction": "pressure", "evict_every": 6}

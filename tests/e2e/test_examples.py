@@ -22,7 +22,7 @@ from tests.e2e.server import EXAMPLE, TIMEOUT, Block, Completing, blocks, run
 SERVED = blocks(EXAMPLE)[1:]
 
 
-def test_offline(tmp_path: Path) -> None:
+def test_offline_example_prints_both_budgets(tmp_path: Path) -> None:
     """It prints the text of both budgets; another model stands for the user's."""
     write_model(tmp_path, 512)
     prompt = " ".join(f"w{number}" for number in range(10, 200))
@@ -39,7 +39,7 @@ def test_offline(tmp_path: Path) -> None:
     assert said[0][1] != said[1][1]
 
 
-def test_stream(tmp_path: Path) -> None:
+def test_stream_example_passes_the_trained_length(tmp_path: Path) -> None:
     """A text of three times as many tokens as there are positions, a line for each part."""
     write_model(tmp_path, 512)
     text = tmp_path / "text"
@@ -58,7 +58,7 @@ def test_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "answer"), [("h2o", "7."), ("h2o2", "7264.")])
-def test_lamp_room(policy: str, answer: str) -> None:
+def test_metrics_page_answer_is_the_models(policy: str, answer: str) -> None:
     """What docs/metrics.md says of the answer, on the real model."""
     model = str(model_dir("float32", progress=False))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -71,7 +71,7 @@ def test_lamp_room(policy: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize("block", SERVED, ids=[f"{n}-{b.language}" for n, b in enumerate(SERVED)])
-def test_serve(server: Completing, block: Block) -> None:
+def test_serve_example_commands_work(server: Completing, block: Block) -> None:
     """Each command works on the server that the first one starts."""
     said = run(block, server)
     if "/v1/completions" in block.code:

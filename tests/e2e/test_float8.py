@@ -184,7 +184,7 @@ def test_more_sequences_fit(tmp_path: Path) -> None:
     assert blocks["fp8"] / blocks["auto"] == pytest.approx((2 * 256 + 8) / (256 + 8), rel=1e-3)
 
 
-def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_with_fp8_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real model's K and V: outputs and sets of every layer."""
     tokens = AutoTokenizer.from_pretrained(smollm2())(TEXT)["input_ids"]
     prompts, settings = [tokens[:20], tokens[100:190]], {"kv_cache_dtype": "fp8", "block_size": 16}

@@ -70,7 +70,7 @@ def generate(
     return llm.generate(given, sampling, use_tqdm=False, lora_request=adapters)
 
 
-def test_lora(tmp_path: Path) -> None:
+def test_two_adapters_in_one_batch_equal_stock(tmp_path: Path) -> None:
     """Two adapters in one batch: stock's tokens at 100 %, each request's own below.
 
     A request without an adapter is alone here: beside others, on a CPU, vLLM 0.32 gives it theirs.

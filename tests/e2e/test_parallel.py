@@ -133,7 +133,7 @@ def test_the_policies_differ(alone: dict[str, Run]) -> None:
     assert token_ids(alone["h2o"].outputs) != token_ids(alone["streaming"].outputs)
 
 
-def test_tensor_parallel(model: str, alone: dict[str, Run], two_ranks: pytest.MonkeyPatch) -> None:
+def test_ranks_equal_one_process(model: str, alone: dict[str, Run], two_ranks: Any) -> None:
     """A KV head each, and its own scores."""
     assert_same(alone["h2o"], run(model, "h2o", tensor_parallel_size=2))
 
@@ -297,7 +297,7 @@ def test_more_ranks_than_heads(tmp_path: Path, two_ranks: pytest.MonkeyPatch) ->
     assert {frame.position.shape[1] for frame in found.frames} == {1}
 
 
-def test_pipeline_parallel(
+def test_stages_equal_one_process(
     model: str, alone: dict[str, Run], two_workers: pytest.MonkeyPatch
 ) -> None:
     """A layer each and two batches in flight; every page is back at the end."""
@@ -383,7 +383,9 @@ async def replicas(model: str, asked: list[tuple[int, int]]) -> list[list[int]]:
         llm.shutdown()
 
 
-def test_data_parallel(model: str, alone: dict[str, Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_equal_one_process(
+    model: str, alone: dict[str, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two replicas in processes of their own; all prompts for one, two of them for the other."""
     # vLLM 0.33 gives each replica a NUMA node of its own, unless this is set to anything.
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")

@@ -130,7 +130,7 @@ def test_a_small_pool_of_shared_pages(merge: float, tmp_path: Path) -> None:
     assert (largest > 1) is (merge > 0)
 
 
-def test_smollm2() -> None:
+def test_smollm2_with_shared_prefix_equals_stock() -> None:
     """The real model: one long prompt, three questions; budget 100 % is stock vLLM's text."""
     model = smollm2()
     tokenizer = AutoTokenizer.from_pretrained(model)

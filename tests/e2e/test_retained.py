@@ -120,7 +120,9 @@ def test_merging_of_the_other_policies(
     assert oracle.num_merged > 0
 
 
-def test_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_combined_without_rotary_leaves_the_second_pass_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OPT learns its positions: the second pass of `combined` is left out, and that is said."""
     said: list[str] = []
     monkeypatch.setattr(rotary.logger, "warning", lambda *args: said.append(args[0] % args[1:]))
@@ -174,7 +176,9 @@ def test_a_second_reading_without_rotary(tmp_path: Path, monkeypatch: pytest.Mon
     [("h2o", {"budget": 32}), ("h2o2", {"budget": 64}), ("h2o2", {"score": "reconstruction"})],
     ids=["h2o", "h2o2", "reconstruction"],
 )
-def test_smollm2(policy: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_retained_sets_equal_the_reference(
+    policy: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real model: 30 layers, 3 KV heads, GQA 3."""
     model = smollm2()
     tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]

@@ -36,7 +36,7 @@ def test_it_says_what_the_budget_means(server: Completing) -> None:
     assert stock <= ours / 7
 
 
-def test_it_completes(server: Completing) -> None:
+def test_server_completes_a_long_prompt_and_answer(server: Completing) -> None:
     """A long prompt and a long answer, several times the budget."""
     prompt = "The old sailor told us about the storm. " * 20
     status, answer = server.complete(prompt=prompt, max_tokens=100, ignore_eos=True)

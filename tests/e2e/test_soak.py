@@ -17,7 +17,7 @@ KINDS = {
 
 
 @pytest.mark.timeout(1200)
-def test_soak(tmp_path: Path) -> None:
+def test_short_soak_finds_no_fault(tmp_path: Path) -> None:
     """Nothing is wrong with answers, canaries, memory, pages or death; and the load was a load.
 
     Half of it with ``continuation``, half with ``pressure``.

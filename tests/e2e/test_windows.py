@@ -143,7 +143,7 @@ def test_a_pool_that_never_holds_a_request(tmp_path: Path) -> None:
         assert len(token_ids(generate(llm, [prompt], 20, extra_args=full))[0]) == 20
 
 
-def test_abort(tmp_path: Path) -> None:
+def test_abort_returns_pages_of_every_group(tmp_path: Path) -> None:
     """Within a prompt, and past it: pages of every group come back."""
     with engine(tiny_gemma3(tmp_path), "h2o", {"budget": 32}, **SETTINGS) as llm:
         probe = Probe(llm)
@@ -208,7 +208,7 @@ WINDOW = {"observation_window": 20}
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
-def test_shared_prefixes(
+def test_shared_prefix_equals_a_cold_run(
     policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other they find the prefix in every group: tokens and sets of a cold run."""
@@ -236,7 +236,7 @@ def test_shared_prefixes(
     assert oracle.max_error < 1e-4
 
 
-def test_a_trace(tmp_path: Path) -> None:
+def test_trace_beside_windows_has_the_full_layers(tmp_path: Path) -> None:
     """Of an engine with room for one sequence in every group; of layers with full attention."""
     write_tokenizer(tmp_path, 256)
     trace = run(

@@ -20,7 +20,7 @@ def test_what_becomes_of(family: Family, tmp_path: Path) -> None:
     assert zoo.become(family, tmp_path) == known
 
 
-def test_the_record() -> None:
+def test_record_has_every_family_equal_or_refused() -> None:
     """All families, on the versions that are supported, equal or refused for a reason of ours."""
     names = [family.name for family in FAMILIES]
     assert len(set(names)) == len(names)

@@ -61,7 +61,7 @@ SCORINGS = [
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
-def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
+def test_decode_equals_torch(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     """Outputs, pages and victims; of padding, a row of zeros and nothing else."""
     compare_a_batch(make, SHAPE, scoring)
 
@@ -117,7 +117,9 @@ def test_a_query_that_does_not_score_keeps_no_logits() -> None:
 @pytest.mark.parametrize(
     ("shape", "scoring"), [*((SHAPE, scoring) for scoring in SCORINGS), (LAYERS, SCORINGS[-1])]
 )
-def test_prefill(make: Callable[[Shape], Kernels], shape: Shape, scoring: Scoring) -> None:
+def test_prefill_equals_torch(
+    make: Callable[[Shape], Kernels], shape: Shape, scoring: Scoring
+) -> None:
     """Outputs and pages; what lies between the chunks' tokens is left alone."""
     chunks, owned = prompt_chunks(shape, packs=False)
     theirs = filled(shape, owned + 1, seed=4, merges=scoring.merge > 0)
@@ -172,7 +174,7 @@ def asked_chunks(shape: Shape, term: Term) -> tuple[list[PromptChunk], int]:
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize(("name", "shape"), EACH_TERM)
-def test_score_term(make: Callable[[Shape], Kernels], name: str, shape: Shape) -> None:
+def test_term_scores_equal_torch(make: Callable[[Shape], Kernels], name: str, shape: Shape) -> None:
     """Scores; K, V and positions, and what follows the chunks, are left alone."""
     if make is on_triton and shape.dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
@@ -282,7 +284,9 @@ def forget_others(cache: LayerCache, chunks: list[PromptChunk]) -> None:
 @pytest.mark.parametrize("by_age", [False, True])
 @pytest.mark.parametrize("by_page", [False, True])
 @BOTH
-def test_pack(make: Callable[[Shape], Kernels], by_age: bool, by_page: bool, shape: Shape) -> None:
+def test_packing_of_two_layers_equals_torch(
+    make: Callable[[Shape], Kernels], by_age: bool, by_page: bool, shape: Shape
+) -> None:
     """Survivors of two layers, with many equal scores, of both signs too."""
     negative = by_age == by_page
     chunks, owned = prompt_chunks(shape, packs=True, by_page=by_page)
@@ -308,7 +312,9 @@ def test_pack(make: Callable[[Shape], Kernels], by_age: bool, by_page: bool, sha
 @slow_on_triton(KERNELS)
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("by_page", [False, True])
-def test_pack_long(make: Callable[[Shape], Kernels], by_page: bool, holes: bool) -> None:
+def test_packing_of_many_slots_equals_torch(
+    make: Callable[[Shape], Kernels], by_page: bool, holes: bool
+) -> None:
     """More slots than a program holds at once; in a later turn they do not hold every position."""
     shape = Shape(num_kv_heads=1, group=1, head_size=32, block_size=128)
     num_blocks, length = 40, 5000

@@ -38,7 +38,9 @@ all_layouts = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("merges", [False, True])
 @all_layouts
-def test_layout(dtype: torch.dtype, head_size: int, block_size: int, merges: bool) -> None:
+def test_row_holds_k_v_scores_positions_and_masses(
+    dtype: torch.dtype, head_size: int, block_size: int, merges: bool
+) -> None:
     """A row's bytes are K, V, scores, positions and, where tokens are merged, masses.
 
     Each is dense, in this order, and there is nothing else.

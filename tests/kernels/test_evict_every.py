@@ -63,7 +63,7 @@ def by_definition(
 @pytest.mark.parametrize(
     ("num_heavy", "num_recent", "num_sinks"), [(4, 5, 0), (9, 0, 0), (3, 4, 2), (0, 7, 2)]
 )
-def test_the_reference(
+def test_reference_equals_masked_attention(
     num_heavy: int, num_recent: int, num_sinks: int, prompt: int, evict_every: int
 ) -> None:
     """Outputs, what is held after every token, and scores: from a mask alone."""
@@ -106,7 +106,9 @@ def kernels_of(name: str, shape: Shape) -> Kernels:
     ("ranking", "evict_every"),
     [("sum", 2), ("mean of squares", 17), ("snapkv", 5), ("combined", 6), ("position", 9)],
 )
-def test_lives(ranking: str, evict_every: int, name: str) -> None:
+def test_requests_step_by_step_equal_the_reference(
+    ranking: str, evict_every: int, name: str
+) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     shape, count, (policy, options) = Shape(2, 2, 32, 16), Count(), RANKINGS[ranking]
     own = (*options, ("evict_every", evict_every))

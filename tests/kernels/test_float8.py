@@ -60,7 +60,7 @@ def test_wider_types_are_read_as_they_are() -> None:
 @every_float8
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("model", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_number(
+def test_every_float8_number_is_stored_alike(
     make: Callable[[Shape], Kernels], dtype: torch.dtype, model: torch.dtype
 ) -> None:
     """Stored alike by all, and read again: a token that attends to itself alone says its V."""
@@ -109,7 +109,9 @@ def skips(make: Callable[[Shape], Kernels], shape: Shape) -> None:
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("split", [False, True])
-def test_decode(make: Callable[[Shape], Kernels], shape: Shape, split: bool) -> None:
+def test_decode_of_float8_equals_torch(
+    make: Callable[[Shape], Kernels], shape: Shape, split: bool
+) -> None:
     """Outputs, pages and victims are those of the torch kernels."""
     skips(make, shape)
     if split and shape.num_kv_heads != 2:
@@ -126,7 +128,7 @@ def test_decode(make: Callable[[Shape], Kernels], shape: Shape, split: bool) -> 
 
 @slow_on_triton(KERNELS)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.num_kv_heads == 2], ids=str)
-def test_prompts(make: Callable[[Shape], Kernels], shape: Shape) -> None:
+def test_prompts_of_float8_equal_torch(make: Callable[[Shape], Kernels], shape: Shape) -> None:
     """Attention, terms and packing, one after the other."""
     if make is KERNELS["triton"] and shape.dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")

@@ -77,7 +77,7 @@ def held(caches: list[LayerCache], table: torch.Tensor, length: int) -> list[Str
 
 
 @slow_on_triton({"torch": lambda _: TorchKernels(), **KERNELS})
-def test_survivors(make: Callable[[Shape], Kernels]) -> None:
+def test_survivors_of_all_layers_equal_the_reference(make: Callable[[Shape], Kernels]) -> None:
     """The reference's, of a prompt whose heads share slots and of one whose heads do not."""
     torch.manual_seed(3)
     caches = layers()

@@ -125,7 +125,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_odd_shapes(make: Callable[[Shape], Kernels], name: str) -> None:
+def test_merging_with_odd_shapes_equals_torch(make: Callable[[Shape], Kernels], name: str) -> None:
     """Outputs, pages and victims are those of torch."""
     shape, scoring = SHAPES[name], Scoring(merge=0.05)
     if make is on_triton and shape.dtype == BF16:

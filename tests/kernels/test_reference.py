@@ -128,7 +128,7 @@ def uniform(capacity: int, num_recent: int, prompt: int, num_tokens: int) -> Hea
     return one
 
 
-def test_by_hand() -> None:
+def test_reference_equals_a_calculation_by_hand() -> None:
     """C = 4, H = 2, R = 1, three prompt tokens: sums of thirds and quarters done on paper."""
     prompt = [1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3]
     one = uniform(4, 1, prompt=3, num_tokens=4)
@@ -164,7 +164,7 @@ def test_new_token_may_be_the_victim() -> None:
         ([0, 0, 0, 0], [0, 1, 2, 3], 0, 3, 3),
     ],
 )
-def test_victims(
+def test_victim_has_the_lowest_score_and_newest_position(
     scores: list[float], positions: list[int], num_recent: int, num_sinks: int, victim: int
 ) -> None:
     """The lowest score that is neither sink nor recent; a tie goes against the newer position."""
@@ -184,7 +184,7 @@ def test_victims(
         ([9, 9, 9, 9, 9, 9], 4, 1, 3, [0, 1, 2, 5]),
     ],
 )
-def test_packing(
+def test_packing_keeps_sinks_recent_and_best_tokens(
     scores: list[float], keep: int, num_recent: int, num_sinks: int, survivors: list[int]
 ) -> None:
     """Sinks, the window and the best of the rest survive whole, in order; of equals the older."""
@@ -193,7 +193,7 @@ def test_packing(
 
 
 @pytest.mark.parametrize(("prompt", "after"), [(1, 1), (8, 8), (9, 9), (10, 9), (40, 9)])
-def test_prompts_end(prompt: int, after: int) -> None:
+def test_packing_at_a_prompts_end_keeps_the_budget(prompt: int, after: int) -> None:
     """With C = 10, k = 9: nothing is dropped from n <= k, and k stay of n = k + 1 and of many."""
     one = head(10, 4)
     _, held = run(one, Inputs.draw(prompt), [prompt])

@@ -48,7 +48,7 @@ def with_a_token(inputs: Inputs, sinks: torch.Tensor) -> Inputs:
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("chunks", [[12], [1, 4, 7]])
-def test_the_reference(group: int, chunks: list[int]) -> None:
+def test_reference_sink_is_one_more_token(group: int, chunks: list[int]) -> None:
     """Outputs and scores are those of attention with one more token, which is not stored."""
     inputs, one = Inputs.draw(20, group), head(capacity=21, num_recent=10)
     sinks = one.sink_logits = torch.linspace(-1.0, 4.0, group, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_a_term_of_the_reference() -> None:
     close(one.strip.score - before, 0.3 * (20 - torch.arange(20)) * given)
 
 
-def test_softmax() -> None:
+def test_softmax_with_a_sink_of_any_logit() -> None:
     """A sink takes all, nothing, or as much as a token of its logit."""
     logits = torch.tensor([[0.0, 1.0]] * 3, dtype=torch.float64)
     probs = softmax(logits, torch.tensor([1.0, 900.0, -900.0]))
@@ -91,7 +91,7 @@ SCORINGS = [Scoring(), Scoring(power=2, by_age=True), Scoring(merge=0.15)]
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("scoring", SCORINGS, ids=str)
-def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
+def test_decode_with_sinks_equals_torch(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
     """Outputs, scores and victims are the torch kernels', where strips are cut, too."""
     with threads(3):
         compare_a_batch(make, SHAPE, scoring, SINKS)
@@ -100,7 +100,9 @@ def test_decode(make: Callable[[Shape], Kernels], scoring: Scoring) -> None:
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("scoring", [Scoring(), Scoring(power=0), Scoring(power=2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring, dtype: torch.dtype) -> None:
+def test_prefill_with_sinks_equals_torch(
+    make: Callable[[Shape], Kernels], scoring: Scoring, dtype: torch.dtype
+) -> None:
     """Outputs and scores of chunks; the head whose sink takes all returns zeros."""
     shape = replace(SHAPE, dtype=dtype)
     chunks, owned = prompt_chunks(shape, packs=False)
@@ -121,7 +123,7 @@ def test_prefill(make: Callable[[Shape], Kernels], scoring: Scoring, dtype: torc
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("term", [Term("rotated", "sum"), *COMBINED.passes], ids=str)
-def test_score_term(make: Callable[[Shape], Kernels], term: Term) -> None:
+def test_term_scores_with_sinks_equal_torch(make: Callable[[Shape], Kernels], term: Term) -> None:
     """Scores of a term; they differ from those without sinks."""
     chunks, owned = prompt_chunks(SHAPE, packs=False)
     chunks = [replace(c, first_window_query=max(c.num_tokens - 20, 0)) for c in chunks]
@@ -154,7 +156,9 @@ LIVES = {
 
 @slow_on_triton(ONE_OF_EACH)
 @pytest.mark.parametrize("name", LIVES)
-def test_lives(name: str, make: Callable[[Shape], Kernels]) -> None:
+def test_requests_with_sinks_equal_the_reference(
+    name: str, make: Callable[[Shape], Kernels]
+) -> None:
     """Retained tokens, scores and outputs are the reference's after every step."""
     policy, shape, options, splits = LIVES[name]
     shape, count = replace(shape, has_sinks=True), Count()

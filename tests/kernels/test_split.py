@@ -45,7 +45,7 @@ def test_pages_of_heads(data: st.DataObject) -> None:
         assert set(slots) == {capacity}
 
 
-def test_counts() -> None:
+def test_split_counts_equal_a_calculation_by_hand() -> None:
     """Three tenths as if equal, seven by the best tokens: worked by hand."""
     budget = Budget(10, 6, 3, 0)
     # Ten slots a head: 1 for the next token, 3 recent, 6 heavy. Head 1 has the best 12 of both.
@@ -60,7 +60,7 @@ def test_counts() -> None:
     assert split_capacity(strips(scores[:, :12]), 12, budget, 1) == [8, 12]
 
 
-def test_pack_layer() -> None:
+def test_pack_layer_keeps_protected_and_best_tokens() -> None:
     """Each head keeps its sinks, its recent tokens and as many others as it has room for."""
     scores = torch.stack([torch.arange(20.0), 100 - torch.arange(20.0)])
     budget = Budget(10, 5, 3, 1)

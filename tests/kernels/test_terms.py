@@ -96,7 +96,7 @@ def test_a_lifetime_ends() -> None:
         ([0, 3, -1, 0, -2], [4, 0, 1, 2, 9], 2, [0, 3, 3, 3, -2]),
     ],
 )
-def test_reach(
+def test_reach_takes_the_largest_earlier_score(
     scores: list[float], positions: list[int], reach: int, expected: list[float]
 ) -> None:
     """The largest score of tokens up to ``reach`` positions before, wherever they lie."""

@@ -185,7 +185,7 @@ def test_cpu_platform_honours_the_custom_backend_alone() -> None:
 
 
 @each_module
-def test_docstring(module: ModuleType) -> None:
+def test_patch_docstring_has_summary_and_five_lines(module: ModuleType) -> None:
     """A summary and five labelled lines in order; the first names the symbol that is patched."""
     docstring = module.__doc__ or ""
     labels = re.findall(r"^(\w[\w ]+): ", docstring, flags=re.MULTILINE)

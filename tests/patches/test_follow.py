@@ -76,7 +76,7 @@ def test_what_cannot_be_fetched(cache: Path) -> None:
     assert list(cache.iterdir()) == []
 
 
-def test_the_report(cache: Path) -> None:
+def test_report_names_symbols_that_differ(cache: Path) -> None:
     """Each symbol that differs with both digests and its difference; the rest as a number."""
     symbols = described.symbols()
     new = _follow.archived(_sources.fetch("9.9.9", cache))
@@ -95,7 +95,7 @@ def test_the_report(cache: Path) -> None:
     assert said.endswith(f"3 of {len(symbols)} changed, {len(symbols) - 3} are as they were\n")
 
 
-def test_the_command(
+def test_follow_command_prints_the_report(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``--follow`` prints it, or why it cannot."""
@@ -108,7 +108,7 @@ def test_the_command(
     assert "the sources of vLLM 9.9.8" in error
 
 
-def test_the_overlay(cache: Path, tmp_path: Path) -> None:
+def test_overlay_is_a_cpu_environment_of_the_new_version(cache: Path, tmp_path: Path) -> None:
     """An environment of the new Python with the installed extension, that says that it is a CPU's.
 
     That such an environment runs the tests is what ``make test-033`` shows.

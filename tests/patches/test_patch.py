@@ -164,13 +164,13 @@ def test_message_says_all(foreign: Foreign) -> None:
         ("absent_package.module:plain", "Its module is not there"),
     ],
 )
-def test_missing_symbol(foreign: Foreign, path: str, why: str) -> None:
+def test_missing_symbol_is_refused(foreign: Foreign, path: str, why: str) -> None:
     """What is not there any more is refused, not stumbled over."""
     with pytest.raises(PatchError, match=why):
         Symbol(path.format(foreign.name), "0" * 12).verify()
 
 
-def test_generated_init(foreign: Foreign) -> None:
+def test_generated_init_is_compared_by_parameters(foreign: Foreign) -> None:
     """Of a dataclass, whose source nobody wrote, the parameters are compared."""
     fields = "@__import__('dataclasses').dataclass\nclass Data:\n    a: int = 0\n    b: int = 1\n"
     foreign.path.write_text(fields)
@@ -257,7 +257,7 @@ def test_refuses_what_somebody_else_has_put_around_the_patch(foreign: Foreign) -
             patch.verify()
 
 
-def test_unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_version_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another vLLM is refused by its version, before any symbol is looked at."""
     for installed in ("0.31.2", "0.34.0", "0.3.2", "1.0.32.0", "0.330.1"):
         monkeypatch.setattr(_patch, "version", lambda _, installed=installed: installed)
@@ -300,7 +300,7 @@ def test_what_a_version_does_not_have(foreign: Foreign, monkeypatch: pytest.Monk
                 symbol.verify()
 
 
-def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no vLLM is installed under either name, the message says so."""
 
     def absent(name: str) -> str:

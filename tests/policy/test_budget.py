@@ -65,7 +65,7 @@ def test_more_ratio_is_no_less_recent(slots: int, block_size: int, a: float, b: 
         (410, 128, 0.25, 0, Budget(512, 383, 128, 0)),
     ],
 )
-def test_examples(
+def test_split_budget_equals_examples_by_hand(
     slots: int, block_size: int, recent_ratio: float, num_sinks: int, expected: Budget
 ) -> None:
     """Numbers worked out by hand."""
@@ -97,7 +97,7 @@ def test_the_least_budget(recent_ratio: float, num_sinks: int) -> None:
 
 
 @pytest.mark.parametrize("parts", [(64, -1, 64, 0), (64, 64, -1, 0), (64, 64, 0, -1)])
-def test_negative_parts(parts: tuple[int, int, int, int]) -> None:
+def test_budget_refuses_negative_parts(parts: tuple[int, int, int, int]) -> None:
     """A budget cannot owe slots."""
     with pytest.raises(ValueError, match="negative part"):
         Budget(*parts)

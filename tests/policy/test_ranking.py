@@ -97,7 +97,7 @@ def test_policies_of_the_package() -> None:
         assert policy.evicts is (name != "full")
 
 
-def test_schedules() -> None:
+def test_schedule_overwrites_single_tokens_alone() -> None:
     """Only single tokens, one at a time, are overwritten."""
     assert Eviction().overwrites and not Eviction().by_page
     assert not Eviction(every=2).overwrites

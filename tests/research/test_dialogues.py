@@ -31,7 +31,7 @@ def test_answers_are_spans_of_the_passage() -> None:
 
 
 @pytest.mark.slow
-def test_rows(tmp_path: Path) -> None:
+def test_dialogue_rows_share_the_first_turn(tmp_path: Path) -> None:
     """The first turn is the same on both sides; later ones begin from what was left."""
     draw = random.Random(0)
     talks = [
@@ -54,7 +54,7 @@ def test_rows(tmp_path: Path) -> None:
     assert table(found).count("| h2o | 32 |") == 3
 
 
-def test_dialogues() -> None:
+def test_dialogue_prompts_begin_with_all_that_was_said() -> None:
     """Each turn's prompt begins with all that was said, answers are there, and seeds differ."""
     try:
         questions("Quac/test-tiny.jsonl")

@@ -12,7 +12,7 @@ from research.heads import ungrouped
 from tests.e2e.harness import tiny_llama
 
 
-def test_ungrouped(tmp_path: Path) -> None:
+def test_ungrouped_heads_keep_their_logits(tmp_path: Path) -> None:
     """Six query heads of two KV heads become six of six; logits stay."""
     source = tiny_llama(tmp_path / "grouped", 6, 2)
     target = ungrouped(Path(source), tmp_path / "ungrouped")

@@ -29,7 +29,7 @@ RESULT = Result("engine 1", [[5, 6], [7, 8]], 2.0, 1.6, 1.5, 2, -1, 1000)
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_quick(tmp_path: Path) -> None:
+def test_quick_run_of_our_side_completes(tmp_path: Path) -> None:
     """Our side, through the same job and worker as the others."""
     command = [sys.executable, "-m", "research.peers", "throughput", "--quick"]
     done = subprocess.run(
@@ -68,7 +68,7 @@ def test_the_same_budget() -> None:
         assert SIDES[name].options_for(96) == dict(SIDES[name].options)
 
 
-def test_json(tmp_path: Path) -> None:
+def test_job_and_result_survive_json(tmp_path: Path) -> None:
     """A worker's job and result survive the file."""
     job = Job("folder", [[1, 2]], 3, 4, 5, 6, {"a": None})
     job.write(tmp_path / "job.json")
@@ -77,13 +77,13 @@ def test_json(tmp_path: Path) -> None:
     assert Result.read(tmp_path / "result.json") == RESULT
 
 
-def test_widths() -> None:
+def test_steps_without_a_token_are_a_prompts() -> None:
     """Steps that gave no token are a prompt's."""
     assert widths([0, 2, 0, 4]) == (3.0, 4)
     assert widths([0]) == (0.0, 0)
 
 
-def test_a_row() -> None:
+def test_row_leaves_unsaid_figures_empty() -> None:
     """Tokens per second are of all requests; what an engine does not say is empty."""
     found = row("answers", SIDES["OpenVINO, SUM"], (RESULT, 700), 2000, 96, 10, [True, False])
     assert (found["tokens_per_s"], found["preempted"]) == (2.0, "")

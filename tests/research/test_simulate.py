@@ -51,7 +51,9 @@ def test_the_engine_agrees(policy: str, folder: str, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_each_variant(name: str, folder: str, ids: torch.Tensor) -> None:
+def test_variant_changes_nothing_with_room_for_all(
+    name: str, folder: str, ids: torch.Tensor
+) -> None:
     """With room for everything it changes nothing; with less room, it does."""
     model, variant = Llama(Path(folder)), VARIANTS[name]
     full = teacher_forced_nll(model, ids, PROMPT, None)

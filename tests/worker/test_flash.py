@@ -76,14 +76,14 @@ def prefilled(
 
 @BOTH
 @pytest.mark.parametrize("name", CASES)
-def test_prompts(name: str, shape: Shape) -> None:
+def test_flash_prompts_equal_torch(name: str, shape: Shape) -> None:
     """Outputs and scores are those of the torch kernels, however the chunks lie."""
     chunks, num_calls, num_paged = CASES[name]
     varlen = prefilled(chunks, shape)
     assert (varlen.num_calls, varlen.num_paged) == (num_calls, num_paged)
 
 
-def test_attention_sinks() -> None:
+def test_flash_leaves_attention_sinks_to_our_kernel() -> None:
     """What it makes of them has not been tried: our own kernel attends."""
     chunks, _, _ = CASES["one prompt"]
     assert prefilled(chunks, sink_logits=torch.linspace(-1.0, 3.0, 6)).num_calls == 0

@@ -68,7 +68,7 @@ MASKS: dict[str, Any] = {MASK: LowerTriangularFromBottomRightMask}
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_heads", [2, 6])
-def test_prompts(name: str, num_heads: int) -> None:
+def test_xformers_prompts_equal_torch(name: str, num_heads: int) -> None:
     """Outputs and scores are those of the torch kernels, however the chunks lie."""
     chunks: list[PromptChunk] = CASES[name][0]
     theirs = filled(SHAPE, 20, seed=1)
@@ -128,7 +128,7 @@ def chosen(capability: int, asked: bool = False, quantised: bool = False) -> str
     return name
 
 
-def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_is_xformers_before_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """xformers before Ampere, where it is there; elsewhere a kernel of our own, or a refusal."""
     load = MemoryEfficientPrompt.load
     monkeypatch.setattr(

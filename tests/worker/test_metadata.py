@@ -141,7 +141,9 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("make", [in_place, copied], ids=["in place", "copied"])
-def test_decodes_together(make: Callable[[], HeavyHitterMetadataBuilder]) -> None:
+def test_requests_with_one_new_token_share_a_batch(
+    make: Callable[[], HeavyHitterMetadataBuilder],
+) -> None:
     """Requests with one new token share one batch, in order of rows."""
     (batch,) = build(list(PLANS), made=make()).decodes
     # As many columns as the longest needs: next to prompts rows are copied.

@@ -45,7 +45,7 @@ def reading(*prompts: tuple[str, PromptChunk], max_position: int = 64) -> Recons
     return Reconstruction(blocks, chunks, TorchKernels(), TERM, True, max_position)
 
 
-def test_blocks() -> None:
+def test_reading_goes_by_blocks_of_the_chunk() -> None:
     """By blocks of 8 tokens, from the chunk's first on; not of a request that fits."""
     found = reading(("a", chunk(0, 10)), ("b", chunk(5, 9, 10, skip=4)), ("c", chunk(5, 18, 14)))
     spans = [(block.request_id, block.start, block.end) for block in found.blocks]
@@ -57,20 +57,20 @@ def test_blocks() -> None:
 
 
 @pytest.mark.parametrize(("most", "starts"), [(64, [8, 10]), (11, [3, 9]), (8, [0, 6])])
-def test_positions(most: int, starts: list[int]) -> None:
+def test_reading_positions_follow_each_block(most: int, starts: list[int]) -> None:
     """After each block's end, or as far as positions reach."""
     found = reading(("a", chunk(0, 10)), max_position=most).positions().tolist()
     assert found == [*range(starts[0], starts[0] + 8), *range(starts[1], starts[1] + 2)]
 
 
-def test_nobody_reads() -> None:
+def test_reading_without_a_runner_is_an_error() -> None:
     """A step that was published without what runs the model."""
     with pytest.raises(IntegrityError, match="is to be read again, and nothing runs the model"):
         Rereading(reading(("a", chunk(0, 10))), AttentionMetadata(), ["layer"], None).run()
 
 
 @pytest.mark.parametrize("is_v2", [False, True])
-def test_tokens(is_v2: bool) -> None:
+def test_reading_takes_tokens_of_the_requests_row(is_v2: bool) -> None:
     """Of the request's row, wherever the runner keeps them."""
     ids = np.arange(40, dtype=np.int32).reshape(2, 20)
     rows = {"b": 0, "a": 1}
@@ -85,7 +85,9 @@ def test_tokens(is_v2: bool) -> None:
 
 @pytest.mark.parametrize("most", [1 << 24, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_attention(dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_attends_to_first_page_and_block(
+    dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a block: softmax over the first page, the block, and its own tokens up to each query.
 
     No more logits are held at once than are counted, though one block has more.

@@ -127,7 +127,7 @@ def test_a_table_that_is_another() -> None:
     [(torch.float32, 10_000, 1e-3), (torch.bfloat16, 140, 0.05)],
     ids=["float32", "bfloat16"],
 )
-def test_drift(dtype: torch.dtype, times: int, most: float) -> None:
+def test_repeated_rotation_equals_one_rotation(dtype: torch.dtype, times: int, most: float) -> None:
     """A key that is rotated back and stored again and again is what one rotation makes of it.
 
     By 7,000 positions each time, as with 8,192 of them and 1,192 slots: 140 times is a million

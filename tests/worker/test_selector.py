@@ -36,7 +36,7 @@ def choose(
 
 @BUILT
 @pytest.mark.parametrize("asked", ["auto", "native"])
-def test_cpu(asked: str) -> None:
+def test_selector_takes_the_best_build_on_a_cpu(asked: str) -> None:
     """The C++ kernels compute on a CPU, in the best build that it runs."""
     for shape in (SHAPE, Shape(dtype=torch.bfloat16, float8=torch.float8_e5m2)):
         kernels = choose(asked, shape)

@@ -90,7 +90,7 @@ def test_one_step_at_a_time(v2: OtherProcess, tmp_path: Path) -> None:
     assert ours.tokens == on_v1(job).tokens
 
 
-def test_aborted(v2: OtherProcess, tmp_path: Path) -> None:
+def test_aborted_request_leaves_others_as_they_were(v2: OtherProcess, tmp_path: Path) -> None:
     """One in the middle of its prompt, one of its text: the others are none the wiser."""
     job = job_of(tiny_llama(tmp_path, 4, 4), {"budget": 16}, aborts={"0": 1, "2": 7})
     prompts = [CHARACTERS[:100], *PROMPTS[1:]]
@@ -104,7 +104,7 @@ def test_aborted(v2: OtherProcess, tmp_path: Path) -> None:
     assert [len(ours.tokens[i]) for i in (1, 3)] == [12, 12]
 
 
-def test_preempted(v2: OtherProcess, tmp_path: Path) -> None:
+def test_preempted_request_restarts_with_tokens_in_flight(v2: OtherProcess, tmp_path: Path) -> None:
     """A pool too small for all: some are thrown out while their tokens are not known yet."""
     job = job_of(tiny_llama(tmp_path, 4, 4), {"budget": 64}, max_tokens=20)
     job.settings["num_gpu_blocks_override"] = 12
@@ -137,7 +137,7 @@ def test_found_in_the_prefix_cache(v2: OtherProcess, tmp_path: Path) -> None:
     assert ours.tokens == on_v1(replace(job, prompts=prompts)).tokens
 
 
-def test_conversations(v2: OtherProcess, tmp_path: Path) -> None:
+def test_second_turn_continues_from_the_first(v2: OtherProcess, tmp_path: Path) -> None:
     """A second turn that begins with the first one's pages, though its last token came late."""
     job = job_of(tiny_llama(tmp_path, 4, 4), {"budget": 16, "continuation": True})
     first = on_v1(replace(job, prompts=PROMPTS[:1])).tokens[0]
@@ -157,7 +157,7 @@ def test_next_to_sliding_windows(v2: OtherProcess, tmp_path: Path) -> None:
     assert ours.tokens == on_v1(job).tokens
 
 
-def test_drafts(v2: OtherProcess, tmp_path: Path) -> None:
+def test_drafts_by_ngrams_equal_the_reference(v2: OtherProcess, tmp_path: Path) -> None:
     """By V2's own kernels for n-grams; vLLM schedules them one step at a time."""
     job = job_of(tiny_llama(tmp_path, 4, 4), {"budget": 16, "evict_every": 6}, max_tokens=20)
     job = replace(job, prompts=[[7, 8, 9, 10] * 5, [5, 6] * 4])

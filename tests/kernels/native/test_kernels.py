@@ -43,7 +43,9 @@ def output_atol(variant: str, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("variant", EACH_VARIANT)
 @pytest.mark.parametrize(("name", "merge"), LIVES)
-def test_lives(name: str, merge: float, variant: str, count: Count) -> None:
+def test_requests_step_by_step_equal_the_reference(
+    name: str, merge: float, variant: str, count: Count
+) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
@@ -56,7 +58,7 @@ def test_lives(name: str, merge: float, variant: str, count: Count) -> None:
 @NEEDS_LIBRARY
 @drawn(60)
 @given(case=cases(), merge=MERGES)
-def test_any_lives(
+def test_drawn_requests_equal_the_reference(
     case: tuple[str, Shape, list[Life], float, int], merge: float, count: Count
 ) -> None:
     """The same for drawn shapes, policies, budgets, prompts, chunks and schedules."""

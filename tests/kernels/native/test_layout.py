@@ -38,7 +38,7 @@ def test_everything_is_compared() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("part", ["name", "value", "size", "missing"])
-def test_mismatch(name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layout_mismatch_is_named(name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A struct, field or constant that differs in anything is named."""
     theirs = list(layout.expected())
     index = NAMES.index(name)
@@ -61,7 +61,7 @@ def test_a_library_with_more_or_without(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("each", layout.STRUCTS, ids=lambda each: each.__name__)
-def test_packer(each: type[ctypes.Structure]) -> None:
+def test_packed_bytes_are_the_struct(each: type[ctypes.Structure]) -> None:
     """The packed bytes are the struct, field by field, to its last byte."""
     numbers = [float(i) if field[1] is ctypes.c_float else i for i, field in fields(each)]
     packed = layout.packer(each).pack(*numbers)
@@ -75,7 +75,7 @@ def fields(each: type[ctypes.Structure]) -> list[tuple[int, tuple]]:
     return list(enumerate(each._fields_, 1))
 
 
-def test_values() -> None:
+def test_packed_values_are_in_their_fields() -> None:
     """Each value is in the field of its name."""
     rest = {"num_survivors": 5, "recent_start": 7, "num_sinks": 2, "first_scoring_query": 3}
     chunk = prompt_chunk(POOL.block_table[0], slice(4, 14), 10, logical_start=40, **rest)

@@ -22,12 +22,14 @@ def test_variants_are_ordered() -> None:
     assert set(VARIANTS) <= set(able)
 
 
-def test_built() -> None:
+def test_one_library_built_means_all_are() -> None:
     """Where one library was built, so were all that this processor can run."""
     assert VARIANTS in ([], loader.runnable())
 
 
-def test_without_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_libraries_are_named_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is said what is missing and what to do."""
     monkeypatch.setattr(loader, "FOLDER", tmp_path)
     assert loader.available() == []
@@ -50,7 +52,7 @@ def test_library_that_does_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @NEEDS_LIBRARY
-def test_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_variant_falls_to_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system refuses the best variant, the next one is taken."""
     opened = loader._open
 

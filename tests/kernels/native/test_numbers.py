@@ -179,7 +179,7 @@ def check_victim(
 @every_variant
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("name", SHAPES)
-def test_decode(name: str, num_threads: int, variant: str) -> None:
+def test_decode_equals_float64(name: str, num_threads: int, variant: str) -> None:
     """Outputs, scores, victims and stored tokens; nothing else is written."""
     torch.manual_seed(num_threads)
     random.seed(num_threads)
@@ -191,7 +191,7 @@ def test_decode(name: str, num_threads: int, variant: str) -> None:
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("name", ["groups of 1", "pages of 5", "pages of 128", "pages of 1"])
-def test_decode_scoring(name: str, scoring: str, num_threads: int, variant: str) -> None:
+def test_scorings_equal_float64(name: str, scoring: str, num_threads: int, variant: str) -> None:
     """The same for each form of scoring."""
     torch.manual_seed(1)
     random.seed(1)
@@ -282,7 +282,7 @@ def check_prefill(kernels: Kernels, shape: Shape, scoring: Scoring) -> None:
 @every_variant
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("name", SHAPES)
-def test_prefill(name: str, num_threads: int, variant: str) -> None:
+def test_prefill_equals_float64(name: str, num_threads: int, variant: str) -> None:
     """Outputs, scores and stored tokens; nothing else is written."""
     torch.manual_seed(num_threads)
     with threads(num_threads):
@@ -292,7 +292,7 @@ def test_prefill(name: str, num_threads: int, variant: str) -> None:
 @every_variant
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("name", ["groups of 1", "groups of 3", "pages of 5"])
-def test_prefill_scoring(name: str, scoring: str, variant: str) -> None:
+def test_prefill_with_each_scoring_equals_float64(name: str, scoring: str, variant: str) -> None:
     """The same for each form of scoring."""
     torch.manual_seed(1)
     check_prefill(loader.load(variant), SHAPES[name], SCORINGS[scoring])
@@ -348,7 +348,7 @@ def check_term(kernels: Kernels, shape: Shape, term: Term, by_age: bool) -> None
 @every_variant
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("name", SHAPES)
-def test_term(name: str, num_threads: int, variant: str) -> None:
+def test_term_equals_float64(name: str, num_threads: int, variant: str) -> None:
     """Scores of all tokens of a chunk's request; nothing else is written."""
     torch.manual_seed(num_threads)
     with threads(num_threads):
@@ -359,7 +359,7 @@ def test_term(name: str, num_threads: int, variant: str) -> None:
 @pytest.mark.parametrize("by_age", [False, True])
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("name", ["groups of 3", "pages of 5"])
-def test_each_term(name: str, term: str, by_age: bool, variant: str) -> None:
+def test_term_of_each_kind_equals_float64(name: str, term: str, by_age: bool, variant: str) -> None:
     """The same for each kind of term."""
     torch.manual_seed(1)
     check_term(loader.load(variant), SHAPES[name], TERMS[term], by_age)
@@ -369,7 +369,7 @@ def test_each_term(name: str, term: str, by_age: bool, variant: str) -> None:
 @pytest.mark.parametrize("by_age", [False, True])
 @pytest.mark.parametrize("by_page", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_packing(name: str, by_page: bool, by_age: bool, variant: str) -> None:
+def test_packing_equals_torch_exactly(name: str, by_page: bool, by_age: bool, variant: str) -> None:
     """Survivors, ties among few different scores, and all other slots, are torch's exactly."""
     shape, rng = SHAPES[name], random.Random(name)
     lengths = [60, 7, 200]

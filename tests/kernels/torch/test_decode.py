@@ -53,7 +53,7 @@ def snapshot(cache: LayerCache) -> LayerCache:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ties(seed: int) -> None:
+def test_victims_among_ties_equal_the_reference(seed: int) -> None:
     """Among few different scores, in any order of slots, each head's victim is the reference's."""
     rng, cache = random.Random(seed), random_page(9)
     attended = [48, 33, 17]
@@ -118,7 +118,7 @@ def test_store_takes_one_slot() -> None:
 
 
 @pytest.mark.parametrize("stale", [[5, 6], [1, 1], [3, 0]], ids=["free", "own", "another's"])
-def test_strangers_pages(stale: list[int]) -> None:
+def test_decode_leaves_other_requests_pages_alone(stale: list[int]) -> None:
     """Pages after a request's own, NaN or another request's, are neither read nor written."""
     outputs, scores, chosen = [], [], []
     for junk in (0.0, torch.nan, torch.inf):

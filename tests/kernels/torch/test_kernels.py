@@ -27,7 +27,7 @@ def count() -> Iterator[Count]:
 
 
 @pytest.mark.parametrize(("name", "merge"), LIVES)
-def test_lives(name: str, merge: float, count: Count) -> None:
+def test_requests_step_by_step_equal_the_reference(name: str, merge: float, count: Count) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
@@ -40,7 +40,7 @@ def test_lives(name: str, merge: float, count: Count) -> None:
 
 @drawn(60)
 @given(case=cases(), merge=MERGES)
-def test_any_lives(
+def test_drawn_requests_equal_the_reference(
     case: tuple[str, Shape, list[Life], float, int], merge: float, count: Count
 ) -> None:
     """The same for drawn shapes, policies, budgets, prompts, chunks and schedules."""

@@ -49,7 +49,9 @@ def count() -> Iterator[Count]:
 @pytest.mark.parametrize(("ranking", "at"), AT)
 @drawn(5)
 @given(data=st.data())
-def test_any_lives(native: bool, ranking: str, at: At, data: st.DataObject, count: Count) -> None:
+def test_drawn_options_equal_the_reference(
+    native: bool, ranking: str, at: At, data: st.DataObject, count: Count
+) -> None:
     """Retained tokens, scores and outputs are the reference's after every step."""
     policy, options = RANKINGS[ranking]
     shape = Shape(2, data.draw(st.sampled_from([1, 3])), 64, 16)

@@ -50,7 +50,7 @@ def strips(cache: LayerCache, chunk: PromptChunk, num_slots: int) -> list[Strip]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ties(seed: int) -> None:
+def test_survivors_among_ties_equal_the_reference(seed: int) -> None:
     """Among few different scores the survivors, and their order, are the reference's exactly."""
     rng = random.Random(seed)
     blocks, num_tokens, num_kept = [5, 2, 8, 1], rng.choice([33, 50, 64]), 31

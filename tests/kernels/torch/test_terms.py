@@ -35,7 +35,7 @@ def step(query: torch.Tensor) -> StepTensors:
 @pytest.mark.parametrize("by_age", [False, True])
 @pytest.mark.parametrize("name", TERMS)
 @pytest.mark.parametrize(("num_tokens", "first_query"), [(57, 0), (20, 0), (20, 9), (20, 20)])
-def test_score_term(
+def test_term_scores_in_any_tiles_equal_the_reference(
     name: str,
     by_age: bool,
     num_tokens: int,

@@ -38,7 +38,7 @@ MULTIPLIES = ("attend", "column_scores")
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
-def test_compiles(capability: int) -> None:
+def test_every_kernel_compiles_within_limits(capability: int) -> None:
     """All shapes and types, within what a program may have, and as the launches want it."""
     # Compiled kernels and interpreted ones do not go together in one process.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -74,7 +74,7 @@ def triton_kernels(shape: Shape) -> TritonKernels:
 
 @pytest.mark.parametrize("merge", [0.0, pytest.param(0.15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TABLE)
-def test_lives(name: str, merge: float, count: Count) -> None:
+def test_requests_step_by_step_equal_the_reference(name: str, merge: float, count: Count) -> None:
     """Retained tokens, scores, K, V, outputs and writes are the reference's after every step."""
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)

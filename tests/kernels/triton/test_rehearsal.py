@@ -44,7 +44,7 @@ def joined(cache: LayerCache, ran: Counter[str], join: Any = LayerCache.joined) 
         (torch.float32, (True, False, True), False, 3),
     ],
 )
-def test_everything_runs(
+def test_rehearsal_runs_every_prompt_kernel(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     kinds: tuple[bool, bool, bool],

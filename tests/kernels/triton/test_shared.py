@@ -69,7 +69,7 @@ def kernels() -> TritonKernels:
     ],
     ids=str,
 )
-def test_window_scores(term: Term, by_age: bool) -> None:
+def test_window_scores_apart_equal_torch(term: Term, by_age: bool) -> None:
     """The values of a term are torch's, stored apart for each chunk that has window scores; scores
     of its pages stay as they were, and those of another chunk are added to.
     """

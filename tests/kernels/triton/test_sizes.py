@@ -18,14 +18,14 @@ from vllm_h2o.kernels.triton.sizes import (
 
 
 @pytest.mark.parametrize(("group", "rows"), [(1, 1), (2, 16), (16, 16), (17, 32)])
-def test_padded_group(group: int, rows: int) -> None:
+def test_padded_group_is_one_or_at_least_16(group: int, rows: int) -> None:
     """One query needs no matrix product; of others it has at least 16 rows."""
     assert padded_group(group) == rows
 
 
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("padded_head", [64, 128, 256, 512])
-def test_tiles(padded_head: int, element_size: int) -> None:
+def test_tiles_fit_the_shared_memory(padded_head: int, element_size: int) -> None:
     """A tile of keys has at most 32 KiB or 16 rows, and older devices get no larger ones."""
     tile = tile_of(padded_head, element_size)
     assert 16 <= tile <= TILE and tile.bit_count() == 1
