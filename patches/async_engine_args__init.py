@@ -3,7 +3,7 @@
 
 Symbol: vllm.engine.arg_utils:AsyncEngineArgs.__init__
 Why no seam: the subclass is a dataclass with an ``__init__`` of its own.
-What changes: two keyword arguments more, folded into ``additional_config``.
+What changes: four keyword arguments more, folded into ``additional_config``.
 Upstream: none yet.
 Drop when: vLLM passes unknown engine arguments on to plugins.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds ``--kv-policy`` and ``--kv-policy-config`` to every command that takes engine arguments.
+"""Adds ``--kv-policy``, ``--contextual-sparsity`` and their options to vLLM's commands.
 
 Symbol: vllm.engine.arg_utils:EngineArgs.add_cli_args
 Why no seam: flags are made from the config classes; a plugin cannot register one.
-What changes: an argument group more.
+What changes: two argument groups more.
 Upstream: none yet.
 Drop when: vLLM has a registry of plugin flags.
 """
@@ -15,13 +15,14 @@ from typing import Any
 
 from vllm_h2o.options.flags import add_flags
 from vllm_h2o.patches._patch import Patch, Symbol
+from vllm_h2o.sparsity.flags import add_sparsity_flags
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     """``original`` with the flags added to the parser that it returns."""
 
     def add_cli_args(parser: Any) -> Any:
-        return add_flags(original(parser))
+        return add_sparsity_flags(add_flags(original(parser)))
 
     return add_cli_args
 

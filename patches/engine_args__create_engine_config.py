@@ -6,7 +6,8 @@ Why no seam: ``additional_config`` is handed on unread; nothing is called with t
 What changes: with a policy, scheduler, worker, attention backend and prefix caching are set before,
     and the finished config captures more sequences and is checked after; where positions roll, vLLM
     takes the length that the model was trained on, and the one that was asked for is set after.
-    Without one, nothing.
+    With contextual sparsity, quantization is set before and the model is checked after.
+    Without either, nothing.
 Upstream: none yet.
 Drop when: vLLM calls plugins with the engine arguments and the finished config.
 """
@@ -21,6 +22,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.remedies import given_arguments
 from vllm_h2o.patches._patch import Patch, Symbol
 from vllm_h2o.patches._with_policy import activate_front_end
+from vllm_h2o.sparsity.hooks import check_sparsity, prepare_sparsity
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,9 +33,9 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         activate_front_end(asked)
         # Before anybody changes them.
         given = given_arguments(self) if asked is not None else frozenset()
-        config = prepare(self)
+        config, sparsity = prepare(self), prepare_sparsity(self)
         made = original(of_trained_length(self, config), *args, **kwargs)
-        return finish(made, self, config, given)
+        return finish(check_sparsity(made, sparsity), self, config, given)
 
     return create_engine_config
 

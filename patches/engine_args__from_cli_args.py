@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries the two flags from the command line into the engine arguments.
+"""Carries the four flags from the command line into the engine arguments.
 
 Symbol: vllm.engine.arg_utils:EngineArgs.from_cli_args
 Why no seam: only the dataclass's own fields are read from the namespace.
@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_h2o.options.flags import fold_policy
 from vllm_h2o.patches._patch import Patch, Symbol
+from vllm_h2o.sparsity.flags import fold_sparsity
 
 
 def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,9 +23,10 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def from_cli_args(cls: type, args: Any) -> Any:
         flags = vars(args)
-        return fold_policy(
-            original(cls, args), flags.get("kv_policy"), flags.get("kv_policy_config")
-        )
+        made = original(cls, args)
+        fold_policy(made, flags.get("kv_policy"), flags.get("kv_policy_config"))
+        sparsity = ("contextual_sparsity", "contextual_sparsity_config")
+        return fold_sparsity(made, *map(flags.get, sparsity))
 
     return from_cli_args
 

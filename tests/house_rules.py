@@ -133,7 +133,8 @@ def patch_doors(module: Module) -> Iterator[str]:
             yield name
         if module.path.startswith("patches/"):
             allowed = tuple(
-                f"vllm_h2o.{n}" for n in ("errors", "hooks", "options", "patches", "planner")
+                f"vllm_h2o.{n}"
+                for n in ("errors", "hooks", "options", "patches", "planner", "sparsity")
             )
             if below(name, "vllm_h2o") and not below(name, *allowed):
                 yield name

@@ -6,6 +6,7 @@
     KVPolicyError(ValueError)      what is not supported, why, and what to do
     ├── ConfigError                a value of the policy's own configuration
     ├── UnsupportedError           a model, engine option or platform that the policy refuses
+    ├── SparsityError            what contextual sparsity refuses
     └── PatchError                 a vLLM other than the one that the plugin was written against
     IntegrityError(RuntimeError)   a broken invariant of pages or lengths: a bug, never bad input
 """
@@ -28,12 +29,15 @@ class KVPolicyError(ValueError):
 
     """
 
+    part = "kv-policy"
+    """The part of this package that refuses."""
+
     def __init__(self, asked: str, found: str, why: str, remedy: str) -> None:
         self.asked, self.found, self.why, self.remedy = asked, found, why, remedy
         super().__init__(asked, found, why, remedy)
 
     def __str__(self) -> str:
-        first = f"kv-policy: {self.asked} is not supported: {self.found}"
+        first = f"{self.part}: {self.asked} is not supported: {self.found}"
         return " ".join(map(_sentence, (first, self.why, self.remedy)))
 
 
@@ -43,6 +47,12 @@ class ConfigError(KVPolicyError):
 
 class UnsupportedError(KVPolicyError):
     """The policy does not support the model, an engine option or the platform."""
+
+
+class SparsityError(KVPolicyError):
+    """Contextual sparsity cannot be used with an option, a model or a part of the engine."""
+
+    part = "contextual-sparsity"
 
 
 class PatchError(KVPolicyError):

@@ -122,3 +122,33 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", bos_token="<s>"
     ).save_pretrained(folder)
+
+
+def write_sparse(config: PretrainedConfig, folder: Path, zeros: float, std: float = 0.02) -> str:
+    """An OPT of random weights whose ReLU sets a share of the neurons to zero.
+
+    fc1 gets what a layer norm gives, of variance 1, so its output is normal before the bias.
+
+    Args:
+        config: of an OPT.
+        folder: where it goes.
+        zeros: the share, in (0, 1).
+        std: of the weights.
+
+    Returns:
+        The folder.
+
+    """
+    from statistics import NormalDist
+
+    from safetensors.torch import load_file, save_file
+
+    write_random(config, folder, std)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    spread = std * config.hidden_size**0.5
+    for name, weight in weights.items():
+        if name.endswith("fc1.bias"):
+            weight.fill_(-NormalDist().inv_cdf(zeros) * spread)
+    save_file(weights, path, {"format": "pt"})
+    return str(folder)

@@ -37,6 +37,7 @@ _OF_EACH = {
     "tensor parallelism": "test_parallel.py::test_ranks_equal_one_process",
     "pipeline parallelism": "test_parallel.py::test_stages_equal_one_process",
     "Model Runner V2": "gpu_runner/test_runner.py::test_a_small_budget[llama]",
+    "contextual sparsity": "test_sparsity.py::test_exact_with_a_policy_equals_the_policy",
     "metrics": "test_metrics.py::test_of_three_requests",
     "the server": "test_serve.py::test_server_completes_a_long_prompt_and_answer",
 }

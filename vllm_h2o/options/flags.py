@@ -32,7 +32,7 @@ def add_flags(parser: Any) -> Any:
     )
     group.add_argument(
         "--kv-policy-config",
-        action=_Merged,
+        action=Merged,
         default=None,
         metavar="JSON",
         help="Options of the policy as JSON, or one by one: --kv-policy-config.budget 0.2\n"
@@ -41,7 +41,7 @@ def add_flags(parser: Any) -> Any:
     return parser
 
 
-class _Merged(argparse.Action):
+class Merged(argparse.Action):
     """Merges options given as JSON and one by one; the last value of a key wins."""
 
     def __call__(

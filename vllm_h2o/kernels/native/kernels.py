@@ -32,6 +32,7 @@ class NativeKernels(RareStages):
 
     def __init__(self, variant: str, library: ctypes.CDLL) -> None:
         self.variant = variant
+        self.library = library
         self._decode = library.h2o_decode
         self._prefill = library.h2o_prefill
         self._score_term = library.h2o_score_term

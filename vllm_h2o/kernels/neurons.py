@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Define the MLP of a ReLU model by neurons, for up to a few tokens; C++ and torch are twins.
+
+A neuron i is a row of the first matrix, which computes it, and a row of the second, which it
+weighs::
+
+    a[t, i] = relu(up[i] . x[t] + up_bias[i])
+    y[t]    = down_bias + sum of a[t, i] * down[i], over i with a[t, i] != 0      (Deja Vu, eq. 1)
+
+A row that no token uses is not read. All sums are of float32.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+MOST_TOKENS = 32
+"""Tokens that a kernel computes at once."""
+
+
+class NeuronKernels(Protocol):
+    """The stages that a device computes; rows and tokens have one dtype."""
+
+    name: str
+
+    def down(
+        self, x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """See :func:`down`.
+
+        Args:
+            x: [tokens, neurons].
+            rows: [neurons, width].
+            bias: [width], or None.
+            counts: [2] of int64, which grows by the rows read and the rows there.
+
+        """
+        ...
+
+
+def down(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of the rows that each token uses, one row after the other.
+
+    Args:
+        x: [tokens, neurons], zero where a token does not use a neuron.
+        rows: [neurons, width].
+        bias: [width], or None.
+
+    """
+    y = torch.zeros(len(x), rows.shape[1]) if bias is None else bias.float().repeat(len(x), 1)
+    for token in range(len(x)):
+        for neuron in x[token].nonzero()[:, 0].tolist():
+            y[token] += x[token, neuron].float() * rows[neuron].float()
+    return y.to(x.dtype)
+
+
+def used_neurons(x: torch.Tensor) -> torch.Tensor:
+    """Return which neurons any token uses, as booleans: those whose rows a step reads."""
+    return (x != 0).any(0)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators that torch.compile does not look into: the number of tokens decides when they run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_h2o.kernels.native import loader
+from vllm_h2o.kernels.native.neurons import NativeNeurons
+from vllm_h2o.kernels.neurons import NeuronKernels
+from vllm_h2o.kernels.torch.neurons import TorchNeurons
+
+
+@cache
+def kernels_of(device: str) -> NeuronKernels:
+    """Return the fastest kernels that run on a kind of device."""
+    if device == "cpu":
+        try:
+            native = loader.load()
+        except loader.NativeUnavailableError:
+            return TorchNeurons()
+        return NativeNeurons(native.variant, native.library)
+    return TorchNeurons()
+
+
+def _down(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    counts: torch.Tensor,
+    max_tokens: int,
+) -> torch.Tensor:
+    if 0 < len(x) <= max_tokens:
+        return kernels_of(x.device.type).down(x, rows, bias, counts)
+    return x @ rows if bias is None else torch.addmm(bias, x, rows)
+
+
+def _down_shape(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    counts: torch.Tensor,
+    max_tokens: int,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], rows.shape[1])  # len() would fix the number
+
+
+direct_register_custom_op("h2o_mlp_down", _down, mutates_args=["counts"], fake_impl=_down_shape)
+down = torch.ops.vllm.h2o_mlp_down
+"""[tokens, neurons] by [neurons, width], plus bias; sparse for up to ``max_tokens`` tokens."""
