@@ -25,28 +25,38 @@ from typing import Any
 
 from benchmarks.record import append_rows, machine_name
 from benchmarks.soak import verdict
+from benchmarks.soak.adapters import STEADY, VERSIONS, write_adapters
 from benchmarks.soak.audit import Figures, plant, read
+from benchmarks.soak.canaries import CANARIES
 from benchmarks.soak.chaos import Witness, kill
-from benchmarks.soak.load import CANARIES, Load, Mode, Outcome, Shape
+from benchmarks.soak.load import Load, Mode, Outcome, Shape
 from benchmarks.soak.server import PAGE, Server, write_model
 
 BUDGET = 128
 POLICIES = {"snapkv": "--enable-prefix-caching", "h2o": "--no-enable-prefix-caching"}
 """By policy: whether requests share the pages of a common prefix."""
+ALL = frozenset(canary.name for canary in CANARIES)
 MODES = {
     "prompt_end": Mode(),
+    "adapters": Mode(
+        (),
+        ("--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--no-enable-prefix-caching"),
+        repeats=ALL.union(VERSIONS),
+        adapters=True,
+    ),
     "pressure": Mode(
         ("--kv-policy-config.eviction=pressure",),
         ("--no-enable-prefix-caching",),
         happens="vllm:kv_policy_pressure_packs_total",
-        repeats=frozenset({"within the budget", "all is kept"}),
+        repeats=frozenset({"within the budget", "all is kept", "beams"}),
     ),
     "evict_every": Mode(("--kv-policy-config.evict_every=16",)),
     "continuation": Mode(
         ("--kv-policy-config.continuation=true",),
         happens="vllm:kv_policy_continuation_hits_total",
-        # It begins like other prompts, so it may continue from one of them.
-        repeats=frozenset(canary.name for canary in CANARIES if canary.name != "past the budget"),
+        # The first begins like other prompts, so it may continue from one of them, and each beam
+        # continues from what the one before has left.
+        repeats=ALL - {"past the budget", "beams"},
     ),
     "drafts": Mode(
         ("--kv-policy-config.evict_every=16",),
@@ -147,6 +157,7 @@ class Report:
             "steps": figures.steps,
             "checks": figures.checks,
             "preemptions": len(figures.preempted),
+            "resumed_in_chunks": figures.resumed,
             "happened": round(self.happened),
             "pool_pages": figures.total,
             "peak_pages": figures.peak_held,
@@ -171,6 +182,8 @@ def flags(shape: Shape, policy: str) -> list[str]:
         f"--max-model-len={shape.max_model_len}",
         "--max-num-batched-tokens=1024",
         f"--num-gpu-blocks-override={shape.pages}",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser=hermes",
     ]
 
 
@@ -188,24 +201,28 @@ def run(shape: Shape, mode: str, policy: str, folder: Path, killed: Sequence[str
     model, audit = folder / "model", folder / "audit"
     write_model(model, shape.max_model_len)
     plant(audit)
-    stock = [*flags(shape, policy), *MODES[mode].engine]
+    stock, dying = [*flags(shape, policy), *MODES[mode].engine], DYING.body
+    adapters = write_adapters(model, folder) if MODES[mode].adapters else {}
+    if adapters:
+        stock.append(f"--lora-modules={STEADY}={adapters[STEADY]}")
+        dying = {**dying, "model": STEADY}
     ours = [*stock, f"--kv-policy={policy}", f"--kv-policy-config.budget={BUDGET}"]
     ours += MODES[mode].policy
     deaths: dict[str, Witness] = {}
     with Server(model, folder / f"{policy}.log", ours, audit) as server:
-        load = Load(server, shape, MODES[mode].greedy)
+        load = Load(server, shape, MODES[mode].greedy, adapters)
         outcome = asyncio.run(load.run())
         figures, usage = _at_rest(server, audit)
         happened = server.metric(MODES[mode].happens) if MODES[mode].happens else 0.0
         if killed:
-            deaths[killed[0]] = asyncio.run(kill(server, killed[0], DYING.body))
+            deaths[killed[0]] = asyncio.run(kill(server, killed[0], dying))
     pairs = {}
     for role in killed:
         if role not in deaths:
             with Server(model, folder / f"{policy}-{role}.log", ours) as server:
-                deaths[role] = asyncio.run(kill(server, role, DYING.body))
+                deaths[role] = asyncio.run(kill(server, role, dying))
         with Server(model, folder / f"stock-{role}.log", stock) as server:
-            pairs[role] = deaths[role], asyncio.run(kill(server, role, DYING.body))
+            pairs[role] = deaths[role], asyncio.run(kill(server, role, dying))
     expected = load.expected[DYING.name]
     return Report(shape, mode, policy, outcome, figures, usage, happened, pairs, expected)
 

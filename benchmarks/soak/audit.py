@@ -30,6 +30,7 @@ class Figures:
         checks: times that all pages and lengths were counted.
         steps: steps scheduled.
         preempted: ids of requests that were thrown out, once for each time.
+        resumed: of them, computed again with an eviction after each chunk.
         requests: that the scheduler knows now.
         free: pages, now.
         held: pages, now.
@@ -42,6 +43,7 @@ class Figures:
     checks: int = 0
     steps: int = 0
     preempted: list[str] = field(default_factory=list)
+    resumed: int = 0
     requests: int = 0
     free: int = 0
     held: int = 0
@@ -88,7 +90,11 @@ def watch(scheduler: type[HeavyHitterScheduler], out: Path) -> None:
 
     def scheduling(self: Any, *args: Any, **kwargs: Any) -> Any:
         figures.steps += 1
-        return schedule(self, *args, **kwargs)
+        output = schedule(self, *args, **kwargs)
+        again = self.ledger.resumed.keys() & output.residency_plan.requests.keys()
+        plans = [output.residency_plan.requests[request_id] for request_id in again]
+        figures.resumed += sum(plan.logical_start == 0 for plan in plans)
+        return output
 
     preempt, schedule = scheduler._preempt_request, scheduler.schedule
     replaced = {"_preempt_request": preempting, "schedule": scheduling}

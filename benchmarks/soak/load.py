@@ -8,16 +8,27 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import aiohttp
 
-from benchmarks.soak.server import VOCABULARY, Server
+from benchmarks.soak.adapters import STEADY, SWAPPED, VERSIONS
+from benchmarks.soak.canaries import (
+    CANARIES,
+    COMPLETIONS,
+    Budget,
+    Canary,
+    asking,
+    prompt,
+    text_of,
+    tokens,
+)
+from benchmarks.soak.kinds import KINDS
+from benchmarks.soak.server import Server
 
-Budget = float | int | str | None
 BUDGETS: tuple[Budget, ...] = (None, None, 0.1, 512, "full")
 """Values of ``kv_budget`` in requests; None: no such field."""
 BAD_BUDGETS: tuple[dict[str, Budget], ...] = (
@@ -64,38 +75,6 @@ class Shape:
     growth_mib: float
 
 
-@dataclass(frozen=True)
-class Canary:
-    """A request whose greedy answer is known.
-
-    Args:
-        name: for the report.
-        prompt_len: tokens of its prompt.
-        max_tokens: that follow.
-        budget: of its own.
-
-    """
-
-    name: str
-    prompt_len: int
-    max_tokens: int
-    budget: Budget = None
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """First in any queue, so that it is the last to be preempted."""
-        tokens = _prompt(random.Random(self.name), self.prompt_len)
-        body = {"prompt": tokens, "max_tokens": self.max_tokens, "temperature": 0, "priority": -1}
-        return {**body, **_asking(self.budget)}
-
-
-CANARIES = (
-    Canary("within the budget", 12, 40),
-    Canary("past the budget", 60, 120),
-    Canary("evicted prompt", 400, 48),
-    Canary("smaller budget", 150, 60, 64),
-    Canary("all is kept", 300, 40, "full"),
-)
 LEAST_CANARIES = 8 * len(CANARIES)
 """Before a load ends: those that are preempted are not compared."""
 
@@ -110,6 +89,7 @@ class Mode:
         happens: a metric that is above 0 in the end; empty for none.
         repeats: canaries that are answered alike whatever else runs.
         greedy: all requests are.
+        adapters: whether every request names an adapter, and one is loaded again in place.
 
     """
 
@@ -118,6 +98,7 @@ class Mode:
     happens: str = ""
     repeats: frozenset[str] = frozenset(canary.name for canary in CANARIES)
     greedy: bool = False
+    adapters: bool = False
 
 
 @dataclass
@@ -143,20 +124,6 @@ class Outcome:
     def num_requests(self) -> int:
         """All that were sent."""
         return sum(self.counts.values())
-
-
-def _tokens(chance: random.Random, length: int) -> list[int]:
-    return [chance.randrange(3, VOCABULARY) for _ in range(length)]
-
-
-def _prompt(chance: random.Random, length: int) -> list[int]:
-    """Random tokens; half of all prompts begin with more or less of the same ones."""
-    common = _tokens(random.Random(0), chance.randrange(length + 1) if chance.random() < 0.5 else 0)
-    return [*common, *_tokens(chance, length - len(common))]
-
-
-def _asking(budget: Budget) -> dict[str, Any]:
-    return {} if budget is None else {"vllm_xargs": {"kv_budget": budget}}
 
 
 def malformed(max_model_len: int) -> list[tuple[bytes, int]]:
@@ -187,12 +154,22 @@ class Load:
         server: that answers.
         shape: the sizes.
         greedy: whether nothing is sampled.
+        adapters: folders of adapters, as ``write_adapters`` returns them; empty: none is used.
         seed: of all chance.
 
     """
 
-    def __init__(self, server: Server, shape: Shape, greedy: bool = False, seed: int = 0) -> None:
-        self.server, self.shape = server, shape
+    def __init__(
+        self,
+        server: Server,
+        shape: Shape,
+        greedy: bool = False,
+        adapters: Mapping[str, str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.server, self.shape, self.url = server, shape, server.url
+        self.adapters = adapters or {}
+        self.model = STEADY if self.adapters else server.model
         self.temperatures = (0,) if greedy else (0, 0.8)
         self.well_formed = [kind for kind in WELL_FORMED if kind != "samples" or not greedy]
         self.chance = random.Random(seed)
@@ -208,10 +185,13 @@ class Load:
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             self.session = session
             for canary in CANARIES:
-                self.expected[canary.name] = await self._text(canary.body)
+                self.expected[canary.name] = await self._text(canary)
+            for version in VERSIONS if self.adapters else ():
+                self.expected[version] = await self._swapped(version)
             self.start = time.monotonic()
             clients = [self._client(number) for number in range(self.shape.clients)]
-            await asyncio.gather(*clients, self._keep_asking(), self._bursts(), self._measure())
+            always = (self._keep_asking(), self._bursts(), self._measure(), self._keep_swapping())
+            await asyncio.gather(*clients, *always)
         self.outcome.seconds = time.monotonic() - self.start
         return self.outcome
 
@@ -232,12 +212,16 @@ class Load:
             "conversation": self._conversation,
             "malformed": self._refused,
             "long": self._long,
+            **{kind: partial(ask, self) for kind, ask in KINDS.items()},
         }
-        for kind in ["malformed", "long", *dict.fromkeys(self.well_formed)][number : number + 1]:
+        every = ["malformed", "long", *KINDS, *dict.fromkeys(self.well_formed)]
+        for kind in every[number :: self.shape.clients]:
             await self._send(kind, kinds[kind])
         while self._goes_on():
             roll = self.chance.random()
             rare = "malformed" if roll < 0.15 else "long" if roll < 0.17 else None
+            if roll > 0.85:
+                rare = self.chance.choice(list(KINDS))
             kind = rare or self.chance.choice(self.well_formed)
             await self._send(kind, kinds[kind])
 
@@ -255,7 +239,7 @@ class Load:
         The first one surely: its requests begin with a page or two each and grow to the budget. A
         short load may have no other.
         """
-        asked = partial(self._whole, prompt=_prompt(self.chance, 40), max_tokens=180, vllm_xargs={})
+        asked = partial(self._whole, prompt=prompt(self.chance, 40), max_tokens=180, vllm_xargs={})
         while self._goes_on():
             await asyncio.gather(*(self._send("burst", asked) for _ in range(self.shape.burst)))
             await asyncio.sleep(self.chance.uniform(1, 5))
@@ -272,9 +256,30 @@ class Load:
 
     async def _ask(self, canary: Canary, number: int) -> str:
         name = f"canary-{number}-{CANARIES.index(canary)}-"
-        text = await self._text(canary.body, name)
+        text = await self._text(canary, name)
         self.outcome.canaries.append((name, canary.name, text == self.expected[canary.name]))
         return "answered"
+
+    async def _keep_swapping(self) -> None:
+        """Load an adapter again in place, with other weights each time, and ask what it says."""
+        for number in range(10**9 if self.adapters else 0):
+            if not self._goes_on():
+                return
+            version = VERSIONS[number % len(VERSIONS)]
+            await self._send("swapped", partial(self._ask_swapped, version, number))
+            await asyncio.sleep(0.2)
+
+    async def _ask_swapped(self, version: str, number: int) -> str:
+        name = f"canary-{number}-{version.replace(' ', '-')}-"
+        text = await self._swapped(version, name)
+        self.outcome.canaries.append((name, version, text == self.expected[version]))
+        return "answered"
+
+    async def _swapped(self, version: str, request_id: str | None = None) -> str:
+        where = {"lora_name": SWAPPED, "lora_path": self.adapters[version], "load_inplace": True}
+        async with self.session.post(f"{self.url}/v1/load_lora_adapter", json=where) as answer:
+            assert answer.status == 200, f"{answer.status} {await answer.text()}"
+        return await self._text(CANARIES[1], request_id, model=SWAPPED)
 
     async def _measure(self) -> None:
         """Memory, twice a second."""
@@ -284,12 +289,12 @@ class Load:
             self.outcome.memory.append((self.outcome.num_requests, rss))
             await asyncio.sleep(0.5)
 
-    def _body(self, **fixed: Any) -> dict[str, Any]:
+    def random_body(self, **fixed: Any) -> dict[str, Any]:
         """A request of any length, with a priority and a budget of its own."""
         chance, longest = self.chance, self.shape.max_model_len
         prompt_len = chance.choice([1, 15, 16, 17, 40, 100, 130, longest // 8, longest // 5])
         body: dict[str, Any] = {
-            "prompt": _prompt(chance, prompt_len),
+            "prompt": prompt(chance, prompt_len),
             "max_tokens": chance.choice([1, 2, 16, 33, 100, 180]),
             # Without a seed: on a CPU stock vLLM 0.32 dies of a seeded sample whose prompt is
             # computed in chunks (torch's generator there has no offset to set back).
@@ -299,53 +304,61 @@ class Load:
             "ignore_eos": True,
             "a field that nobody reads": 1,
         }
-        return {**body, **_asking(chance.choice(BUDGETS)), **fixed}
+        return {**body, **asking(chance.choice(BUDGETS)), **fixed}
 
-    def _post(self, body: dict[str, Any], request_id: str | None = None) -> Any:
+    def count(self, kind: str, number: int) -> None:
+        """Count further requests of a kind that were answered."""
+        self.outcome.counts[kind, "answered"] += number
+
+    def _post(
+        self, body: Mapping[str, Any], request_id: str | None = None, path: str = COMPLETIONS
+    ) -> Any:
         headers = {"X-Request-Id": request_id} if request_id else {}
-        whole = {"model": self.server.model, **body}
-        return self.session.post(f"{self.server.url}/v1/completions", json=whole, headers=headers)
+        whole = {"model": self.model, **body}
+        return self.session.post(self.url + path, json=whole, headers=headers)
 
-    async def _answer(self, body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
-        async with self._post(body, request_id) as answer:
+    async def answer(
+        self, body: Mapping[str, Any], request_id: str | None = None, path: str = COMPLETIONS
+    ) -> dict[str, Any]:
+        """Return the answer, whose status is 200."""
+        async with self._post(body, request_id, path) as answer:
             content: dict[str, Any] = await answer.json()
             assert answer.status == 200, f"{answer.status} {content}"
             return content
 
-    async def _text(self, body: dict[str, Any], request_id: str | None = None) -> str:
-        content = await self._answer({**body, "ignore_eos": True}, request_id)
-        return str(content["choices"][0]["text"])
+    async def _text(self, canary: Canary, request_id: str | None = None, **more: str) -> str:
+        return text_of(await self.answer({**canary.body, **more}, request_id, canary.path))
 
     async def _whole(self, **fixed: Any) -> str:
-        body = self._body(**fixed)
-        usage = (await self._answer(body))["usage"]
+        body = self.random_body(**fixed)
+        usage = (await self.answer(body))["usage"]
         assert usage["prompt_tokens"] == len(body["prompt"]), usage
         assert usage["completion_tokens"] == body["max_tokens"], usage
         return "answered"
 
     async def _samples(self) -> str:
-        content = await self._answer(self._body(n=3, temperature=0.8, max_tokens=30))
+        content = await self.answer(self.random_body(n=3, temperature=0.8, max_tokens=30))
         assert len(content["choices"]) == 3, content
         return "answered"
 
     async def _conversation(self) -> str:
         """Each turn with all that was said, to the token: what the last one left may be there."""
-        body = self._body(return_token_ids=True)
+        body = self.random_body(return_token_ids=True)
         for turn in range(TURNS):
-            self.outcome.counts["conversation", "answered"] += turn > 0  # each is a request
-            (choice,) = (await self._answer(body))["choices"]
+            self.count("conversation", turn > 0)  # each is a request
+            (choice,) = (await self.answer(body))["choices"]
             assert len(choice["token_ids"]) == body["max_tokens"], choice
-            new = _tokens(self.chance, self.chance.randrange(1, 40))
+            new = tokens(self.chance, self.chance.randrange(1, 40))
             body["prompt"] = [*body["prompt"], *choice["token_ids"], *new]
         return "answered"
 
     async def _long(self) -> str:
-        prompt = _prompt(self.chance, self.shape.long_prompt)
-        await self._answer(self._body(prompt=prompt, max_tokens=20))
+        long = prompt(self.chance, self.shape.long_prompt)
+        await self.answer(self.random_body(prompt=long, max_tokens=20))
         return "answered"
 
     async def _stream(self) -> str:
-        async with self._post(self._body(stream=True)) as answer:
+        async with self._post(self.random_body(stream=True)) as answer:
             lines = [line async for line in answer.content if line.startswith(b"data: ")]
         assert len(lines) > 1 and lines[-1].strip() == b"data: [DONE]", lines[-2:]
         assert b'"finish_reason":"length"' in lines[-2], lines[-2]
@@ -353,7 +366,7 @@ class Load:
 
     async def _disconnect(self) -> str:
         left = self.chance.randrange(1, 20)
-        async with self._post(self._body(stream=True, max_tokens=180)) as answer:
+        async with self._post(self.random_body(stream=True, max_tokens=180)) as answer:
             async for line in answer.content:
                 left -= line.startswith(b"data: ")
                 if not left:
@@ -363,7 +376,7 @@ class Load:
 
     async def _abort(self) -> str:
         try:
-            await asyncio.wait_for(self._answer(self._body()), self.chance.uniform(0, 1))
+            await asyncio.wait_for(self.answer(self.random_body()), self.chance.uniform(0, 1))
         except asyncio.TimeoutError:
             return "left"
         return "answered"

@@ -27,15 +27,22 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
 }
 START_SECONDS = 600
+WORDS = ["<unk>", "<s>", "</s>", *map(chr, range(32, 127)), "\n"]
+"""The first words of the vocabulary, by token; the others have several letters."""
+CHAT_TEMPLATE = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% for call in message.tool_calls or [] %}{{ call.function | tojson }}
+{% endfor %}{% endfor %}assistant: """
 
 
 def write_model(folder: Path, max_len: int) -> None:
-    """A Llama with a word for each token; its weights are wide, so that first choices are clear.
+    """A Llama whose weights are wide, so that first choices are clear, and its tokenizer.
 
     Args:
         folder: where it goes.
@@ -44,7 +51,7 @@ def write_model(folder: Path, max_len: int) -> None:
     """
     from transformers import LlamaConfig
 
-    from benchmarks.throughput.models import write_random, write_tokenizer
+    from benchmarks.throughput.models import write_random
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -56,7 +63,26 @@ def write_model(folder: Path, max_len: int) -> None:
         max_position_embeddings=max_len,
     )
     write_random(config, folder)
-    write_tokenizer(folder, VOCABULARY)
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A character for each of the first tokens, of which tool calls are made, then words."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*WORDS, *(f"w{i} " for i in range(len(WORDS), VOCABULARY))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="</s>",
+        bos_token="<s>",
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
 
 
 class Server:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from benchmarks.soak.audit import Figures
 from benchmarks.soak.chaos import Witness
-from benchmarks.soak.load import CANARIES, Outcome, Shape
+from benchmarks.soak.load import Outcome, Shape
 
 WARM_UP = 0.5
 """Share of the requests before memory is looked at: first come shapes that torch has not seen."""
@@ -34,7 +34,7 @@ def untouched(
 ) -> list[tuple[str, bool]]:
     """Name and sameness of the canaries that repeat and were not preempted.
 
-    One that was is computed again with full attention, and may differ.
+    One that was is computed again with its answer as part of its prompt, and may differ.
     """
     # vLLM puts its own words around the id that a client gives.
     hit = {name for name, *_ in outcome.canaries for where in preempted if name in where}
@@ -61,7 +61,7 @@ def of_load(
     if outcome.num_requests < shape.least_requests:
         yield f"{outcome.num_requests} requests, at least {shape.least_requests} were to be sent"
     compared = untouched(outcome, preempted, repeats)
-    for name in (canary.name for canary in CANARIES if canary.name in repeats):
+    for name in sorted(repeats):
         same = [same for found, same in compared if found == name]
         if len(same) < 3 or not all(same):
             yield f"canary {name!r}: {sum(same)} of {len(same)} answers are the first one"

@@ -13,8 +13,9 @@ import pytest
 from benchmarks.soak import audit
 from benchmarks.soak.__main__ import MODES, SHORT, Report
 from benchmarks.soak.audit import Figures
+from benchmarks.soak.canaries import CANARIES
 from benchmarks.soak.chaos import Death, Witness
-from benchmarks.soak.load import CANARIES, Outcome
+from benchmarks.soak.load import Outcome
 from benchmarks.soak.verdict import MIB
 from tests.scheduler import harness
 from vllm_h2o.errors import IntegrityError
@@ -81,7 +82,7 @@ def test_vllm_finds_its_entry_point(tmp_path: Path) -> None:
 DEATH = Death(streams=("error 500",), whole="500", later="refused", exit_code=1)
 OUTCOME = Outcome(
     Counter({("whole", "answered"): 500}),
-    canaries=[(f"canary-{i}-", CANARIES[i % 5].name, True) for i in range(15)],
+    canaries=[(f"canary-{i}-", CANARIES[i % 7].name, True) for i in range(21)],
     memory=[(n, {"engine": 300 * MIB + n % 2}) for n in range(0, 500, 10)],
 )
 FIGURES = Figures(checks=20, steps=10, preempted=["cmpl-x"], free=9, total=9, peak_held=9)
@@ -123,7 +124,7 @@ def test_a_preempted_canary_may_differ() -> None:
             {"outcome": {"canaries": [(i, n, n[0] != "p") for i, n, _ in OUTCOME.canaries]}},
             "canary 'past",
         ),
-        ({"outcome": {"canaries": OUTCOME.canaries[:14]}}, "canary 'all is kept': 2 of 2"),
+        ({"outcome": {"canaries": OUTCOME.canaries[:20]}}, "canary 'tool call': 2 of 2"),
         ({"outcome": {"surprises": ["whole: 500"]}}, "whole: 500"),
         ({"outcome": {"counts": Counter({("whole", "answered"): 5})}}, "5 requests, at least"),
         ({"figures": {"free": 8}}, "0 requests, 0 pages held and 8 of 9 free"),

@@ -12,7 +12,7 @@ from benchmarks.soak.__main__ import SHORT, run
 
 KINDS = {
     "whole", "stream", "disconnect", "abort", "samples", "conversation", "malformed", "long",
-    "burst", "canary",
+    "burst", "canary", "beams", "tiny", "mixed", "tools", "torn",
 }  # fmt: skip
 
 
