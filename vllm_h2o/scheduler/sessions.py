@@ -3,7 +3,7 @@
 
 - vLLM checks the length of each part alone. The session's length is known here only: a part may be
   queued while the one before it is still being answered. In stock vLLM a part that makes the
-  session longer than ``max_model_len`` ends the engine. Here it is answered with an error.
+  session longer than ``max_model_len`` ends the engine. Here its answer is an error without tokens.
 - A session that waits for its next part holds pages. In stock vLLM a reset of the cache that
   preempts running requests fails then. Here the session gives its pages back and begins anew.
 """
@@ -62,8 +62,9 @@ class BoundsSessions(AsyncScheduler):
             "begin another session, or give the server a larger --max-model-len",
         )
         logger.warning("request %s: %s", session.request_id, error)
+        # With FinishReason.ERROR the front end of vLLM 0.33 would end the session.
         output = EngineCoreOutput(
-            session.request_id, [], finish_reason=FinishReason.ERROR, stop_reason=str(error)
+            session.request_id, [], finish_reason=FinishReason.LENGTH, stop_reason=str(error)
         )
         self._refused.append((session.client_index, output))
         return True
