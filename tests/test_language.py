@@ -12,6 +12,7 @@ from tools.language import (
     check_numbers,
     check_subject,
     main,
+    subjects,
 )
 
 
@@ -80,3 +81,13 @@ def test_repository_has_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
     """The lint passes, with a short list of exceptions."""
     assert main() == 0, capsys.readouterr().out
     assert len(EXCEPTIONS) <= 10
+
+
+def test_subjects_with_other_abbreviations_name_the_same_commits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clone abbreviates hashes by how many objects it has; exceptions hold in every clone."""
+    expected = list(subjects())
+    for key, value in {"COUNT": "1", "KEY_0": "core.abbrev", "VALUE_0": "12"}.items():
+        monkeypatch.setenv(f"GIT_CONFIG_{key}", value)
+    assert list(subjects()) == expected

@@ -101,11 +101,11 @@ def check_subject(commit: str, subject: str) -> Iterator[str]:
 
 def subjects() -> Iterator[tuple[str, str]]:
     """Yield commits since the fixed one, and their subjects; none without its history."""
-    asked = ["git", "log", "--no-merges", "--format=%h %s", f"{BASE}..HEAD"]
+    asked = ["git", "log", "--no-merges", "--format=%H %s", f"{BASE}..HEAD"]
     done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines() if done.returncode == 0 else ():
         commit, _, subject = line.partition(" ")
-        yield commit, subject
+        yield commit[:7], subject  # %h grows with the number of objects
 
 
 def faults() -> Iterator[str]:
