@@ -54,8 +54,8 @@ EVERY_CHOICE = {"runner", "convert", "kv_cache_dtype"}
 OURS = {"model", "kv_policy", "kv_policy_config", "additional_config"}
 UNTRIED = {"logging_config", "log_level", "log_config_file"}
 """They change the logging of the process."""
-LIMITS = {"--max-num-batched-tokens", "--max-num-seqs"}
-"""Flags that a remedy may ask for where another limit was given."""
+ASKED_FOR = {"--max-num-batched-tokens", "--max-num-seqs", "--contextual-sparsity"}
+"""Flags that a remedy may ask for where another was given."""
 SERVED = {  # policy and its options, model, flags that are refused
     "h2o": (
         ["--kv-policy", "h2o", "--kv-policy-config.budget", "64"],
@@ -145,7 +145,7 @@ def test_refusal_names_the_flag_that_was_typed(
             refused.add(action.dest)
             named = flags_in(error.remedy)
             assert typed in named, (typed, value, str(error))
-            assert named <= {typed, "--kv-policy", *LIMITS}, (typed, value, str(error))
+            assert named <= {typed, "--kv-policy", *ASKED_FOR}, (typed, value, str(error))
             keywords = {name: getattr(parsed, name) for name in {action.dest, *OURS}}
             as_keyword = refusal(EngineArgs, **keywords, skip_tokenizer_init=True)
             assert str(as_keyword) == str(error)

@@ -302,10 +302,12 @@ def test_digests_of_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["EngineArgs", "AsyncEngineArgs"])
 def test_engine_args_keep_their_signature(name: str) -> None:
-    """Tools that filter arguments by signature see vLLM's own, and the two."""
+    """Tools that filter arguments by signature see vLLM's own, and those of the plugin."""
     engine_args = getattr(importlib.import_module("vllm.engine.arg_utils"), name)
     names = list(inspect.signature(engine_args).parameters)
     assert names == [f.name for f in dataclasses.fields(engine_args)] + [
         "kv_policy",
         "kv_policy_config",
+        "contextual_sparsity",
+        "contextual_sparsity_config",
     ]

@@ -90,6 +90,7 @@ class Observed(Simulation):
         return {
             "continuation_queries": 0,  # no request continues here
             "continuation_hits": 0,
+            "continuation_misses": 0,
             "requests_at_capacity": sum(map(self._is_full, with_pages)),
             "resident_tokens": sum(
                 position < computed[i]  # no draft that has been rejected by now

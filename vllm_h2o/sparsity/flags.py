@@ -56,7 +56,7 @@ def fold_sparsity(engine_args: Any, mode: Any, options: Any) -> Any:
             f"contextual_sparsity_config={options!r}",
             "no contextual_sparsity is given",
             "the options would have no effect",
-            "give a mode: --contextual-sparsity exact",
+            "give a mode, --contextual-sparsity exact, or leave --contextual-sparsity-config out",
         )
     config = SparsityConfig.from_options(str(mode), options)
     given = engine_args.additional_config or {}
