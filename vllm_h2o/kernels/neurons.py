@@ -16,9 +16,6 @@ from typing import Protocol
 
 import torch
 
-MOST_TOKENS = 32
-"""Tokens that a kernel computes at once."""
-
 
 class NeuronKernels(Protocol):
     """The stages that a device computes; rows and tokens have one dtype."""

@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from vllm_h2o.errors import SparsityError
-from vllm_h2o.kernels.neurons import MOST_TOKENS
 from vllm_h2o.options.parsing import number
 
 KEY = "contextual_sparsity"
 """Key in ``additional_config``, and the name of the quantization that vLLM is given."""
 MODES = {"exact": "skip rows of fc2 whose input is zero after ReLU; loses nothing"}
 """Values of ``--contextual-sparsity``."""
+MOST_TOKENS = 32
+"""Most tokens of a step that skips rows."""
 
 
 @dataclass(frozen=True)
