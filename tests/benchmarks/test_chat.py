@@ -23,7 +23,7 @@ def test_chat_with_continuation_finds_all_but_the_last_answer(
     command = ["chat", "--quick", f"--model={model}", f"--out={tmp_path}"]
     monkeypatch.setattr(sys, "argv", command)
     chat.main()
-    rows = list(csv.DictReader((tmp_path / "chat-quick.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "chat-quick.csv").read_text().splitlines()))
     assert [(r["side"], r["turn"]) for r in rows] == [
         (s, str(t)) for s in chat.SIDES for t in (1, 2, 3)
     ]

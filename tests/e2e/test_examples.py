@@ -25,7 +25,7 @@ SERVED = blocks(EXAMPLE)[1:]
 def test_offline_example_prints_both_budgets(tmp_path: Path) -> None:
     """It prints the text of both budgets; another model stands for the user's."""
     write_model(tmp_path, 512)
-    prompt = " ".join(f"w{number}" for number in range(10, 200))
+    prompt = "The old sailor told us about the storm. " * 9
     done = subprocess.run(
         [sys.executable, "examples/offline.py", str(tmp_path), "--prompt", prompt,
          "--max-model-len=512", "--enforce-eager"],
@@ -43,7 +43,7 @@ def test_stream_example_passes_the_trained_length(tmp_path: Path) -> None:
     """A text of three times as many tokens as there are positions, a line for each part."""
     write_model(tmp_path, 512)
     text = tmp_path / "text"
-    text.write_text(" ".join(f"w{number % 200 + 10}" for number in range(800)), encoding="utf-8")
+    text.write_text("The old sailor told us about the storm.\n" * 20, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "examples.stream", str(text), "--model", str(tmp_path),
          "--cache", "64", "--chunk", "64", "--limit", "256", "--part", "200"],
