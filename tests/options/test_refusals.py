@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -58,7 +59,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("a KV connector", LLAMA, {"kv_transfer_config": CONNECTOR}),
     ("a KV connector", LLAMA, {"kv_offloading_size": 0.1}),
-    ("KV cache events", LLAMA, {"kv_events_config": EVENTS}),
+    ("KV cache events without prefix caching", LLAMA, {"kv_events_config": EVENTS}),
     (
         "speculative decoding other than by n-grams",
         LLAMA,
@@ -142,6 +143,29 @@ def test_platform_without_kernels_is_refused(models: Path, monkeypatch: pytest.M
     assert str(caught.value) == expected("a platform other than CPU and CUDA")
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
     check_config(config, policy_of(config))
+
+
+def test_events_are_taken_with_prefix_caching(models: Path) -> None:
+    """Pages of prompts that a prefix finds are published like any others."""
+    asked = {"kv_policy": "snapkv", "enable_prefix_caching": True}
+    assert engine_config(folder(models, LLAMA), kv_events_config=EVENTS, **asked)
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_older_ray_executor_is_refused(
+    models: Path, monkeypatch: pytest.MonkeyPatch, switch: str
+) -> None:
+    """Its newer one, which is vLLM's default, passes the plan on."""
+    config = engine_config(folder(models, LLAMA), kv_policy="h2o", kv_policy_config={"budget": 64})
+    config.parallel_config.distributed_executor_backend = "ray"
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", switch)
+    known = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND" in envs.environment_variables
+    if switch == "1" or not known:
+        assert check_config(config, policy_of(config))
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        check_config(config, policy_of(config))
+    assert str(caught.value) == expected("vLLM's older Ray executor")
 
 
 OLD_GPU = "an fp8 KV cache on a GPU older than Ada"
@@ -241,7 +265,7 @@ def test_drafts_must_fit_between_evictions(
 def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
     tested = {what for what, *_ in [*REFUSED, *TURNED]} | {CHUNKS, WINDOWS, OLD_GPU, HITS}
-    tested.add("a platform other than CPU and CUDA")
+    tested |= {"a platform other than CPU and CUDA", "vLLM's older Ray executor"}
     assert tested == {refusal.what for refusal in REFUSALS}
 
 

@@ -38,6 +38,7 @@ from vllm_h2o.options.traits import (
     kinds,
     odd_pages,
     old_gpu,
+    older_ray,
     slides,
     slides_everywhere,
     untried_multimodal,
@@ -219,10 +220,14 @@ REFUSALS: tuple[Refusal, ...] = (
         leave_out("kv_transfer_config", "kv_offloading_size", otherwise=ANOTHER_MODEL),
     ),
     Refusal(
-        "KV cache events",
-        lambda s: bool(events := s.engine.kv_events_config) and events.enable_kv_cache_events,
-        NO_PREFIX,
-        leave_out("kv_events_config", otherwise=ANOTHER_MODEL),
+        "KV cache events without prefix caching",
+        lambda s: (
+            not s.engine.cache_config.enable_prefix_caching
+            and bool(events := s.engine.kv_events_config)
+            and events.enable_kv_cache_events
+        ),
+        "no page holds a prefix that a router could send requests to",
+        leave_out("kv_events_config", otherwise=ANOTHER_MODEL, instead=", or use prefix caching"),
     ),
     Refusal(
         "prefix caching and sliding windows",
@@ -311,6 +316,12 @@ REFUSALS: tuple[Refusal, ...] = (
             "prefill_context_parallel_size",
             otherwise=ANOTHER_MODEL,
         ),
+    ),
+    Refusal(
+        "vLLM's older Ray executor",
+        lambda s: older_ray(s.engine),
+        "it does not pass the scheduler's plan to the workers",
+        "leave VLLM_USE_RAY_V2_EXECUTOR_BACKEND out",
     ),
     Refusal(
         "micro-batches",

@@ -99,6 +99,15 @@ def bounds_hits(_: Any) -> bool:
     return "max_cache_hit_length" in signature(KVCacheManager.get_computed_blocks).parameters
 
 
+def older_ray(vllm_config: Any) -> bool:
+    """Whether vLLM 0.32 runs steps by its older Ray executor, which 0.33 no longer has."""
+    from vllm import envs
+
+    switch = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
+    is_ray = vllm_config.parallel_config.distributed_executor_backend == "ray"
+    return is_ray and switch in envs.environment_variables and not getattr(envs, switch)
+
+
 def untried_multimodal(vllm_config: Any) -> bool:
     """Whether the model is multimodal and not one of :data:`MULTIMODAL`."""
     model = vllm_config.model_config
