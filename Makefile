@@ -11,6 +11,7 @@ PYTEST = python -m pytest --numprocesses $(PROCESSES) --dist worksteal
 QUICK := --hypothesis-profile quick
 RESULTS := benchmarks/results
 LATER := 0.33.0
+RAY := ray==2.60.0
 OVERLAY := .venv-033
 OVERLAY_STAMP := $(OVERLAY)/.setup-complete
 TESTS_033 ?= tests/scheduler tests/worker tests/patches tests/options tests/planner tests/test_hooks.py \
@@ -42,6 +43,8 @@ test-all: lint $(LIBRARIES)  ## lint, then every test, some on vLLM 0.33 too (ab
 	@if $(MAKE) --no-print-directory $(OVERLAY_STAMP); then \
 	    $(MAKE) --no-print-directory test-033 TESTS_033="$(QUICK) $(SHORT_033)"; \
 	else echo "SKIPPED: tests on vLLM 0.33, because its sources cannot be had (see above)"; fi
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(RAY) \
+	    || echo "SKIPPED: tests on Ray, because it cannot be had (see above)"
 	@$(BIN)/$(PYTEST)
 
 test-033: $(OVERLAY_STAMP) $(LIBRARIES)  ## tests on vLLM 0.33, its Python over the CPU build (`TESTS_033=` for others)
