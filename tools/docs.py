@@ -68,10 +68,10 @@ def _ranks(policy: Policy) -> str:
 def rankings() -> str:
     """Return the terms of every ranking."""
     rows = [
-        (f"`{policy.name}`", f"`{name}`" if name else "-", _terms(ranking))
+        (f"`{policy.name}`", f"`{name}`" if name else "-", _terms(rule.ranking))
         for policy in policies().values()
-        for name, ranking in (policy.scores or {"": policy.ranking}).items()
-        if ranking.terms
+        for name, rule in (policy.rules or {"": policy}).items()
+        if rule.ranking.terms
     ]
     return markdown(("policy", "score", "terms"), rows)
 
@@ -127,7 +127,7 @@ TEMPLATES = {
     "eviction={o.eviction}": "`eviction=prompt_end` or `pressure`",
     "evict_every={o.evict_every}": "`evict_every` above 1",
     "split={s.split}": "`split=heads` or `layers`",
-    "merge={o.merge}": "`merge`",
+    "merge={s.merge}": "`merge`",
     "positions={o.positions}": "`positions=rolling`",
     "budget_basis={o.budget_basis}": "`budget_basis`",
     "budget={o.budget}": "`budget` in tokens",
@@ -147,10 +147,10 @@ def _ranked(part: Part) -> list[str]:
     for policy in policies().values():
         scores = [
             score
-            for score in policy.scores or [None]
+            for score in policy.rules or [None]
             if part.on(Setup(Options(name=policy.name, score=score)))
         ]
-        every = len(scores) == max(len(policy.scores), 1)
+        every = len(scores) == max(len(policy.rules), 1)
         names += [f"`{policy.name}`"] if every else [f"`score={score}`" for score in scores]
     return names
 

@@ -248,6 +248,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     work = capacity.Workload(longest, prompt_len, arguments.block_size, chunk)
     budgets = arguments.budget or _default_budgets(_config(arguments, None), longest)
     configs = [_config(arguments, budget) for budget in budgets]
+    if arguments.kv_dtype in FLOAT8:  # where an engine merges none by default
+        configs = [
+            replace(config, merge=0.0) if config.merge is None and config.merges else config
+            for config in configs
+        ]
     shape = loaded.cache(arguments.kv_dtype)
     memory, meaning = _cache_memory(arguments, loaded)
     rows = capacity.plan(shape, memory, work, configs)

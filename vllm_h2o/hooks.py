@@ -205,7 +205,8 @@ def check_config(
         return vllm_config
     setup = config.setup(vllm_config, given)
     refuse(REFUSALS, setup, f"--kv-policy {config.name}", "the engine has")
-    if conflict := find_conflict(setup):
+    config = _carried(vllm_config, config, config.within(vllm_config))
+    if conflict := find_conflict(config.setup(vllm_config, given)):
         raise UnsupportedError(*conflict)
     if config.rolls:
         config = _limit_positions(vllm_config, config)
@@ -278,10 +279,22 @@ def _limit_positions(vllm_config: Any, config: KVPolicyConfig) -> KVPolicyConfig
             "it does not know later positions",
             f"give at most {trained}, or rolling",
         )
-    config = replace(config, positions=limit)
-    carried = {ADDITIONAL_CONFIG_KEY: config.to_dict()}
-    vllm_config.additional_config = {**vllm_config.additional_config, **carried}
-    return config
+    return _carried(vllm_config, config, replace(config, positions=limit))
+
+
+def _carried(vllm_config: Any, config: KVPolicyConfig, changed: KVPolicyConfig) -> KVPolicyConfig:
+    """Carry another configuration to every process, and return it.
+
+    Args:
+        vllm_config: vLLM's config, which carries it.
+        config: the one that it carries.
+        changed: the other one.
+
+    """
+    if changed != config:
+        carried = {ADDITIONAL_CONFIG_KEY: changed.to_dict()}
+        vllm_config.additional_config = {**vllm_config.additional_config, **carried}
+    return changed
 
 
 def add_stat_logger(manager: Any, vllm_config: Any) -> None:

@@ -18,7 +18,7 @@ PANELS = {
 OURS = {
     "h2o2": ("h2o2", "#d62728"),
     "h2o2 reconstruction": ("h2o2, score=reconstruction", "#e377c2"),
-    "h2o2 merge": ("h2o2, merge=0.9", "#ff7f0e"),
+    "h2o mean_squares merge": ("h2o, score=mean_squares, merge=0.8", "#ff7f0e"),
     "snapkv": ("snapkv", "#9467bd"),
     "h2o": ("h2o", "#1f77b4"),
     "streaming": ("streaming", "#2ca02c"),

@@ -21,7 +21,7 @@ from benchmarks.throughput.runs import ROOT
 
 LATER = "h2o2", "h2o2 reconstruction", "h2o", "streaming"
 NOW = *LATER, "snapkv"
-PROSE = *LATER, "h2o2 merge", "h2o mean_squares", "local"
+PROSE = *LATER, "h2o mean_squares merge", "h2o mean_squares", "local"
 Part = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 PARTS: tuple[Part, ...] = (
     ("quality_facts.csv", "facts-now", ("0.1", "0.2", "0.3"), NOW),

@@ -27,7 +27,7 @@ POLICIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 """By the name in tables: a policy, and its options."""
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     **POLICIES,
-    "h2o2 merge": ("h2o2", {"merge": 0.9}),
+    "h2o mean_squares merge": ("h2o", {"score": "mean_squares", "merge": 0.8}),
     "h2o2 reconstruction": ("h2o2", {"score": "reconstruction"}),
     "snapkv": ("snapkv", {}),
 }
@@ -73,8 +73,9 @@ PLANS: Mapping[str, Plan] = {
     "1k": Plan(
         prose(1024, 768, 2),
         (0.05, 0.1, 0.2, 0.4, 0.6),
-        (*POLICIES, "h2o2 merge", "h2o2 reconstruction"),
+        (*POLICIES, "h2o mean_squares merge", "h2o2 reconstruction"),
     ),
+    "1k-dev": Plan(prose(1024, 768, 4, DEVELOPMENT.texts), (0.05, 0.1, 0.2)),
     "novel": Plan(prose(1536, 1280, 4, ("moby_dick",)), (0.05, 0.1, 0.2)),
     "2k": Plan(prose(2048, 1792, 2), (0.05, 0.1, 0.2, 0.4), (*SCORED, "streaming")),
     "after": Plan(AFTER[0], SHARES_AFTER),

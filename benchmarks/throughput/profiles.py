@@ -176,7 +176,7 @@ CPU = (
 def compared(
     id_: str, what: str, figure: str, budget: float, work: tuple[int, int, int]
 ) -> Profile:
-    """h2o2 against h2o in a free pool, with merge, reading twice, and stock vLLM: all in turn.
+    """h2o2 against h2o in a free pool, without merging, reading twice, and stock vLLM: all in turn.
 
     Args:
         id_: of the profile.
@@ -187,10 +187,10 @@ def compared(
 
     """
     ours, stock = free(budget, work[2], work[0] + work[1])
-    merging = replace(ours, name="h2o2, merge=0.9", policy="h2o2", options={"merge": 0.9})
+    without = replace(ours, name="h2o2, merge=0", policy="h2o2", options={"merge": 0})
     again = {"score": "reconstruction"}
     reading = replace(ours, name="h2o2, reconstruction", policy="h2o2", options=again)
-    sides = (replace(ours, name="h2o2", policy="h2o2"), ours, merging, reading, stock)
+    sides = (replace(ours, name="h2o2", policy="h2o2"), ours, without, reading, stock)
     return Profile(id_, what, "smollm2-float32", *work, sides, figure)
 
 

@@ -21,7 +21,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from benchmarks.quality.forced import in_process
 from benchmarks.smollm2 import model_dir
 from benchmarks.throughput.models import write_random
-from vllm_h2o.policy import Ranking, policies, shelf
+from vllm_h2o.policy import Ranking, Rule, policies, shelf
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
 CHARACTERS = [ord(c) % 256 for c in TEXT]
@@ -170,16 +170,16 @@ def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 def shrink_terms(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
     """Give `h2o2` terms of other sizes: where a term has a block or a lifetime, another one."""
 
-    def shrunk(ranking: Ranking) -> Ranking:
+    def shrunk(rule: Rule) -> Rule:
         each = [
             replace(term, **{name: n for name, n in changes.items() if getattr(term, name)})
-            for term in ranking.terms
+            for term in rule.ranking.terms
         ]
-        return Ranking(*each)
+        return replace(rule, ranking=Ranking(*each))
 
     own = policies()["h2o2"]
-    scores = {name: shrunk(ranking) for name, ranking in own.scores.items()}
-    changed = replace(own, ranking=shrunk(own.ranking), scores=scores)
+    scores = {name: shrunk(rule) for name, rule in own.scores.items()}
+    changed = replace(shrunk(own), scores=scores)
     monkeypatch.setitem(shelf._SHELF, "h2o2", changed)
 
 

@@ -10,7 +10,7 @@ _OF_EACH = {
     "grouped-query attention": "test_retained.py::test_tiny_models_of_each_gqa_group[gqa3]",
     "sinks and a window": "test_retained.py::test_the_other_policies[streaming]",
     "observation window, merging": "test_retained.py::test_merging_of_the_other_policies[h2o2]",
-    "KV heads that share slots": "test_retained.py::test_heads_that_share_slots[h2o2 12 layers]",
+    "KV heads that share slots": "test_retained.py::test_heads_that_share_slots[h2o2 12 layers 0]",
     "reconstruction": "test_second_reading.py::test_what_is_read[300]",
     "tokens evicted together": (
         "test_evict_every.py::test_retained_sets_equal_the_reference[h2o-16 0.25 3]"

@@ -109,7 +109,8 @@ def test_a_full_budget_gives_stock_s_tokens(
         (E4M3, "h2o", {"budget": 32, "eviction": "chunk"}, {}),
         (E4M3, "h2o", {"budget": 80, "evict_every": "page", "recent_ratio": 0.1}, {}),
         (E4M3, "h2o2", {"budget": 64}, {}),
-        (E4M3, "h2o2", {"budget": 64, "kernels": "torch"}, {}),
+        (E4M3, "h2o2", {"budget": 64, "split": "heads"}, {}),
+        (E4M3, "h2o2", {"budget": 64, "split": "heads", "kernels": "torch"}, {}),
         (
             E5M2,
             "snapkv",
@@ -135,7 +136,8 @@ def test_what_is_kept(
     oracle = follow(
         monkeypatch, model, policy, options, prompts, kv_cache_dtype=cache_dtype, **settings
     )
-    assert (oracle.num_unequal > 0) is (policy == "h2o2")
+    assert (oracle.num_unequal > 0) is oracle.scheduler.policy_config.splits
+    assert oracle.num_merged == 0
 
 
 def test_scales_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ BUDGET = 48
         {"evict_every": 5, "eviction": "pressure"},
         {"eviction": "chunk"},
         {"merge": 0.2},
-        {"policy": "h2o2", "observation_window": 12, "split": "none"},
+        {"policy": "h2o2", "observation_window": 12},
         {"policy": "h2o2", "observation_window": 12, "split": "heads"},
         {"policy": "h2o2", "observation_window": 7, "split": "layers", "kernels": "torch"},
         {"policy": "h2o2", "observation_window": 7, "score": "reconstruction"},

@@ -79,8 +79,8 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"budget": 0.5, "budget_basis": "prompt"},
         {"budget": 0.4, "budget_basis": "request", "min_budget": 32, "score": "mean"},
         {"policy": "snapkv", "observation_window": 20, "eviction": "chunk"},
-        {"policy": "h2o2", "observation_window": 12, "num_sink_tokens": 1, "split": "none"},
-        {"policy": "h2o2", "observation_window": 7, "eviction": "chunk"},
+        {"policy": "h2o2", "observation_window": 12, "num_sink_tokens": 1, "merge": 0.2},
+        {"policy": "h2o2", "observation_window": 7, "eviction": "chunk", "merge": 0.2},
         {"score": "reconstruction", "observation_window": 12, "split": "none"},
         {"score": "reconstruction", "observation_window": 7, "eviction": "chunk"},
         {"score": "reconstruction", "observation_window": 9, "kernels": "torch", "split": "none"},
@@ -99,7 +99,7 @@ def test_the_other_options(
     policy = options.pop("policy", "h2o2" if options.get("score") == "reconstruction" else "h2o")
     settings = {"block_size": 16, "max_num_batched_tokens": 40, "max_num_seqs": 8}
     oracle = follow(monkeypatch, model, policy, options, prompts, **settings)
-    assert (oracle.num_merged > 0) is ("merge" in options)
+    assert (oracle.num_merged > 0) is oracle.scheduler.policy_config.merges
 
 
 @pytest.mark.parametrize("policy", ["local", "streaming", "h2o2"])
@@ -134,7 +134,7 @@ def test_combined_without_rotary_leaves_the_second_pass_out(
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": "h2o2", "observation_window": 12, "num_sink_tokens": 1},
+        {"policy": "h2o2", "observation_window": 12, "num_sink_tokens": 1, "merge": 0},
         {"policy": "h2o2", "observation_window": 12, "merge": 0.2},
         {"score": "sum_squares"},
         {"policy": "snapkv", "observation_window": 20, "recent_ratio": 0.25},
@@ -143,7 +143,7 @@ def test_combined_without_rotary_leaves_the_second_pass_out(
         {"kernels": "torch", "score": "mean_squares", "budget": 0.4, "budget_basis": "request"},
         {"score": "mean_squares", "split": "layers"},
         {"kernels": "torch", "score": "mean_squares", "split": "layers", "merge": 0.2},
-        {"policy": "h2o2", "observation_window": 12, "split": "layers"},
+        {"policy": "h2o2", "observation_window": 12, "split": "layers", "merge": 0},
         {"score": "reconstruction", "observation_window": 12, "split": "layers", "merge": 0.2},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -160,7 +160,7 @@ def test_heads_that_share_slots(
     settings |= {k: options.pop(k) for k in ("enable_prefix_caching",) if k in options}
     oracle = follow(monkeypatch, model, policy, options, prompts, **settings)
     assert oracle.num_unequal > 0
-    assert (oracle.num_merged > 0) is ("merge" in options)
+    assert (oracle.num_merged > 0) is oracle.scheduler.policy_config.merges
 
 
 def test_a_second_reading_without_rotary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +185,7 @@ def test_smollm2_retained_sets_equal_the_reference(
     prompts = [tokens[:20], tokens[100:190]]
     options = {"budget": 64, **options}
     oracle = follow(monkeypatch, model, policy, options, prompts, block_size=16)
-    assert (oracle.num_unequal > 0) is (policy == "h2o2")
+    assert (oracle.num_unequal > 0) is oracle.scheduler.policy_config.splits
+    assert (oracle.num_merged > 0) is oracle.scheduler.policy_config.merges
     different = {oracle.retained[where] for where in oracle.retained if where[2].startswith("1")}
     assert len(different) > 60  # heads and layers choose for themselves

@@ -103,7 +103,8 @@ def refused(*names: str) -> tuple[str, ...] | None:
         config = KVPolicyConfig(**options)
     except ConfigError as error:
         return error.args
-    return find_conflict(config.setup(engine(*(name for name in names if name in ENGINE))))
+    made = engine(*(name for name in names if name in ENGINE))
+    return find_conflict(config.within(made).setup(made))
 
 
 def meets(*names: str) -> bool:

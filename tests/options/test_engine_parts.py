@@ -14,6 +14,7 @@ from vllm.config import ModelConfig
 from tests.tiny_models import CONFIGS, engine_config, folder
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options import traits
+from vllm_h2o.options.config import KVPolicyConfig
 
 LLAMA, GEMMA = "LlamaForCausalLM", "Gemma3ForCausalLM"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -95,6 +96,17 @@ def test_fp8_of_a_checkpoint_is_seen(tmp_path: Path) -> None:
         engine_config(str(model), **asked)
     assert "use --kv-cache-dtype bfloat16, or" in caught.value.remedy
     engine_config(str(model), **asked, kv_cache_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_default_merge_is_carried_as_off_where_the_engine_rules_it_out(
+    models: Path, dtype: str
+) -> None:
+    """Every process reads one number; an engine without fp8 carries the user's own options."""
+    asked: dict[str, Any] = {"kv_policy": "h2o2", "kv_cache_dtype": dtype}
+    made = engine_config(folder(models, LLAMA), **asked)
+    assert made.additional_config["kv_policy"]["merge"] == (0.0 if dtype == "fp8" else None)
+    assert KVPolicyConfig.required(made).merges is (dtype == "auto")
 
 
 @pytest.mark.parametrize("policy", ["streaming", "snapkv", "local", "full"])

@@ -18,6 +18,7 @@ from vllm_h2o.options.options import Options
 from vllm_h2o.policy import Eviction, Policy, Ranking, Term, shelf
 
 FIELDS = {field.name: field for field in fields(Options)}
+AGAIN = {"name": "h2o2", "score": "reconstruction"}
 TAKEN: dict[str, list[Any]] = {
     "budget": [2, 512, 10**9, 1e-6, 0.2, 1.0, "full"],
     "budget_basis": ["max_model_len", "prompt", "request"],
@@ -27,7 +28,7 @@ TAKEN: dict[str, list[Any]] = {
     "num_sink_tokens": [None, 0, 4],
     "eviction": ["prompt_end", "chunk", "pressure"],
     "evict_every": [1, 64, "page"],
-    "merge": [0, 0.5, 0.999],
+    "merge": [None, 0, 0.5, 0.999],
     "positions": ["original"],
     "continuation": [True, False],
     "kernels": ["auto", "native", "torch", "xformers"],
@@ -47,7 +48,7 @@ REFUSED: dict[str, list[Any]] = {
     "observation_window": [0, 1, 2.0],
     "score": ["second_pass", 1],
     "split": [True, False, "all"],
-    "merge": [1, 1.0, -0.1, None],
+    "merge": [1, 1.0, -0.1, True],
     "positions": ["relative", 0, -5, 1.5, None],
     "continuation": ["False", 0, [], None],
     "kernels": ["triton", None],
@@ -199,15 +200,16 @@ def test_positions_give_limit(positions: Any, rolls: bool, limit: int | None) ->
     [
         ({"name": "h2o"}, "none", None),
         ({"name": "h2o", "split": "layers"}, "layers", None),
-        ({"name": "h2o2"}, "heads", None),
-        ({"name": "h2o2", "split": "none"}, "none", None),
-        ({"name": "h2o2", "score": "reconstruction"}, "layers", None),
-        ({"name": "h2o2", "score": "reconstruction", "split": "heads"}, "heads", None),
-        ({"name": "h2o2", "eviction": "chunk"}, "none", "eviction=chunk"),
-        ({"name": "h2o2", "eviction": "pressure"}, "none", "eviction=pressure"),
-        ({"name": "h2o2", "evict_every": 8}, "none", "evict_every=8"),
-        ({"name": "h2o2", "evict_every": "page"}, "none", "evict_every=page"),
-        ({"name": "h2o2", "continuation": True}, "none", "continuation=true"),
+        ({"name": "h2o2"}, "none", None),
+        ({"name": "h2o2", "split": "heads"}, "heads", None),
+        (AGAIN, "layers", None),
+        ({**AGAIN, "split": "none"}, "none", None),
+        ({**AGAIN, "split": "heads"}, "heads", None),
+        ({**AGAIN, "eviction": "chunk"}, "none", "eviction=chunk"),
+        ({**AGAIN, "eviction": "pressure"}, "none", "eviction=pressure"),
+        ({**AGAIN, "evict_every": 8}, "none", "evict_every=8"),
+        ({**AGAIN, "evict_every": "page"}, "none", "evict_every=page"),
+        ({**AGAIN, "continuation": True}, "none", "continuation=true"),
         ({"name": "h2o", "evict_every": 8}, "none", None),
     ],
 )
@@ -218,6 +220,41 @@ def test_split_by_default_gives_way_and_says_why(
     config = KVPolicyConfig(**options)
     assert (config.shared_slots, config.split_reason) == (shared, reason)
     assert (config.splits, config.splits_layers) == (shared != "none", shared == "layers")
+
+
+@pytest.mark.parametrize(
+    ("options", "above", "reason"),
+    [
+        ({"name": "h2o"}, 0.0, None),
+        ({"name": "h2o", "evict_every": 8}, 0.0, None),
+        ({"name": "h2o", "merge": 0.5}, 0.5, None),
+        ({"name": "h2o2"}, 0.8, None),
+        ({"name": "h2o2", "merge": 0}, 0.0, None),
+        ({"name": "h2o2", "merge": 0.5}, 0.5, None),
+        ({"name": "h2o2", "split": "heads"}, 0.8, None),
+        ({"name": "h2o2", "eviction": "pressure"}, 0.8, None),
+        ({"name": "h2o2", "evict_every": 8}, 0.0, "evict_every=8"),
+        ({"name": "h2o2", "evict_every": "page"}, 0.0, "evict_every=page"),
+        ({"name": "h2o2", "continuation": True}, 0.0, "continuation=true"),
+        (AGAIN, 0.0, None),
+    ],
+)
+def test_merge_by_default_gives_way_and_says_why(
+    options: dict[str, Any], above: float, reason: str | None
+) -> None:
+    """The rule's default, unless the user or another option decides."""
+    config = KVPolicyConfig(**options)
+    assert (config.merge_above, config.merge_reason()) == (above, reason)
+    assert config.merges is (above > 0)
+    assert config.extra_words == config.merges + config.keeps_scores
+
+
+def test_defaults_follow_from_the_score() -> None:
+    """The same policy, with another rule."""
+    own, again = KVPolicyConfig("h2o2"), KVPolicyConfig(**AGAIN)
+    assert (own.effective_recent_ratio, again.effective_recent_ratio) == (0.5, 0.3)
+    assert own.resolve(1024, 16).recent_at(0) == 4
+    assert again.resolve(1024, 16).recent_at(0) == again.resolve(1024, 16).num_recent > 4
 
 
 def test_help_lists_every_option() -> None:
@@ -233,7 +270,7 @@ def test_help_lists_every_option() -> None:
 def test_policy_of_another_package_has_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Help, suggestions and scores know it."""
     peak = Ranking(Term("window", "max", power=2))
-    theirs = Policy("theirs", "one query is enough", peak, {"peak": peak}, "peak")
+    theirs = Policy(name="theirs", summary="one query is enough", ranking=peak, score="peak")
     monkeypatch.setitem(shelf._SHELF, "theirs", theirs)
     config = KVPolicyConfig("theirs", observation_window=8, score="peak", evict_every="page")
     assert (config.ranking, config.num_window_queries) == (peak, 8)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_h2o.policy import Policy, Ranking, Term, policies
+from vllm_h2o.policy import Policy, Ranking, Rule, Term, policies
 from vllm_h2o.policy.eviction import Eviction
 from vllm_h2o.policy.h2o2 import COMBINED
 
@@ -61,7 +61,7 @@ def test_a_ranking_says_what_it_needs() -> None:
     """By its terms alone, whatever policy it is of."""
     assert (COMBINED.power, COMBINED.by_age, COMBINED.scores_every_query) == (2, True, True)
     assert [term.queries for term in COMBINED.passes] == ["rotated", "window"]
-    assert COMBINED.lifetime == 128 and COMBINED.term("reread") is None
+    assert COMBINED.lifetime == 16 and COMBINED.term("reread") is None
     assert COMBINED.without("rotated").passes == (COMBINED.terms[2],)
     window = Ranking(WINDOW)
     assert (window.power, window.by_age, window.scores_every_query) == (1, False, False)
@@ -77,7 +77,10 @@ def test_a_ranking_says_what_it_needs() -> None:
         ({"name": "my-policy"}, "letters, digits and underscores"),
         ({"recent_ratio": 1.5}, "recent_ratio"),
         ({"num_sink_tokens": -1}, "num_sink_tokens"),
-        ({"score": "sum"}, "names another ranking"),
+        ({"first_recent": -1}, "first_recent"),
+        ({"merge": 1.0}, "merge"),
+        ({"score": "sum", "scores": {"sum": Rule()}}, "names the policy's own rule"),
+        ({"scores": {"sum": Rule()}}, "names the policy's own rule"),
     ],
 )
 def test_policies_without_meaning_are_refused(given: dict[str, Any], message: str) -> None:

@@ -132,7 +132,7 @@ class ShadowPool:
         positions = [token[1] for token in tokens]
         assert tokens == [self._token(request_id, p) for p in positions], (request_id, plan, tokens)
         assert len(set(positions)) == len(positions)
-        recent = range(max(plan.logical_end - plan.budget.num_recent, 0), plan.logical_end)
+        recent = range(max(plan.logical_end - _num_recent(plan), 0), plan.logical_end)
         assert set(recent) <= set(positions)
         old = [p for p in positions if plan.budget.num_sinks <= p < recent.start]
         if plan.num_survivors:
@@ -184,7 +184,7 @@ class ShadowPool:
         held = {i: position for i, position in self.positions[life].items() if i in now}
         assert len(set(held.values())) == len(held) and max(held.values()) == plan.position_end - 1
         recent = {i for i, position in held.items() if position >= plan.recent_start}
-        assert recent == {i for i in now if i >= plan.logical_end - plan.budget.num_recent}
+        assert recent == {i for i in now if i >= plan.logical_end - _num_recent(plan)}
         num_sinks = plan.budget.num_sinks
         sinks = {i for i, position in held.items() if position < num_sinks}
         assert sinks == {i for i in now if i < num_sinks}
@@ -199,3 +199,8 @@ class ShadowPool:
         assert now <= had
         self.num_gone += len(had - now)
         self.held[request_id] = (self.lives[request_id], now)
+
+
+def _num_recent(plan: RequestPlan) -> int:
+    """Tokens that are kept after this step because they are recent: more, the longer the output."""
+    return plan.budget.recent_at(plan.logical_end - plan.prompt_end)

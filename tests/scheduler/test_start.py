@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from vllm.config.cache import CacheDType
 
 from tests.scheduler.harness import make_scheduler, vllm_config
-from tests.scheduler.schedules import PAGE, Option
+from tests.scheduler.schedules import H2O2, PAGE, Option
+from vllm_h2o.hooks import check_config
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.scheduler import scheduler
 
 Start = Callable[..., str]
@@ -18,10 +21,13 @@ Start = Callable[..., str]
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     """Start a scheduler with some options; returns its lines."""
 
-    def started(*options: Option) -> str:
+    def started(*options: Option, cache_dtype: CacheDType = "auto") -> str:
         lines: list[str] = []
+        config = vllm_config(20, 64, 8, "fcfs", False, options)
+        config.cache_config.cache_dtype = cache_dtype
+        check_config(config, KVPolicyConfig.required(config))
         monkeypatch.setattr(scheduler.logger, "info", lambda text, *args: lines.append(text % args))
-        make_scheduler(vllm_config(20, 64, 8, "fcfs", False, options), 41, 4)
+        make_scheduler(config, 41, 4)
         return "\n".join(lines)
 
     return started
@@ -45,14 +51,32 @@ def test_start_names_a_schedule_that_is_not_the_default(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ((), "h2o2: the KV heads of a layer share slots; numbers of slots are means.\n"),
+        ((), "h2o2: the KV heads of all layers share slots; numbers of slots are means.\n"),
         ((("split", "none"),), ""),
         ((("evict_every", 6),), "do not share slots, as they would without evict_every=6.\n"),
+        ((("score", "combined"),), ""),
     ],
 )
 def test_start_tells_why_a_default_split_is_off(
     start: Start, options: tuple[Option, ...], says: str
 ) -> None:
     """Not where the user has switched it off."""
-    text = start(("name", "h2o2"), ("observation_window", 3), *options)
+    text = start(*H2O2, ("score", "reconstruction"), *options)
     assert says in text and ("share slots" in text) is bool(says)
+
+
+@pytest.mark.parametrize(
+    ("options", "cache_dtype", "says"),
+    [
+        ((), "auto", ""),
+        ((("merge", 0),), "auto", ""),
+        ((("evict_every", 6),), "auto", "they cannot be merged with evict_every=6.\n"),
+        ((), "fp8", "they cannot be merged with an fp8 KV cache.\n"),
+    ],
+)
+def test_start_tells_why_a_default_merge_is_off(
+    start: Start, options: tuple[Option, ...], cache_dtype: CacheDType, says: str
+) -> None:
+    """Named by the part of the configuration, or of the engine, that rules it out."""
+    text = start(*H2O2, *options, cache_dtype=cache_dtype)
+    assert says in text and ("are dropped" in text) is bool(says)

@@ -22,7 +22,7 @@ from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.triton import moving
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import Term
-from vllm_h2o.policy.h2o import SUM
+from vllm_h2o.policy.h2o import H2O
 from vllm_h2o.policy.h2o2 import COMBINED
 from vllm_h2o.worker import peak
 from vllm_h2o.worker.attention import HeavyHitterImpl
@@ -116,7 +116,7 @@ def test_of_an_engine(
         splits_layers=splits_layers,
         max_budget=0.25,
         resolve=lambda longest, block_size, asked: SimpleNamespace(capacity=int(longest * asked)),
-        ranking=COMBINED if rotates else SUM,
+        ranking=COMBINED if rotates else H2O.ranking,
     )
     found = Peak.of(config, policy)
     assert (found.max_len, found.rotates, found.max_tokens) == (*expected, 512)
@@ -137,7 +137,7 @@ def test_of_a_second_reading() -> None:
 @pytest.mark.parametrize(("asked", "slots"), [(None, 256), (64, 64), (0.5, 128)])
 def test_the_largest_budget(tmp_path: Path, asked: int | float | None, slots: int) -> None:
     """Survivors of one layer move by way of a copy: of a request that asks for the most."""
-    options = {"budget": 0.1, "max_budget": asked}
+    options = {"budget": 0.1, "max_budget": asked, "split": "heads"}
     config = engine_config(
         folder(tmp_path, "LlamaForCausalLM"),
         kv_policy="h2o2",

@@ -56,6 +56,7 @@ class Setup:
     Args:
         options: the options of the policy.
         split: which KV heads share slots.
+        merge: cosine above which evicted tokens are merged; 0: none is.
         engine: vLLM's VllmConfig; None: not known yet.
         given: the arguments of vLLM that the user gave.
 
@@ -63,6 +64,7 @@ class Setup:
 
     options: Options
     split: Split = "none"
+    merge: float = 0.0
     engine: Any = None
     given: Given = frozenset()
 
@@ -167,8 +169,8 @@ OPTION_PARTS: tuple[Part, ...] = (
         needs=(P.ONE_GROUP, P.ONE_STAGE, P.PRIVATE_PAGES),
     ),
     Part(
-        "merge={o.merge}",
-        lambda s: s.options.merges,
+        "merge={s.merge}",
+        lambda s: s.merge > 0,
         "leave merge out",
         needs=(P.ONE_VICTIM,),
         breaks={
@@ -289,9 +291,21 @@ def find_conflict(setup: Setup) -> Conflict | None:
     return None
 
 
-def breaker(setup: Setup, wanted: Property) -> str | None:
-    """Return the name of the first part that breaks a property, if one does."""
-    names = (_name(part, setup) for part in parts_on(setup) if wanted in part.breaks)
+def obstacle(setup: Setup, wanted: Setup) -> str | None:
+    """Return the name of the first part of a setup that conflicts with one of another setup alone.
+
+    Args:
+        setup: the setup without a default.
+        wanted: the setup with it.
+
+    """
+    own = list(parts_on(setup))
+    added = [part for part in parts_on(wanted) if part not in own]
+    names = (
+        _name(part, setup)
+        for part in own
+        if any({*part.breaks} & {*new.needs} or {*new.breaks} & {*part.needs} for new in added)
+    )
     return next(names, None)
 
 

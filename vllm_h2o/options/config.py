@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from vllm_h2o.errors import ConfigError, IntegrityError
-from vllm_h2o.options.capabilities import Property, Setup, breaker, find_conflict
+from vllm_h2o.options.capabilities import Setup, find_conflict, obstacle
 from vllm_h2o.options.checks import check_cap, check_length, check_slots, counted
 from vllm_h2o.options.options import Options
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY, carried_options, named_options
@@ -39,21 +39,58 @@ class KVPolicyConfig(Options):
 
     def setup(self, vllm_config: Any = None, given: Given = frozenset()) -> Setup:
         """Return what the parts of :mod:`~vllm_h2o.options.capabilities` look at."""
-        return Setup(self, self.shared_slots, vllm_config, given)
+        return Setup(self, self.shared_slots, self.merge_above, vllm_config, given)
 
     @cached_property
     def split_reason(self) -> str | None:
-        """The option that turns the policy's default ``split`` off; None: none does."""
-        if self.split is not None or self._own_split == "none":
+        """The option that turns the rule's default ``split`` off; None: none does."""
+        if self.split is not None:
             return None
-        return breaker(Setup(self), Property.PLACE)
+        return obstacle(Setup(self), Setup(self, split=self.rule.split))
 
     @cached_property
     def shared_slots(self) -> Split:
         """KV heads that share slots, as asked for, or by default where the options allow it."""
         if self.split is not None:
             return self.split
-        return "none" if self.split_reason else self._own_split
+        return "none" if self.split_reason else self.rule.split
+
+    def merge_reason(self, vllm_config: Any = None) -> str | None:
+        """Return what rules out the rule's default ``merge``; None: nothing does.
+
+        Args:
+            vllm_config: of the engine; None: the options alone count.
+
+        """
+        without = Setup(self, engine=vllm_config)
+        return obstacle(without, replace(without, merge=self.rule.merge))
+
+    @cached_property
+    def merge_above(self) -> float:
+        """``merge``, as asked for, or by default where the options allow it; 0: none is merged."""
+        if self.merge is not None:
+            return self.merge
+        return 0.0 if self.merge_reason() else self.rule.merge
+
+    @property
+    def merges(self) -> bool:
+        """Whether evicted tokens are merged into others, so that slots have masses."""
+        return self.merge_above > 0
+
+    @property
+    def extra_words(self) -> int:
+        """Words of a slot next to score and position."""
+        return self.merges + self.keeps_scores
+
+    def within(self, vllm_config: Any) -> KVPolicyConfig:
+        """Return this without the default ``merge`` where the engine rules it out.
+
+        Args:
+            vllm_config: of the engine.
+
+        """
+        off = self.merge is None and self.merges and self.merge_reason(vllm_config)
+        return replace(self, merge=0.0) if off else self
 
     @property
     def splits(self) -> bool:
@@ -64,11 +101,6 @@ class KVPolicyConfig(Options):
     def splits_layers(self) -> bool:
         """Whether the KV heads of all layers share slots."""
         return self.shared_slots == "layers"
-
-    @property
-    def _own_split(self) -> Split:
-        own = self.policy.split
-        return "layers" if own != "none" and self.ranking.term("reread") else own
 
     def resolve(
         self, max_model_len: int, block_size: int, budget: int | float | str | None = None
@@ -150,7 +182,7 @@ class KVPolicyConfig(Options):
 
     def _divided(self, slots: int, block_size: int, max_model_len: int) -> Budget:
         ratio = self.effective_recent_ratio
-        first = ALL_RECENT if self.splits else self.policy.first_recent
+        first = ALL_RECENT if self.splits else self.rule.first_recent
         how = (block_size, ratio, self.num_sinks, self.schedule, max_model_len, first)
         return split_budget(slots, *how)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.option import Reader, check_value, option
-from vllm_h2o.policy import Eviction, Policy, Ranking, Split, policies
+from vllm_h2o.policy import Eviction, Policy, Ranking, Rule, Split, policies
 from vllm_h2o.policy.eviction import At
 
 _UNREAD: dict[Reader, str] = {
@@ -62,7 +62,7 @@ class Options:
         "Fraction of the budget, beyond the sinks, that goes to the most recent tokens",
         fraction="[0, 1]",
         read_by="ranks",
-        shown="0.5; h2o2 0.3",
+        shown="0.5; 0.3 with score=reconstruction",
     )
     num_sink_tokens: int | None = option(
         None,
@@ -93,7 +93,7 @@ class Options:
         None,
         "Ranking of h2o (sum, sum_squares, mean, mean_squares) or of h2o2 (combined, "
         "reconstruction)",
-        words=lambda: {score: None for policy in policies().values() for score in policy.scores},
+        words=lambda: {score: None for policy in policies().values() for score in policy.rules},
         read_by="ranks",
         shown="sum; h2o2 combined",
     )
@@ -103,12 +103,13 @@ class Options:
         "all layers",
         words=("none", "heads", "layers"),
         read_by="ranks",
-        shown="none; h2o2 heads, and layers with score=reconstruction",
+        shown="none; layers with score=reconstruction",
     )
-    merge: float = option(
-        0.0,
+    merge: float | None = option(
+        None,
         "Cosine above which an evicted token is merged into the most similar key; 0 merges none",
         fraction="[0, 1)",
+        shown="0; h2o2 0.8",
     )
     positions: int | str = option(
         "original",
@@ -131,7 +132,7 @@ class Options:
         for field in fields(self):
             check_value(field, getattr(self, field.name))
         self._check_read()
-        if self.score is not None and self.score not in self.policy.scores:
+        if self.score is not None and self.score not in self.policy.rules:
             raise self._without_score(self.score)
 
     @property
@@ -140,9 +141,14 @@ class Options:
         return policies()[self.name]
 
     @property
+    def rule(self) -> Rule:
+        """The policy's rule, or the one that its score names."""
+        return self.policy if self.score is None else self.policy.rules[self.score]
+
+    @property
     def ranking(self) -> Ranking:
         """The terms that rank tokens."""
-        return self.policy.ranking if self.score is None else self.policy.scores[self.score]
+        return self.rule.ranking
 
     @property
     def ranking_name(self) -> str:
@@ -165,9 +171,8 @@ class Options:
     @property
     def effective_recent_ratio(self) -> float:
         """Fraction of the budget, beyond the sinks, that is the recent window."""
-        policy = self.policy
-        own = policy.recent_ratio if self.recent_ratio is None else self.recent_ratio
-        return own if policy.keeps_heavy else 1.0
+        own = self.rule.recent_ratio if self.recent_ratio is None else self.recent_ratio
+        return own if self.policy.keeps_heavy else 1.0
 
     @property
     def rolls(self) -> bool:
@@ -180,19 +185,9 @@ class Options:
         return self.positions if isinstance(self.positions, int) else None
 
     @property
-    def merges(self) -> bool:
-        """Whether evicted tokens are merged into others, so that slots have masses."""
-        return self.merge > 0
-
-    @property
     def keeps_scores(self) -> bool:
         """Whether the last term expires, so that slots keep their scores without it."""
         return self.ranking.lifetime > 0
-
-    @property
-    def extra_words(self) -> int:
-        """Words of a slot next to score and position."""
-        return self.merges + self.keeps_scores
 
     @property
     def num_window_queries(self) -> int:
@@ -211,8 +206,7 @@ class Options:
             "evicts": self.policy.evicts,
             "ranks": self.policy.keeps_heavy,
             "window": any(
-                ranking.term("window")
-                for ranking in (self.policy.ranking, *self.policy.scores.values())
+                rule.ranking.term("window") for rule in (self.policy, *self.policy.scores.values())
             ),
         }
         for field in fields(self):
@@ -232,8 +226,8 @@ class Options:
             )
 
     def _without_score(self, score: str) -> ConfigError:
-        known = ", ".join(self.policy.scores)
-        other = next(p.name for p in policies().values() if score in p.scores)
+        known = ", ".join(self.policy.rules)
+        other = next(p.name for p in policies().values() if score in p.rules)
         return ConfigError(
             f"score={score} with policy {self.name}",
             f"{self.name} takes {known}" if known else f"{self.name} has one ranking",

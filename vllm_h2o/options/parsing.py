@@ -49,7 +49,7 @@ RETIRED: dict[tuple[str, object], Retired] = {
     ("position_limit", None): Retired(),
     ("position_limit", ANY): Retired({"positions": ANY}, over=("rolling",)),
     ("window_score", ANY): Retired(gone="leave it out, or use --kv-policy snapkv"),
-    ("window_lifetime", ANY): Retired(gone="leave it out; h2o2 uses 128 tokens"),
+    ("window_lifetime", ANY): Retired(gone="leave it out; h2o2 uses 16 tokens"),
     ("score_skip_recent", ANY): Retired(gone="leave it out"),
     ("protect_prompt_tokens", ANY): Retired(gone="use num_sink_tokens"),
     ("pressure_watermark", ANY): Retired(gone="leave it out"),

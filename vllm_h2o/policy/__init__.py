@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eviction policies: rankings, schedules, and the split of a budget. No vLLM, no torch."""
 
-from vllm_h2o.policy.base import Policy, Split
+from vllm_h2o.policy.base import Policy, Rule, Split
 from vllm_h2o.policy.budget import Budget, split_budget
 from vllm_h2o.policy.eviction import Eviction
 from vllm_h2o.policy.ranking import Ranking, Term
@@ -12,6 +12,7 @@ __all__ = [
     "Eviction",
     "Policy",
     "Ranking",
+    "Rule",
     "Split",
     "Term",
     "policies",

@@ -5,20 +5,17 @@ The paper's score is the sum. With squares, one query that needs a token counts 
 that graze it; a mean does not favour old tokens, which have met more queries.
 """
 
-from vllm_h2o.policy.base import Policy
+from vllm_h2o.policy.base import Policy, Rule
 from vllm_h2o.policy.ranking import Ranking, Term
-
-SUM = Ranking(Term("all", "sum"))
 
 H2O = Policy(
     name="h2o",
     summary="heavy hitters by accumulated attention + recent tokens (the paper)",
-    ranking=SUM,
+    ranking=Ranking(Term("all", "sum")),
     score="sum",
     scores={
-        "sum": SUM,
-        "sum_squares": Ranking(Term("all", "sum", power=2)),
-        "mean": Ranking(Term("all", "mean")),
-        "mean_squares": Ranking(Term("all", "mean", power=2)),
+        "sum_squares": Rule(ranking=Ranking(Term("all", "sum", power=2))),
+        "mean": Rule(ranking=Ranking(Term("all", "mean"))),
+        "mean_squares": Rule(ranking=Ranking(Term("all", "mean", power=2))),
     },
 )

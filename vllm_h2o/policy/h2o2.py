@@ -4,26 +4,38 @@
 Differs from the paper: it ranks by mean squares, and the queries of a prompt count in two more
 ways. Rotated past the prompt's end, a query finds what followed an earlier mention of its token, as
 if the text were read again. The last ones, where a question stands, hold what they look at and the
-twelve tokens after it for 128 tokens of output: an answer is read on from where the question
+twelve tokens after it for the first tokens of output: an answer is read on from where the question
 points. The sixteen tokens right before a query get nothing from it, because any token looks at
 those.
+
+When the prompt ends, its last tokens compete with all others. The recent window grows with the
+output, and what is evicted during it is merged into what stays.
+
+With ``score=reconstruction`` the model reads the prompt again, and what that reading attends to
+takes the place of the rotated queries. Merging would cost what may be asked later.
 """
 
-from vllm_h2o.policy.base import Policy
+from dataclasses import replace
+
+from vllm_h2o.policy.base import Policy, Rule
 from vllm_h2o.policy.ranking import Ranking, Term
 
 PAID = Term("all", "mean", power=2)
-WINDOW = Term("window", "max", power=2, weight=0.3, reach=12, skip=16, lifetime=128)
+WINDOW = Term("window", "max", power=2, weight=0.3, reach=12, skip=16, lifetime=16)
 
 COMBINED = Ranking(PAID, Term("rotated", "max", power=2, weight=0.1, block=256), WINDOW)
-RECONSTRUCTION = Ranking(PAID, Term("reread", "max", power=2, weight=0.1, block=256), WINDOW)
+RECONSTRUCTION = Ranking(
+    PAID, Term("reread", "max", power=2, weight=0.1, block=256), replace(WINDOW, lifetime=128)
+)
 
 H2O2 = Policy(
     name="h2o2",
     summary="what the prompt asks, what may be asked later + recent tokens (recommended)",
     ranking=COMBINED,
+    first_recent=4,
+    merge=0.8,
     score="combined",
-    scores={"combined": COMBINED, "reconstruction": RECONSTRUCTION},
-    recent_ratio=0.3,
-    split="heads",
+    scores={
+        "reconstruction": Rule(ranking=RECONSTRUCTION, recent_ratio=0.3, split="layers"),
+    },
 )

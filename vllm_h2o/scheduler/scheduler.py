@@ -360,6 +360,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             num_window_pages=pool.pages_of_windows(
                 self.windows.sizes, self.max_model_len, self.vllm_config.max_concurrent_batches
             ),
+            drops=config.merge_reason(self.vllm_config),
         )
         for line in start.lines():
             logger.info("%s: %s", config.name, line)

@@ -24,6 +24,7 @@ class Start:
         max_num_seqs: most sequences of a step.
         num_layers: layers with full attention, and layers with a sliding window.
         num_window_pages: most pages of a sequence in layers with a sliding window.
+        drops: what rules out the policy's default ``merge``; None: nothing does.
 
     """
 
@@ -35,6 +36,7 @@ class Start:
     max_num_seqs: int
     num_layers: tuple[int, int]
     num_window_pages: int
+    drops: str | None = None
 
     def lines(self) -> Iterator[str]:
         """The lines, in order."""
@@ -44,6 +46,8 @@ class Start:
             yield f"the KV heads {heads} share slots; numbers of slots are means."
         elif config.split_reason:
             yield f"KV heads do not share slots, as they would without {config.split_reason}."
+        if self.drops and not config.merges:
+            yield f"evicted tokens are dropped; they cannot be merged with {self.drops}."
         slots, others = min(self.budget.capacity, self.max_model_len), self.num_window_pages
         whole = self.pool.num_sequences(self.max_model_len, others)
         yield (

@@ -99,7 +99,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         self.layers = Layers(layer_names, context)
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.ranking = self._computed(config.ranking)
-        self.scoring = Scoring.of(self.ranking, config.schedule.by_page, config.merge)
+        self.scoring = Scoring.of(self.ranking, config.schedule.by_page, config.merge_above)
         shape = (len(layer_names), kv_cache_spec.num_kv_heads)
         window = (config.num_window_queries, kv_cache_spec.block_size)
         ranks_chunks = self.ranking.scores_every_query
