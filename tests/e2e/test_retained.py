@@ -81,6 +81,7 @@ def test_the_other_policies(policy: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"policy": "snapkv", "observation_window": 20, "eviction": "chunk"},
         {"policy": "h2o2", "observation_window": 12, "num_sink_tokens": 1, "merge": 0.2},
         {"policy": "h2o2", "observation_window": 7, "eviction": "chunk", "merge": 0.2},
+        {"policy": "h2o2", "observation_window": 12, "kernels": "torch", "merge": 0.5},
         {"score": "reconstruction", "observation_window": 12, "split": "none"},
         {"score": "reconstruction", "observation_window": 7, "eviction": "chunk"},
         {"score": "reconstruction", "observation_window": 9, "kernels": "torch", "split": "none"},
