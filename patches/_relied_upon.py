@@ -127,6 +127,23 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(f"{_RUNNER_V1}._init_kv_zero_meta", "4829badf28a3"),
     Symbol(f"{_RUNNER_V2}._init_kv_zero_meta", "8ca227a01c92"),
     Symbol("vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids", "9f7e577e2adb"),
+    # A state has one page as long as its request runs. Pages are enlarged until one covers it, by
+    # what the policy's backend says of a slot. V2 names no rows of a hybrid model's batch.
+    Symbol(
+        "vllm.v1.core.single_type_kv_cache_manager:MambaManager.allocate_new_blocks", "6214eab3a53b"
+    ),
+    Symbol(
+        "vllm.v1.core.single_type_kv_cache_manager:MambaManager.get_num_skipped_tokens",
+        "9324d00e4bf5",
+    ),
+    Symbol(
+        "vllm.platforms.interface:Platform._align_hybrid_block_size",
+        {"0.32": "cc6269206e9c", "0.33": "be6504a7ae55"},
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn",
+        "b601393d3115",
+    ),
     # Images of a refused request are sent again when they are asked about again.
     Symbol("vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.invalidate", "fe6ae33cd0f8"),
 )

@@ -26,11 +26,11 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Not before the first request: nothing heavy is loaded where there is no policy.
-        from vllm_h2o.planner.model import window_pages
+        from vllm_h2o.planner.model import other_pages
 
         config, images = self.vllm_config, self.renderer.mm_processor_cache
         request = original(self, *args, **kwargs)
-        pages = partial(window_pages, config)
+        pages = partial(other_pages, config)
         return check_request(request, config, pages, self.mm_encoder_cache_size, images)
 
     return process_inputs

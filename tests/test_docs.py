@@ -137,7 +137,7 @@ def test_log_line_is_the_engine_s() -> None:
         max_model_len=1024,
         max_num_seqs=1,
         num_layers=(1, 0),
-        num_window_pages=0,
+        num_other_pages=(0, 0),
     )
     (line,) = start.lines()
     for page in ("README.md", "docs/metrics.md"):

@@ -261,10 +261,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     heads = f"{loaded.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_size}"
     if shape.windows:
         heads += f", {loaded.num_sliding} of them with a sliding window of {loaded.window} tokens"
+    if shape.num_states:
+        state = show.memory_text(shape.state_bytes)
+        heads += f", next to {loaded.num_states} layers with a state of {state} each"
     name = Path(arguments.model).name
     print(f"{name}: {heads}, {loaded.dtype}; {cached}")
     print(f"memory for the cache: {show.memory_text(memory)}{meaning}")
-    print(f"sequences of {longest} tokens, pages of {work.block_size}\n")
+    stock, *_, own = (row.pool.block_size for row in rows)
+    sizes = f"{own}" if own == stock else f"{own} (stock vLLM: {stock})"
+    print(f"sequences of {longest} tokens, pages of {sizes}\n")
     print(show.table(rows), show.bars(rows, shutil.get_terminal_size().columns), sep="\n\n")
     print(f"\n{show.notes(rows, work)}")
     if arguments.plot:

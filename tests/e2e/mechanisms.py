@@ -28,6 +28,7 @@ _OF_EACH = {
     "fp8": "test_float8.py::test_what_is_kept[fp8-h2o-{'budget': 32}-{}]",
     "LoRA": "test_lora.py::test_two_adapters_in_one_batch_equal_stock",
     "sliding windows": "test_windows.py::test_what_is_kept[h2o-]",
+    "states": "test_hybrid.py::test_what_is_kept[h2o--granite4]",
     "attention sinks": "test_sinks.py::test_what_is_kept[h2o-]",
     "conversations": "test_conversations.py::test_branches_regenerations_and_budgets",
     "positions that roll": "test_rolling.py::test_every_step_is_the_references[h2o--native]",

@@ -294,6 +294,8 @@ class Oracle(Compared):
     def _rotated(self, query: torch.Tensor, distance: int | torch.Tensor) -> torch.Tensor:
         """[..., D], at ``distance`` ([...]) positions later, by the model's own theta."""
         hf_config = self.scheduler.vllm_config.model_config.hf_text_config
+        if getattr(hf_config, "position_embedding_type", "rope") == "nope":
+            return query  # a token is the same at every position
         rope = hf_config.rope_parameters
         rope = rope.get("full_attention", rope)  # of each kind of layer, where there are two
         half = query.shape[-1] // 2

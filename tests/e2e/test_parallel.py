@@ -17,6 +17,7 @@ from vllm import LLM, AsyncEngineArgs, RequestOutput, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.e2e import ranks
+from tests.e2e.beside import tiny_granite4
 from tests.e2e.conversations import converse
 from tests.e2e.harness import (
     CHARACTERS,
@@ -34,9 +35,8 @@ from vllm_h2o.trace.record import Frame, record
 
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 60, 90)]
 """Shorter and longer than the budget."""
-SLOTS = 32
 SETTINGS: dict[str, Any] = {"block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 64}
-OPTIONS: dict[str, Any] = {"budget": SLOTS}
+OPTIONS: dict[str, Any] = {"budget": 32}
 PRESSED = {**OPTIONS, "eviction": "pressure"}
 TIGHT = {**SETTINGS, "num_gpu_blocks_override": 17}
 """16 pages: the prompts whole, or one longest sequence."""
@@ -155,11 +155,11 @@ def test_ranks_with_float8(model: str, two_ranks: pytest.MonkeyPatch) -> None:
     assert_same(run(**settings), run(**settings, tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize("tiny", [tiny_gemma3, tiny_gpt_oss])
-def test_ranks_next_to_sliding_windows(
+@pytest.mark.parametrize("tiny", [tiny_gemma3, tiny_gpt_oss, tiny_granite4])
+def test_ranks_next_to_other_layers(
     tiny: Callable[[Path], str], tmp_path: Path, two_ranks: pytest.MonkeyPatch
 ) -> None:
-    """A KV head each of every layer, and its sinks; what slides is vLLM's own."""
+    """A KV head each, its sinks, half of every state; windows and states are vLLM's own."""
     settings = {"model": tiny(tmp_path), "policy": "h2o", "block_size": 32}
     assert_same(run(**settings), run(**settings, tensor_parallel_size=2))
 
@@ -395,6 +395,6 @@ def test_replicas_equal_one_process(
     assert tokens == [expected[prompt] for prompt, _ in asked]
     for rank, prompts in enumerate((PROMPTS, PROMPTS[3:])):
         lengths = [len(prompt) for prompt in prompts]
-        evicted = [max(length + MAX_TOKENS - 1 - SLOTS, 0) for length in lengths]
+        evicted = [max(length + MAX_TOKENS - 1 - OPTIONS["budget"], 0) for length in lengths]
         assert shown("evicted_tokens_total", model, rank) == sum(evicted)
-        assert shown("packs_total", model, rank) == sum(length >= SLOTS for length in lengths)
+        assert shown("packs_total", model, rank) == sum(n >= OPTIONS["budget"] for n in lengths)

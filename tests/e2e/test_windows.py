@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from benchmarks.throughput.models import write_tokenizer
+from tests.e2e.beside import PROMPTS, SETTINGS, chances, follow, overwrite
 from tests.e2e.harness import (
     CHARACTERS,
     FULL,
@@ -32,36 +33,12 @@ from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.request import RefusedRequestError
 from vllm_h2o.options.traits import bounds_hits
-from vllm_h2o.planner.model import window_pages
+from vllm_h2o.planner.model import other_pages
 from vllm_h2o.trace.record import run
 from vllm_h2o.worker import rotary
-from vllm_h2o.worker.attention import HeavyHitterImpl
 
-PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 90, 150, 200)]
 NUM_WINDOW_PAGES = 4
 """Of a request in one group of windows, with a step of 64 tokens on its way."""
-SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 16}
-
-
-def follow(
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    policy: str,
-    options: dict[str, Any],
-    max_tokens: int = 40,
-    **settings: Any,
-) -> tuple[Oracle, Probe]:
-    """Generate, each retained set of each layer with full attention compared after every step."""
-    settings = {**SETTINGS, **settings}
-    with monkeypatch.context() as patch, engine(model, policy, options, **settings) as llm:
-        probe = Probe(llm)
-        oracle = Oracle(probe.scheduler).install(patch)
-        generate(llm, PROMPTS, max_tokens)
-        assert probe.num_free == probe.num_total
-    assert oracle.num_victims + oracle.num_together > 0
-    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
-    assert oracle.max_error < 1e-4
-    return oracle, probe
 
 
 @pytest.mark.parametrize(
@@ -106,16 +83,6 @@ def test_a_full_budget_gives_stock_s_tokens(tmp_path: Path) -> None:
     assert token_ids(less) != token_ids(stock)
 
 
-def chances(outputs: list[RequestOutput]) -> list[float]:
-    """The log-probability of each token."""
-    completions = [output.outputs[0] for output in outputs]
-    return [
-        step[token].logprob
-        for completion in completions
-        for token, step in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
-
-
 @pytest.mark.parametrize(("eviction", "pages"), [("always", 23), ("pressure", 48)])
 def test_a_small_pool(
     eviction: str, pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,7 +104,7 @@ def test_a_pool_that_never_holds_a_request(tmp_path: Path) -> None:
     pool = {"num_gpu_blocks_override": 1 + 192 // 32 + 2 * NUM_WINDOW_PAGES}
     with engine(model, "h2o", options, **SETTINGS, **pool) as llm:
         config = llm.llm_engine.vllm_config
-        assert window_pages(config, 192) == window_pages(config, 193) == 2 * NUM_WINDOW_PAGES
+        assert other_pages(config, 192) == other_pages(config, 193) == 2 * NUM_WINDOW_PAGES
         with pytest.raises(RefusedRequestError, match="the request may need 15 pages"):
             generate(llm, [prompt], 21, extra_args=full)
         assert len(token_ids(generate(llm, [prompt], 20, extra_args=full))[0]) == 20
@@ -152,7 +119,7 @@ def test_abort_returns_pages_of_every_group(tmp_path: Path) -> None:
             llm.llm_engine.add_request(str(n), {"prompt_token_ids": prompt}, sampling)
         for _ in range(4):
             llm.llm_engine.step()
-        assert probe.scheduler.windows.num_held() > 0
+        assert probe.scheduler.other_groups.num_held() > 0
         states = probe.scheduler.ledger.states.values()
         assert {state.in_prompt for state in states} == {False, True}
         llm.llm_engine.abort_request([str(n) for n in range(len(PROMPTS))])
@@ -166,19 +133,10 @@ def test_pages_that_change_hands(tmp_path: Path) -> None:
     settings = {**SETTINGS, "dtype": "bfloat16", "num_gpu_blocks_override": 60}
     with engine(tiny_gemma3(tmp_path), "h2o", {"budget": 64}, **settings) as llm:
         clean = generate(llm, PROMPTS, 20, logprobs=1)
-        _overwrite(llm, torch.nan)
+        overwrite(llm, torch.nan)
         after = generate(llm, PROMPTS, 20, logprobs=1)
     assert token_ids(after) == token_ids(clean)
     assert chances(after) == chances(clean)
-
-
-@torch.inference_mode()
-def _overwrite(llm: LLM, value: float) -> None:
-    """Every byte that a page of the policy's may leave."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    for layer in worker.model_runner.compilation_config.static_forward_context.values():
-        if isinstance(layer.impl, HeavyHitterImpl):
-            layer.kv_cache.fill_(value)
 
 
 def test_the_default_command_line(tmp_path: Path) -> None:
@@ -187,8 +145,8 @@ def test_the_default_command_line(tmp_path: Path) -> None:
     llm = LLM(model, kv_policy="h2o", skip_tokenizer_init=True, enforce_eager=True)
     try:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        assert scheduler.windows.sizes == [32, 32]
-        assert all(type(m) is SlidingWindowManager for m in scheduler.windows.managers)
+        assert scheduler.other_groups.windows == [32, 32]
+        assert all(type(m) is SlidingWindowManager for m in scheduler.other_groups.managers)
         assert len(token_ids(generate(llm, PROMPTS, 5))) == len(PROMPTS)
     finally:
         llm.llm_engine.engine_core.shutdown()

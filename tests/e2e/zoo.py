@@ -108,6 +108,60 @@ ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 ROPE_YARN |= {"original_max_position_embeddings": 128}
 ROPE_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+STATES = {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 16, "mamba_n_groups": 1}
+STATES |= {"mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 32}
+MAMBA = ["mamba", "attention", "mamba", "mamba"]
+
+
+def granite4(position: str, **options: Any) -> hf.PretrainedConfig:
+    """A layer with attention, and three with states."""
+    own = {"num_hidden_layers": 4, "layer_types": MAMBA, "position_embedding_type": position}
+    own["attention_multiplier"] = 32**-0.5  # else softmax leaves most tokens nothing
+    return small(
+        hf.GraniteMoeHybridConfig, shared_intermediate_size=128, **STATES, **own, **options
+    )
+
+
+def nemotron_h() -> hf.PretrainedConfig:
+    """Two layers with states, one with attention, one with neither."""
+    states = {"mamba_num_heads": 4, "mamba_head_dim": 64, "ssm_state_size": 16, "n_groups": 1}
+    own = {"num_hidden_layers": 4, "hybrid_override_pattern": "M*M-", "mlp_hidden_act": "relu2"}
+    return small(hf.NemotronHConfig, head_dim=32, chunk_size=32, **states, **own)
+
+
+def zamba2() -> hf.PretrainedConfig:
+    """One layer with both."""
+    kinds = ["mamba", "hybrid", "mamba", "mamba"]
+    states = {"n_mamba_heads": 4, "mamba_headdim": 64, "mamba_d_state": 16, "mamba_ngroups": 1}
+    own = {"num_hidden_layers": 4, "layers_block_type": kinds, "num_mem_blocks": 1}
+    own |= {"num_key_value_heads": 4, "attention_head_dim": 64, "kv_channels": 32}
+    return small(hf.Zamba2Config, **states, **own)
+
+
+def lfm2() -> hf.PretrainedConfig:
+    """Three layers with short convolutions, one with attention."""
+    kinds = ["conv", "full_attention", "conv", "conv"]
+    own = {"num_hidden_layers": 4, "layer_types": kinds, "conv_dim": 128, "conv_dim_out": 128}
+    return small(hf.Lfm2Config, block_dim=128, **own)
+
+
+def lfm2_moe() -> hf.PretrainedConfig:
+    """The same with experts in all layers but the first."""
+    kinds = ["conv", "full_attention", "conv", "conv"]
+    own = {"num_hidden_layers": 4, "layer_types": kinds, "num_dense_layers": 1}
+    return small(hf.Lfm2MoeConfig, **own, **MOE)
+
+
+def qwen3_next() -> hf.PretrainedConfig:
+    """Heads with a state of 128 x 128, which vLLM's CPU kernels need, next to large KV heads."""
+    kinds = [*["linear_attention"] * 3, "full_attention"]
+    states = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    states |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    own = {"num_hidden_layers": 4, "layer_types": kinds, "head_dim": 256, "num_key_value_heads": 4}
+    own |= {"shared_expert_intermediate_size": 64, "mlp_only_layers": []}
+    return small(hf.Qwen3NextConfig, **states, **own, **MOE)
+
+
 FAMILIES = (
     Family("Llama", lambda: small(hf.LlamaConfig)),
     Family("Llama, YaRN", lambda: small(hf.LlamaConfig, rope_parameters=ROPE_YARN)),
@@ -183,6 +237,17 @@ FAMILIES = (
     Family("Cohere 2 (Command R7B)", lambda: sliding(hf.Cohere2Config, logit_scale=0.25)),
     Family("OLMo 3", lambda: sliding(hf.Olmo3Config)),
     Family("EXAONE 4", lambda: sliding(hf.Exaone4Config, sliding_window_pattern=4)),
+    Family("Granite 4 H", lambda: granite4("nope", num_local_experts=0)),
+    Family(
+        "Granite 4 H, MoE, RoPE",
+        lambda: granite4("rope", num_local_experts=4, num_experts_per_tok=2),
+    ),
+    Family("Falcon-H1", lambda: small(hf.FalconH1Config, head_dim=32, mamba_d_ssm=256, **STATES)),
+    Family("Nemotron-H", nemotron_h),
+    Family("Zamba2", zamba2),
+    Family("LFM2", lfm2),
+    Family("LFM2, MoE", lfm2_moe),
+    Family("Qwen3-Next", qwen3_next, "bfloat16"),
     Family("gpt-oss", lambda: sliding(hf.GptOssConfig, num_local_experts=4, num_experts_per_tok=2)),
 )
 
@@ -199,7 +264,7 @@ def become(family: Family, folder: Path) -> str:
 
     """
     config = family.config()
-    architecture = _architecture(config)
+    architecture = architecture_of(config)
     config.architectures = [architecture]
     _register(architecture)
     model = write_random(config, folder)
@@ -233,7 +298,8 @@ def _with_policy(model: str, settings: dict[str, Any]) -> list[RequestOutput]:
         return whole
 
 
-def _architecture(config: hf.PretrainedConfig) -> str:
+def architecture_of(config: hf.PretrainedConfig) -> str:
+    """The name of its class, by which vLLM knows it."""
     return str(hf.AutoModelForCausalLM._model_mapping[type(config)].__name__)
 
 

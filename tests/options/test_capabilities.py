@@ -42,6 +42,7 @@ ENGINE: dict[str, dict[str, dict[str, Any]]] = {
     "prefix": {"cache_config": {"enable_prefix_caching": True}},
     "drafts": {"": {"speculative_config": object()}},
     "sliding": {"model_config": {"window": 16, "layer_types": ["sliding_attention", "full"]}},
+    "states": {"model_config": {"is_hybrid": True}},
     "stages": {"parallel_config": {"pipeline_parallel_size": 2}},
     "lora": {"": {"lora_config": object()}},
     "images": {"model_config": {"is_multimodal_model": True}},
@@ -53,22 +54,23 @@ ENGINE: dict[str, dict[str, dict[str, Any]]] = {
 """Name of a part -> the fields of VllmConfig that switch it on."""
 
 CONFLICTS: dict[str, set[str]] = {
+    "prefix": {"states"},
     "all": {"prefix"},
     "rotated": {"prefix", "rolling"},
     "reread": {"prefix", "rolling", "drafts", "sliding", "stages", "lora", "images", "mrope"}
-    | {"embeds"},
+    | {"embeds", "states"},
     "chunk": {"heads", "layers", "prefix"},
     "pressure": {"heads", "layers", "continuation", "prefix", "drafts"},
     "every": {"heads", "layers", "merge"},
     "page": {"heads", "layers", "merge"},
     "heads": {"rolling", "continuation"},
-    "layers": {"rolling", "continuation", "prefix", "sliding", "stages"},
+    "layers": {"rolling", "continuation", "prefix", "sliding", "states", "stages"},
     "merge": {"rolling", "continuation", "fp8"},
     "rolling": {"continuation", "prefix", "drafts", "sliding", "images", "mrope", "fp8"}
     | {"no_rotary"},
-    "continuation": {"basis", "drafts", "sliding"},
+    "continuation": {"basis", "drafts", "sliding", "states"},
     "basis": {"slots"},
-    "drafts": {"sliding", "stages", "images", "mrope"},
+    "drafts": {"sliding", "states", "stages", "images", "mrope"},
 }
 """Name of a part -> the later parts with which it is refused."""
 
@@ -76,7 +78,7 @@ CONFLICTS: dict[str, set[str]] = {
 def engine(*names: str) -> SimpleNamespace:
     """Return the fields of VllmConfig that parts read, with some of them on."""
     model: dict[str, Any] = {"window": None, "is_multimodal_model": False, "uses_mrope": False}
-    model |= {"enable_prompt_embeds": False}
+    model |= {"enable_prompt_embeds": False, "is_hybrid": False}
     cache: dict[str, Any] = {"enable_prefix_caching": False, "cache_dtype": "auto"}
     groups: dict[str, dict[str, Any]] = {
         "": {"speculative_config": None, "lora_config": None, "quant_config": None},

@@ -30,12 +30,12 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("a pooling model", LLAMA, {"runner": "pooling"}),
     ("an encoder-decoder model", "WhisperForConditionalGeneration", {}),
     ("multi-head latent attention (MLA)", "DeepseekV2ForCausalLM", {}),
-    ("an attention-free or hybrid (state-space) model", "MambaForCausalLM", {}),
+    ("an attention-free (state-space) model", "MambaForCausalLM", {}),
     ("ALiBi or a soft cap of the attention's logits", "BloomForCausalLM", {}),
     ("ALiBi or a soft cap of the attention's logits", "FalconForCausalLM", {}),
     ("ALiBi or a soft cap of the attention's logits", "Gemma2ForCausalLM", {}),
     ("a sliding window in every layer", "MistralForCausalLM", {}),
-    ("layers with neither full attention nor a sliding window", "Llama4ForCausalLM", {}),
+    ("layers with neither full attention, a sliding window nor a state", "Llama4ForCausalLM", {}),
     (
         "attention in both directions within an image",
         "PaliGemmaForConditionalGeneration",
@@ -47,7 +47,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
         {},
     ),
     (
-        "sliding windows without the hybrid KV cache manager",
+        "layers of several kinds without the hybrid KV cache manager",
         GEMMA,
         {"disable_hybrid_kv_cache_manager": True},
     ),

@@ -111,7 +111,9 @@ def check(
     config = SimpleNamespace(
         additional_config={} if options is None else {"kv_policy": {"name": "h2o", **options}},
         model_config=SimpleNamespace(max_model_len=1024),
-        cache_config=SimpleNamespace(block_size=16, num_gpu_blocks=pages),
+        cache_config=SimpleNamespace(
+            block_size=16, effective_attention_block_size=16, num_gpu_blocks=pages
+        ),
         parallel_config=parallel,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
     )

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from safetensors.torch import load_file
 
+from tests.e2e.beside import tiny_granite4
 from tests.e2e.harness import POOL_BYTES, Probe, engine, generate, tiny_gemma3, tiny_llama
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.planner.capacity import Row, Workload, plan, policy_row, stock_row
-from vllm_h2o.planner.model import Model, load
+from vllm_h2o.planner.model import Model, load, other_pages
 from vllm_h2o.scheduler import scheduler
 from vllm_h2o.scheduler.footprint import CacheShape, row_bytes
 
@@ -120,6 +122,112 @@ def test_rows_with_sliding_windows_agree_with_engines(
         "h2o: that is of 2 layers with full attention; the other 4 keep the tokens of their sliding"
         " windows, in up to 4 pages more of each sequence." in said
     )
+
+
+@pytest.mark.engine
+def test_rows_agree_with_a_hybrid_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that cover a state: fewer slots where each has a score, and one page a group."""
+    folder = tiny_granite4(tmp_path)
+    read, said = load(folder, "float32"), []
+    shape, work = read.cache("auto"), replace(WORK, in_flight=1)
+    assert (shape.num_layers, shape.num_states, read.num_layers) == (1, 3, 1)
+    stock = stock_row(shape, POOL_BYTES, work)
+    with engine(folder, **SETTINGS) as llm:
+        assert blocks(llm) == stock.pool.num_blocks
+        cache = llm.llm_engine.vllm_config.cache_config
+        assert cache.effective_attention_block_size == stock.pool.block_size
+        assert cache.kv_cache_max_concurrency == stock.concurrency
+    row = policy_row(shape, POOL_BYTES, work, KVPolicyConfig(budget=100))
+    monkeypatch.setattr(scheduler.logger, "info", lambda text, *args, **_: said.append(text % args))
+    with engine(folder, "h2o", {"budget": 100}, **SETTINGS) as llm:
+        assert blocks(llm) == row.pool.num_blocks
+        manager = llm.llm_engine.engine_core.engine_core.scheduler.block_manager
+        assert manager.block_size == row.pool.block_size
+        assert other_pages(llm.llm_engine.vllm_config, 300) == 3
+    assert (
+        "h2o: that is of 1 layers with full attention; the other 3 keep a state, in up to 3 pages "
+        "more of each sequence." in said
+    )
+    (line,) = [text for text in said if "sequences of max_model_len" in text]
+    assert f"holds {row.sequences} sequences of max_model_len=512 at once" in line
+
+
+PUBLISHED = {
+    "Qwen3NextForCausalLM": (
+        transformers.Qwen3NextConfig(
+            hidden_size=2048,
+            num_hidden_layers=48,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            head_dim=256,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            dtype="bfloat16",
+        ),
+        (13, 61),
+    ),
+    "GraniteMoeHybridForCausalLM": (
+        transformers.GraniteMoeHybridConfig(
+            hidden_size=4096,
+            num_hidden_layers=40,
+            layer_types=["attention" if n % 10 == 5 else "mamba" for n in range(40)],
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            mamba_n_heads=128,
+            mamba_d_head=64,
+            mamba_d_state=128,
+            dtype="bfloat16",
+        ),
+        (19, 82),
+    ),
+    "NemotronHForCausalLM": (
+        transformers.NemotronHConfig(
+            hidden_size=2688,
+            num_hidden_layers=52,
+            hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            num_attention_heads=32,
+            num_key_value_heads=2,
+            head_dim=128,
+            mamba_num_heads=64,
+            mamba_head_dim=64,
+            ssm_state_size=128,
+            n_groups=8,
+            dtype="bfloat16",
+        ),
+        (49, 196),
+    ),
+    "Lfm2MoeForCausalLM": (
+        transformers.Lfm2MoeConfig(
+            hidden_size=2048,
+            num_hidden_layers=24,
+            layer_types=[
+                "full_attention" if n in (2, 6, 10, 14, 18, 21) else "conv" for n in range(24)
+            ],
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            conv_L_cache=3,
+            dtype="bfloat16",
+        ),
+        (26, 129),
+    ),
+}
+"""Shapes of published hybrid models, and what docs/compatibility.md says fits into 40 GiB."""
+
+
+@pytest.mark.parametrize("architecture", PUBLISHED)
+def test_published_hybrid_models(architecture: str, tmp_path: Path) -> None:
+    """Sequences of 131,072 tokens in stock vLLM, and at 20 %."""
+    config, fit = PUBLISHED[architecture]
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    read = load(str(tmp_path))
+    read.refuse()
+    work = Workload(1 << 17, 1 << 17, 16, 8192)
+    shape, memory = read.cache("auto"), 40 << 30
+    rows = stock_row(shape, memory, work), policy_row(shape, memory, work, KVPolicyConfig())
+    assert tuple(row.sequences for row in rows) == fit
 
 
 def llm_page_bytes(shape: CacheShape) -> int:

@@ -16,6 +16,7 @@ from vllm.config.model import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from tests.e2e.zoo import FAMILIES, architecture_of
 from tests.tiny_models import CONFIGS, engine_config, folder
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.refusals import MODEL_REFUSALS
@@ -108,12 +109,12 @@ def test_model_groups_layers_like_vllm(full: int, sliding: int, tmp_path: Path) 
 
 
 def test_model_is_refused_with_its_reason(tmp_path: Path) -> None:
-    """A pooling model, a hybrid and multimodal ones."""
+    """A pooling model, one without attention and multimodal ones."""
     text = {**_SMALL, "num_key_value_heads": 2}
     configs = {
         "a pooling model": transformers.BertConfig(architectures=["BertModel"], **_SMALL),
-        "an attention-free or hybrid (state-space) model": transformers.JambaConfig(
-            architectures=["JambaForCausalLM"], **text
+        "an attention-free (state-space) model": transformers.MambaConfig(
+            architectures=["MambaForCausalLM"], num_hidden_layers=2
         ),
         "a multimodal model other than LLaVA and Qwen2.5-VL": transformers.Qwen2AudioConfig(
             architectures=["Qwen2AudioForConditionalGeneration"],
@@ -136,6 +137,22 @@ def test_model_is_refused_with_its_reason(tmp_path: Path) -> None:
     )
     llava.save_pretrained(tmp_path / "llava")
     load(str(tmp_path / "llava")).refuse()
+
+
+@pytest.mark.parametrize(
+    "name", ["Granite 4 H", "Falcon-H1", "Nemotron-H", "Zamba2", "LFM2", "Qwen3-Next"]
+)
+def test_model_counts_states_like_vllm(name: str, tmp_path: Path) -> None:
+    """Layers with attention and with states, in the words of each family's config."""
+    (family,) = [family for family in FAMILIES if family.name == name]
+    config = family.config()
+    config.architectures = [architecture_of(config)]
+    config.save_pretrained(tmp_path)
+    model = load(str(tmp_path))
+    model.refuse()
+    found = {"Falcon-H1": (2, 2), "Nemotron-H": (1, 2), "Zamba2": (1, 4)}
+    assert (model.num_layers, model.num_states) == found.get(name, (1, 3))
+    assert model.state_bytes() > 0
 
 
 @pytest.mark.parametrize(

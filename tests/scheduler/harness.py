@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -86,20 +89,30 @@ def make_scheduler(
 ) -> HeavyHitterScheduler:
     """The plugin's scheduler over a pool of ``num_blocks`` pages, one of them the null page.
 
-    ``windows`` are those of layers that slide, whose groups come before the policy's.
+    ``windows`` are those of layers that slide, whose groups come before the policy's; 0: a group
+    of states.
     """
     shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     config.cache_config.num_gpu_blocks = num_blocks
     config.cache_config.block_size = block_size
     own = HeavyHitterSpec.of(FullAttentionSpec(**shape))
     padded = {**shape, "page_size_padded": own.page_size_bytes}
-    specs = [*(SlidingWindowSpec(**padded, sliding_window=size) for size in windows), own]
+    state = MambaSpec(
+        block_size=MAX_MODEL_LEN,
+        shapes=((block_size, 8),),
+        dtypes=(torch.float32,),
+        page_size_padded=own.page_size_bytes,
+    )
+    specs: list[KVCacheSpec] = [
+        SlidingWindowSpec(**padded, sliding_window=size) if size else state for size in windows
+    ]
+    specs.append(own)
     groups = [KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)]
     return HeavyHitterScheduler(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks, [], groups),
         structured_output_manager=StructuredOutputManager(config),
-        block_size=block_size,
+        block_size=lcm(*(spec.block_size for spec in specs)),
         log_stats=log_stats,
     )
 

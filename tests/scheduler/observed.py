@@ -84,7 +84,7 @@ class Observed(Simulation):
         with_pages = [i for i in scheduler.requests if self.pages_of(i)]
         computed = {i: scheduler.requests[i].num_computed_tokens for i in with_pages}
         # One KV head of 32 + 32 floats of four bytes a slot, and eight bytes for the policy.
-        others = scheduler.windows.num_held()
+        others = scheduler.other_groups.num_held()
         stock = (sum(-(-tokens // size) for tokens in computed.values()) + others) * size * 256
         held = (self.num_total - self.num_free) * size * 264
         return {

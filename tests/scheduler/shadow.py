@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from tests.scheduler.shadow_window import ShadowWindow
+from tests.scheduler.shadow_groups import ShadowState, ShadowWindow
 from vllm_h2o.wire import RequestPlan
 
 
@@ -32,12 +32,14 @@ class ShadowPool:
 
     ``going_on`` are sessions that follow what is resident with a part of their input.
 
-    ``windows`` are those of groups before the policy's, whose slots are named alike.
+    ``windows`` are those of groups before the policy's, whose slots are named alike; 0: states.
     """
 
     def __init__(self, seed: int, block_size: int, windows: Sequence[int] = ()) -> None:
         self.block_size = block_size
-        self.windows = [ShadowWindow(size, block_size) for size in windows]
+        self.others = [
+            ShadowWindow(size, block_size) if size else ShadowState(block_size) for size in windows
+        ]
         self.random = random.Random(seed)
         self.slots: dict[tuple[int, int], tuple[object, int]] = {}
         self.before = dict(self.slots)
@@ -55,7 +57,7 @@ class ShadowPool:
 
     def execute(self, output: SchedulerOutput) -> None:
         """Run one step: update the block table rows as a model runner does, then every plan."""
-        own = len(self.windows)
+        own = len(self.others)
         for request_id in output.finished_req_ids:
             self.tables.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -80,8 +82,8 @@ class ShadowPool:
         self.before = dict(self.slots)
         for request_id, plan in output.residency_plan.requests.items():
             self._run(request_id, plan)
-        for index, window in enumerate(self.windows):
-            window.execute(output, index, self.slots, self._token)
+        for index, other in enumerate(self.others):
+            other.execute(output, index, self.slots, self._token)
 
     def accept(self, request_id: str, plan: RequestPlan, num: int) -> None:
         """Make the first ``num`` drafts of a step tokens of the request."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ from vllm_h2o.worker.step import (
     v1_row_order,
     v2_row_order,
 )
+
+NO_OUTPUT: Any = None
+"""V1's order does not depend on the schedule."""
 
 
 def common(lengths: list[int], req_idx: np.ndarray | None = None) -> CommonAttentionMetadata:
@@ -80,8 +83,8 @@ def v2_states(monkeypatch: pytest.MonkeyPatch) -> states.RequestState:
     return table
 
 
-def v2_rows(table: states.RequestState, lengths: dict[str, int]) -> Any:
-    """The batch's rows as V2's own code orders them."""
+def v2_runner(table: states.RequestState) -> Any:
+    """As much of V2's runner as orders the rows of a batch."""
     runner = SimpleNamespace(
         req_states=table,
         decode_query_len=1,
@@ -89,12 +92,22 @@ def v2_rows(table: states.RequestState, lengths: dict[str, int]) -> Any:
         pcp_manager=None,
         adaptive_verification=None,
     )
-    scheduled = SimpleNamespace(
+    runner.gather_batch_req_state = MethodType(GPUModelRunner.gather_batch_req_state, runner)
+    return runner
+
+
+def v2_scheduled(lengths: dict[str, int]) -> Any:
+    """What the scheduler sends, as far as that order depends on it."""
+    return SimpleNamespace(
         num_scheduled_tokens=lengths,
         total_num_scheduled_tokens=sum(lengths.values()),
         scheduled_spec_decode_tokens={},
     )
-    batch, _ = GPUModelRunner.gather_batch_req_state(runner, scheduled, False)
+
+
+def v2_rows(table: states.RequestState, lengths: dict[str, int]) -> Any:
+    """The batch's rows as V2's own code orders them."""
+    batch, _ = v2_runner(table).gather_batch_req_state(v2_scheduled(lengths), False)
     return batch
 
 
@@ -104,7 +117,7 @@ def test_v2_rows_follow_req_idx(v2_states: states.RequestState) -> None:
     batch = v2_rows(v2_states, lengths)
     assert batch.req_ids == ["b", "c", "a"]
     metadata = common([lengths[r] for r in batch.req_ids], batch.idx_mapping_np)
-    order = v2_row_order(SimpleNamespace(req_states=v2_states))
+    order = v2_row_order(v2_runner(v2_states), v2_scheduled(lengths))
     assert order(metadata) == batch.req_ids
     plan = plans(**lengths)
     rows = Step(plan, order).rows(metadata)
@@ -115,22 +128,22 @@ def test_v2_rows_follow_req_idx(v2_states: states.RequestState) -> None:
 def test_v2_padding_rows_have_no_plan(v2_states: states.RequestState) -> None:
     """Rows that pad a captured graph have no tokens, and req_idx does not name them."""
     batch = v2_rows(v2_states, {"a": 1, "b": 1})
-    order = v2_row_order(SimpleNamespace(req_states=v2_states))
+    order = v2_row_order(v2_runner(v2_states), v2_scheduled({"a": 1, "b": 1}))
     rows = Step(plans(a=1, b=1), order).rows(common([1, 1, 0, 0], batch.idx_mapping_np))
     assert (len(rows.plans), rows.num_rows) == (2, 4)
 
 
-def test_v2_without_req_idx() -> None:
-    """A batch that does not say whose rows it has is refused."""
-    order = v2_row_order(SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={})))
-    with pytest.raises(IntegrityError, match="without req_idx"):
-        order(common([1]))
+def test_v2_rows_of_a_hybrid_model(v2_states: states.RequestState) -> None:
+    """Its metadata has no req_idx: rows are those of the schedule, in the order of V2's own."""
+    lengths = {"a": 3, "b": 1, "c": 2}
+    order = v2_row_order(v2_runner(v2_states), v2_scheduled(lengths))
+    assert order(common([1, 2, 3])) == ["b", "c", "a"]
 
 
 def test_v1_rows_follow_the_persistent_batch() -> None:
     """V1 names its rows itself, and re-orders them between steps."""
     batch = SimpleNamespace(req_ids=["b", "a"])
-    order = v1_row_order(SimpleNamespace(input_batch=batch))
+    order = v1_row_order(SimpleNamespace(input_batch=batch), NO_OUTPUT)
     plan = plans(a=2, b=5)
     assert [p.num_new for p in Step(plan, order).rows(common([5, 2, 0])).plans] == [5, 2]
     batch.req_ids = ["a", "b"]
@@ -140,7 +153,9 @@ def test_v1_rows_follow_the_persistent_batch() -> None:
 @pytest.mark.parametrize("lengths", [[5, 2], [2], [2, 5, 1], [2, 4]])
 def test_another_batch_is_refused(lengths: list[int]) -> None:
     """Rows that were not planned, or with other lengths, never reach the kernels."""
-    order = v1_row_order(SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "x"])))
+    order = v1_row_order(
+        SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b", "x"])), NO_OUTPUT
+    )
     with pytest.raises(IntegrityError, match="the plan is for"):
         Step(plans(a=2, b=5), order).rows(common(lengths))
 
@@ -148,7 +163,7 @@ def test_another_batch_is_refused(lengths: list[int]) -> None:
 @pytest.mark.parametrize("ids", [["a"], ["a", "x"], ["a", "a"], []])
 def test_another_request_is_refused(ids: list[str]) -> None:
     """A row of a request that was not planned, and a planned one without a row, stop the step."""
-    order = v1_row_order(SimpleNamespace(input_batch=SimpleNamespace(req_ids=ids)))
+    order = v1_row_order(SimpleNamespace(input_batch=SimpleNamespace(req_ids=ids)), NO_OUTPUT)
     with pytest.raises(IntegrityError, match="the plan is for"):
         Step(plans(a=1, b=1), order).rows(common([1] * len(ids) or [0]))
 

@@ -39,6 +39,8 @@ class Property(Enum):
     ORIGINAL_POSITIONS = "tokens that keep their positions"
     ROTARY = "rotary embeddings in every layer"
     ONE_GROUP = "full attention in every layer"
+    OWN_KEYS = "keys of every layer in the policy's pages"
+    NO_STATES = "layers that keep tokens"
     ONE_STAGE = "one pipeline stage"
     FINAL = "tokens that are final when they are stored"
     FRACTION = "a budget that is a fraction"
@@ -182,7 +184,7 @@ OPTION_PARTS: tuple[Part, ...] = (
         "positions={o.positions}",
         lambda s: s.options.rolls,
         "use positions=original",
-        needs=(P.SHORT_PROMPT, P.ROTARY, P.ONE_GROUP, P.ONE_TOKEN, P.FINAL, P.TEXT),
+        needs=(P.SHORT_PROMPT, P.ROTARY, P.OWN_KEYS, P.ONE_TOKEN, P.FINAL, P.TEXT),
         breaks={
             P.ORIGINAL_POSITIONS: "renumbers the tokens of a request",
             P.WRITTEN_ONCE: "rewrites the keys of renumbered tokens",
@@ -216,6 +218,7 @@ ENGINE_PARTS: tuple[Part, ...] = (
         "prefix caching",
         lambda s: bool(s.engine.cache_config.enable_prefix_caching),
         "leave --enable-prefix-caching out",
+        needs=(P.NO_STATES,),
         breaks={
             P.EVERY_QUERY: "does not compute the queries of a cached prefix",
             P.PRIVATE_PAGES: "shares prompt pages between requests",
@@ -232,7 +235,17 @@ ENGINE_PARTS: tuple[Part, ...] = (
         "a sliding-window model",
         lambda s: slides(s.engine),
         other_model(otherwise="choose another model"),
-        breaks={P.ONE_GROUP: "keeps pages of its own for layers that slide"},
+        breaks=dict.fromkeys(
+            (P.ONE_GROUP, P.OWN_KEYS), "keeps pages of its own for layers that slide"
+        ),
+    ),
+    Part(
+        "a hybrid (state-space) model",
+        lambda s: bool(s.model.is_hybrid),
+        other_model(otherwise="choose another model"),
+        breaks=dict.fromkeys(
+            (P.ONE_GROUP, P.NO_STATES), "keeps one state for all tokens in some layers"
+        ),
     ),
     Part(
         "pipeline parallelism",

@@ -29,7 +29,9 @@ from vllm_h2o.options.traits import (
     FLOAT8,
     FULL_ATTENTION,
     MULTIMODAL,
+    NO_CACHE,
     SLIDING_ATTENTION,
+    STATE_SPACE,
     alibi,
     bounds_hits,
     caps_logits,
@@ -167,8 +169,8 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         other_model(),
     ),
     Refusal(
-        "an attention-free or hybrid (state-space) model",
-        lambda s: s.model.is_attention_free or s.model.is_hybrid,
+        "an attention-free (state-space) model",
+        lambda s: s.model.is_attention_free,
         "its states are not tokens that can be evicted",
         other_model(),
     ),
@@ -197,9 +199,11 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
         other_model(),
     ),
     Refusal(
-        "layers with neither full attention nor a sliding window",
-        lambda s: bool(kinds(s.engine) - {FULL_ATTENTION, SLIDING_ATTENTION}),
-        "vLLM gives chunked-local attention the backend of full attention, and others keep states",
+        "layers with neither full attention, a sliding window nor a state",
+        lambda s: bool(
+            kinds(s.engine) - {FULL_ATTENTION, SLIDING_ATTENTION, *STATE_SPACE, *NO_CACHE}
+        ),
+        "vLLM gives chunked-local attention the backend of full attention; others are untested",
         other_model(),
     ),
 )
@@ -240,8 +244,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave --enable-prefix-caching out, or use vLLM 0.33",
     ),
     Refusal(
-        "sliding windows without the hybrid KV cache manager",
-        lambda s: s.engine.scheduler_config.disable_hybrid_kv_cache_manager and slides(s.engine),
+        "layers of several kinds without the hybrid KV cache manager",
+        lambda s: (
+            s.engine.scheduler_config.disable_hybrid_kv_cache_manager
+            and (slides(s.engine) or s.model.is_hybrid)
+        ),
         "the policy's pages and vLLM's own would be one group",
         "leave --disable-hybrid-kv-cache-manager out",
     ),

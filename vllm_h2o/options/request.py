@@ -84,7 +84,7 @@ def budget_of(
 def check_request(
     request: Any,
     vllm_config: Any,
-    window_pages: Callable[[int], int] = lambda _: 0,
+    other_pages: Callable[[int], int] = lambda _: 0,
     encoder_room: int = 0,
     images: Any = None,
 ) -> Any:
@@ -93,7 +93,7 @@ def check_request(
     Args:
         request: vLLM's EngineCoreRequest, complete.
         vllm_config: the engine's VllmConfig.
-        window_pages: pages of a sequence in layers with a sliding window, by its tokens.
+        other_pages: pages of a sequence in layers of other kinds, by its tokens.
         encoder_room: embeddings of images that the encoder's cache holds.
         images: vLLM's cache of images that the engine has received, if it has one.
 
@@ -106,7 +106,7 @@ def check_request(
     """
     try:
         _check_images(request, vllm_config, encoder_room)
-        return _checked(request, vllm_config, window_pages)
+        return _checked(request, vllm_config, other_pages)
     except ConfigError as error:
         for image in request.mm_features or ():
             # The engine never receives it: a later request must send it again.
@@ -163,7 +163,7 @@ def _check_keys(extra_args: Mapping[str, Any]) -> None:
             )
 
 
-def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int]) -> Any:
+def _checked(request: Any, vllm_config: Any, other_pages: Callable[[int], int]) -> Any:
     params = request.sampling_params
     extra_args = (params and params.extra_args) or {}
     config = KVPolicyConfig.of(vllm_config) if extra_args else None
@@ -180,7 +180,10 @@ def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int])
             f"start the engine with --kv-policy h2o, or leave {KEY} out",
         )
     max_model_len = vllm_config.model_config.max_model_len
-    block_size, pages = vllm_config.cache_config.block_size, _pages_of_an_engine(vllm_config)
+    cache = vllm_config.cache_config
+    # Beside states its ``block_size`` is that of the group with the shortest blocks.
+    block_size = cache.effective_attention_block_size or cache.block_size
+    pages = _pages_of_an_engine(vllm_config)
     prompt_len = len(request.prompt_token_ids or ()) or request.prompt_embeds.shape[0]
     lengths = (max_model_len, block_size, prompt_len, params.max_tokens)
     budget = budget_of(config, *lengths, asked)
@@ -191,7 +194,7 @@ def _checked(request: Any, vllm_config: Any, window_pages: Callable[[int], int])
     if config.eviction == "chunk" and budget is not None and pages:
         # With other schedules the pool holds a longest sequence whole.
         needed = num_pages(min(budget.most_slots(chunk), longest), block_size)
-        needed += window_pages(longest)
+        needed += other_pages(longest)
         if needed > pages - 1:
             raise ConfigError(
                 f"{KEY}={asked!r}",

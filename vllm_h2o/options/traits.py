@@ -8,6 +8,10 @@ from typing import Any
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 """Kinds of layers, in the words of model configs and vLLM."""
+STATE_SPACE = {"mamba", "mamba2", "conv", "linear_attention", "recurrent", "hybrid"}
+"""Kinds of layers that keep one state for all tokens; a hybrid layer keeps K and V, too."""
+NO_CACHE = {"mlp", "moe"}
+"""Kinds of layers that keep nothing."""
 CPU_PAGE = 32
 """vLLM's CPU attention needs block sizes that are multiples of this number of slots."""
 FLOAT8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
@@ -36,7 +40,8 @@ def caps_logits(vllm_config: Any) -> bool:
 
 def kinds(vllm_config: Any) -> set[str]:
     """Return the kinds of its layers, in the words of the model's config."""
-    return set(vllm_config.model_config.hf_text_config.to_dict().get("layer_types") or ())
+    found = vllm_config.model_config.hf_text_config.to_dict().get("layer_types") or ()
+    return {FULL_ATTENTION if kind == "attention" else kind for kind in found}
 
 
 def slides(vllm_config: Any) -> bool:

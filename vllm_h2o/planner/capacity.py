@@ -18,7 +18,7 @@ class Workload:
     Args:
         max_model_len: longest sequence, in tokens.
         prompt_len: longest prompt, in tokens.
-        block_size: slots of a page.
+        block_size: slots of a page; beside states, which pages cover, what divides them.
         max_num_batched_tokens: most tokens of one step; read with ``eviction=chunk``, and with
             sliding windows.
         in_flight: steps in flight, two with asynchronous scheduling; read with sliding windows.
@@ -43,8 +43,8 @@ class Row:
         slot_bytes: bytes of a slot.
         prompt_slots: most slots of the longest prompt until its end.
         start_slots: slots that vLLM needs before it starts.
-        window_pages: pages of a sequence past its prompt in layers with a sliding window.
-        window_start_pages: pages in these layers that vLLM needs before it starts.
+        other_pages: pages of a sequence past its prompt in layers of other kinds.
+        other_start_pages: pages in these layers that vLLM needs before it starts.
 
     """
 
@@ -54,23 +54,23 @@ class Row:
     slot_bytes: int
     prompt_slots: int
     start_slots: int
-    window_pages: int = 0
-    window_start_pages: int = 0
+    other_pages: int = 0
+    other_start_pages: int = 0
 
     @property
     def pages(self) -> int:
         """Pages of a sequence past its prompt."""
-        return self.pool.pages_of(self.slots) + self.window_pages
+        return self.pool.pages_of(self.slots) + self.other_pages
 
     @property
     def prompt_pages(self) -> int:
         """Most pages of the longest prompt until its end."""
-        return self.pool.pages_of(self.prompt_slots) + self.window_start_pages
+        return self.pool.pages_of(self.prompt_slots) + self.other_start_pages
 
     @property
     def start_pages(self) -> int:
         """Pages of the longest sequence, which vLLM needs before it starts."""
-        return self.pool.pages_of(self.start_slots) + self.window_start_pages
+        return self.pool.pages_of(self.start_slots) + self.other_start_pages
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +80,7 @@ class Row:
     @property
     def sequences(self) -> int:
         """Sequences past their prompts that fit at once."""
-        return self.pool.num_sequences(self.slots, self.window_pages)
+        return self.pool.num_sequences(self.slots, self.other_pages)
 
     @property
     def sequences_with_a_prompt(self) -> int:
@@ -100,12 +100,12 @@ class Row:
         return self.pool.num_blocks / self.start_pages
 
 
-def _window_pages(pool: Pool, shape: CacheShape, work: Workload) -> tuple[int, int]:
-    """Return the window pages of a sequence past its prompt, and of one before vLLM starts."""
+def _other_pages(pool: Pool, shape: CacheShape, work: Workload) -> tuple[int, int]:
+    """Return the other pages of a sequence past its prompt, and of one before vLLM starts."""
     longest, chunks = work.max_model_len, work.in_flight * work.max_num_batched_tokens
     return (
-        pool.pages_of_windows(shape.windows, longest, work.in_flight),
-        pool.pages_of_windows_in_prompts(shape.windows, longest, chunks),
+        pool.pages_of_windows(shape.windows, longest, work.in_flight) + shape.num_states,
+        pool.pages_of_windows_in_prompts(shape.windows, longest, chunks) + shape.num_states,
     )
 
 
@@ -118,12 +118,10 @@ def stock_row(shape: CacheShape, memory: int, work: Workload) -> Row:
         work: the sequences.
 
     """
-    pool = Pool(memory // (shape.stock_slot_bytes * work.block_size), work.block_size)
-    longest = work.max_model_len
-    windows = _window_pages(pool, shape, work)
-    return Row(
-        "stock vLLM", pool, longest, shape.stock_slot_bytes, work.prompt_len, longest, *windows
-    )
+    slot_bytes, longest = shape.stock_slot_bytes, work.max_model_len
+    pool = shape.pool(memory, work.block_size, slot_bytes)
+    others = _other_pages(pool, shape, work)
+    return Row("stock vLLM", pool, longest, slot_bytes, work.prompt_len, longest, *others)
 
 
 def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyConfig) -> Row:
@@ -140,16 +138,16 @@ def policy_row(shape: CacheShape, memory: int, work: Workload, config: KVPolicyC
 
     """
     slot_bytes = shape.slot_bytes(config.extra_words)
-    pool = Pool(memory // (slot_bytes * work.block_size), work.block_size)
-    config.check(work.max_model_len, work.block_size)
-    budget = config.resolve(work.max_model_len, work.block_size)
+    pool = shape.pool(memory, work.block_size, slot_bytes)
+    config.check(work.max_model_len, pool.block_size)
+    budget = config.resolve(work.max_model_len, pool.block_size)
     longest, prompt = work.max_model_len, work.prompt_len
     if config.eviction == "chunk":
         limit = budget.most_slots(work.max_num_batched_tokens)
         longest, prompt = min(longest, limit), min(prompt, limit)
-    slots = min(_own(config, work, budget).capacity, work.max_model_len)
-    windows = _window_pages(pool, shape, work)
-    return Row(_label(config), pool, slots, slot_bytes, prompt, longest, *windows)
+    slots = min(_own(config, work, pool.block_size, budget).capacity, work.max_model_len)
+    others = _other_pages(pool, shape, work)
+    return Row(_label(config), pool, slots, slot_bytes, prompt, longest, *others)
 
 
 def plan(
@@ -177,10 +175,10 @@ def plan(
     return [stock_row(shape, memory, work), *whole, *rows]
 
 
-def _own(config: KVPolicyConfig, work: Workload, budget: Budget) -> Budget:
+def _own(config: KVPolicyConfig, work: Workload, block_size: int, budget: Budget) -> Budget:
     """Return the budget of a request with the longest prompt."""
     rest = work.max_model_len - work.prompt_len
-    own = config.resolve_request(work.max_model_len, work.block_size, work.prompt_len, rest)
+    own = config.resolve_request(work.max_model_len, block_size, work.prompt_len, rest)
     return own or budget
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from vllm_h2o.options.capabilities import Setup
 from vllm_h2o.options.options import Options
 from vllm_h2o.options.refusals import MODEL_REFUSALS, ONE_GROUP, refuse
 from vllm_h2o.options.remedies import ANOTHER_MODEL
-from vllm_h2o.options.traits import FLOAT8
+from vllm_h2o.options.traits import FLOAT8, STATE_SPACE
 from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.footprint import CacheShape, Pool
 
@@ -25,7 +26,6 @@ _GENERATES = ("ForCausalLM", "LMHeadModel", "ChatModel", "ForConditionalGenerati
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
 _BOTH_DIRECTIONS = {"bagel", "gemma3", "molmo2", "moondream3", "paligemma"}
-_STATE_SPACE = {"mamba", "mamba2", "conv", "linear_attention", "recurrent", "rwkv"}
 _STATE_SPACE_KEYS = {"layers_block_type", "hybrid_override_pattern", "attn_layer_period"}
 
 
@@ -72,15 +72,37 @@ class Model:
         return _first(self.text, _LENGTHS)
 
     @property
+    def kinds(self) -> list[str]:
+        """Kind of each layer, in the config's words; may be empty where all have attention."""
+        return list(_first(self.text, ("layer_types", "layers_block_type")) or ())
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers keep states."""
+        kinds = set(self.kinds)
+        states = {key for key in self.text.to_dict() if key.startswith(("mamba_", "ssm_"))}
+        full = bool(kinds) and kinds <= {"attention", "full_attention"}
+        named = _STATE_SPACE_KEYS & self.text.to_dict().keys()
+        return not full and bool(states or kinds & STATE_SPACE or named)
+
+    @property
     def num_layers(self) -> int:
         """Layers that keep K and V."""
+        if self.is_hybrid:
+            with_attention = {"attention", "full_attention", "sliding_attention", "hybrid"}
+            return sum(kind in with_attention for kind in self.kinds)
         return int(self.text.num_hidden_layers)
+
+    @property
+    def num_states(self) -> int:
+        """Layers that keep states."""
+        return sum(kind in STATE_SPACE for kind in self.kinds) if self.is_hybrid else 0
 
     @property
     def num_sliding(self) -> int:
         """Layers with a sliding window."""
-        kinds: list[str] = _first(self.text, ("layer_types",)) or []
-        return kinds.count("sliding_attention") if _first(self.text, ("sliding_window",)) else 0
+        kinds = self.kinds if _first(self.text, ("sliding_window",)) else []
+        return kinds.count("sliding_attention")
 
     @property
     def window(self) -> int:
@@ -91,26 +113,68 @@ class Model:
     @property
     def num_group_layers(self) -> int:
         """Layers of a group of vLLM's: of one kind, and of one size where possible."""
-        few, many = sorted((self.num_layers - self.num_sliding, self.num_sliding))
-        return many if many < 1.5 * few or not few else few
+        kinds = [num for num in self._layers_of_a_kind if num]
+        few, many = min(kinds), max(kinds)
+        return many if many < 1.5 * few else few
 
     @property
     def num_groups(self) -> int:
         """Groups of layers."""
-        kinds = (self.num_layers - self.num_sliding, self.num_sliding)
-        return sum(num_pages(layers, self.num_group_layers) for layers in kinds)
+        return sum(num_pages(layers, self.num_group_layers) for layers in self._layers_of_a_kind)
+
+    @property
+    def _layers_of_a_kind(self) -> tuple[int, int, int]:
+        """Layers with full attention, with sliding windows, with states."""
+        return self.num_layers - self.num_sliding, self.num_sliding, self.num_states
 
     @property
     def windows(self) -> tuple[int, ...]:
         """Tokens of the window of each group of layers with a sliding window."""
-        return (self.window,) * (self.num_groups - 1)
+        return (self.window,) * num_pages(self.num_sliding, self.num_group_layers)
+
+    @property
+    def num_state_groups(self) -> int:
+        """Groups of layers with states."""
+        return num_pages(self.num_states, self.num_group_layers)
+
+    def state_bytes(self) -> int:
+        """Count the bytes of a state of one layer, as vLLM's class of the model says."""
+        if not self.num_states:
+            return 0
+        import torch
+        from vllm.model_executor.models import ModelRegistry
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+        from vllm.utils.torch_utils import get_dtype_size
+
+        cache = SimpleNamespace(
+            mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", use_replayssm=False
+        )
+        (name,) = self.config.architectures
+        own = MODELS_CONFIG_MAP.get(name)
+        if hasattr(own, "update_mamba_ssm_cache_dtype"):  # some read it from the config
+            own.update_mamba_ssm_cache_dtype(cache_config=cache, hf_config=self.text)
+        engine: Any = SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_config=self.config, hf_text_config=self.text, dtype=getattr(torch, self.dtype)
+            ),
+            cache_config=cache,
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            speculative_config=None,
+            num_speculative_tokens=0,
+        )
+        model: Any = ModelRegistry.models[name].load_model_cls()
+        shapes = model.get_mamba_state_shape_from_config(engine)
+        dtypes = model.get_mamba_state_dtype_from_config(engine)
+        return sum(
+            prod(shape) * get_dtype_size(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
 
     def cache(self, kv_dtype: str) -> CacheShape:
         """Return the cache of a token, in elements of ``kv_dtype`` ("auto": the model's dtype)."""
         element_size = ELEMENT_SIZES[self.dtype if kv_dtype == "auto" else kv_dtype]
-        return CacheShape(
-            self.num_group_layers, self.num_kv_heads, self.head_size, element_size, self.windows
-        )
+        layers, states = self.num_group_layers, (self.num_state_groups, self.state_bytes())
+        heads = (self.num_kv_heads, self.head_size)
+        return CacheShape(layers, *heads, element_size, self.windows, *states)
 
     def parameter_bytes(self) -> int:
         """Count the bytes of its parameters, without allocating them.
@@ -149,7 +213,7 @@ class Model:
             raise UnsupportedError(
                 asked,
                 f"its {full} layers with full attention form several groups next to "
-                f"{self.num_sliding} with sliding windows",
+                f"{self.num_sliding} with sliding windows and {self.num_states} with states",
                 ONE_GROUP,
                 ANOTHER_MODEL,
             )
@@ -157,9 +221,6 @@ class Model:
     def _as_vllm_sees_it(self) -> SimpleNamespace:
         """Return the fields of vLLM's ModelConfig that :data:`MODEL_REFUSALS` read."""
         text, names = self.text, self.config.architectures or ()
-        kinds = set(_first(text, ("layer_types",)) or ())
-        states = {key for key in text.to_dict() if key.startswith(("mamba_", "ssm_"))}
-        full = bool(kinds) and kinds <= {"attention", "full_attention"}
         multimodal = text is not self.config and not self.config.is_encoder_decoder
         return SimpleNamespace(
             hf_config=self.config,
@@ -168,8 +229,7 @@ class Model:
             is_encoder_decoder=bool(self.config.is_encoder_decoder),
             use_mla=_first(text, ("kv_lora_rank",)) is not None,
             is_attention_free=not self.num_heads,
-            is_hybrid=not full
-            and bool(states or kinds & _STATE_SPACE or _STATE_SPACE_KEYS & text.to_dict().keys()),
+            is_hybrid=self.is_hybrid,
             is_multimodal_model=multimodal,
             is_mm_prefix_lm=self.config.model_type in _BOTH_DIRECTIONS,
             is_diffusion=_first(self.config, ("canvas_length",)) is not None,
@@ -203,19 +263,20 @@ def load(name: str, dtype: str = "auto") -> Model:
     return Model(config, _running_dtype(config) if dtype == "auto" else dtype)
 
 
-def window_pages(vllm_config: Any, num_tokens: int) -> int:
-    """Return the most pages of a request in layers with a sliding window.
+def other_pages(vllm_config: Any, num_tokens: int) -> int:
+    """Return the most pages of a request in layers of other kinds.
 
     Args:
         vllm_config: the engine's VllmConfig.
         num_tokens: tokens of the complete request.
 
     """
-    windows = Model(vllm_config.model_config.hf_config, "auto").windows
+    model = Model(vllm_config.model_config.hf_config, "auto")
     pool = Pool(0, vllm_config.cache_config.block_size)
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
     on_their_way = vllm_config.max_concurrent_batches * chunk
-    return pool.pages_of_windows_in_prompts(windows, num_tokens, on_their_way)
+    windows = pool.pages_of_windows_in_prompts(model.windows, num_tokens, on_their_way)
+    return windows + model.num_state_groups
 
 
 def _running_dtype(config: Any) -> str:

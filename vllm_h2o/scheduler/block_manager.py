@@ -22,10 +22,10 @@ from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.conversations import Conversations, Entry
 from vllm_h2o.scheduler.integrity import check_blocks
 from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.other_groups import OtherGroups
 from vllm_h2o.scheduler.pressure import pages_to_admit
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import Left, RequestInfo, RequestState
-from vllm_h2o.scheduler.windows import Windows
 from vllm_h2o.wire import Continuation, RequestPlan
 
 BudgetOf = Callable[[Request], Budget | None]
@@ -56,7 +56,7 @@ class HeavyHitterManager(FullAttentionManager):
         self._ledger: Ledger | None = None
         self._requests: Mapping[str, Request] = {}
         self._budget_of: BudgetOf = lambda _: None
-        self._windows = Windows()
+        self._other_groups = OtherGroups()
         self._largest_chunk = 0
         self._max_overshoot = 0
         self._packed: list[str] = []
@@ -73,7 +73,7 @@ class HeavyHitterManager(FullAttentionManager):
         budget_of: BudgetOf | None = None,
         largest_chunk: int = 0,
         max_overshoot: int = 0,
-        windows: Windows | None = None,
+        other_groups: OtherGroups | None = None,
         conversations: Conversations | None = None,
     ) -> None:
         """Connect the manager to the scheduler that owns it.
@@ -84,7 +84,7 @@ class HeavyHitterManager(FullAttentionManager):
             budget_of: finds a request's own budget; None: all have the ledger's.
             largest_chunk: most tokens of one step.
             max_overshoot: tokens that may be computed after a request's last, and are discarded.
-            windows: the groups of layers with a sliding window; None: there are none.
+            other_groups: the groups that vLLM manages; None: there are none.
             conversations: caches of finished requests; None: no request continues.
 
         """
@@ -92,7 +92,7 @@ class HeavyHitterManager(FullAttentionManager):
         self._budget_of = budget_of or self._budget_of
         self._largest_chunk = largest_chunk
         self._max_overshoot = max_overshoot
-        self._windows = windows or Windows()
+        self._other_groups = other_groups or OtherGroups()
         self._conversations = conversations
 
     def reserve(self, num_pages: int) -> None:
@@ -372,7 +372,7 @@ class HeavyHitterManager(FullAttentionManager):
 
         """
         rows = {request_id: blocks for request_id, blocks in self.req_to_blocks.items() if blocks}
-        check_blocks(self.block_pool, rows, self.ledger, self._packed, self._windows)
+        check_blocks(self.block_pool, rows, self.ledger, self._packed, self._other_groups)
         if self._conversations is not None:
             self._conversations.check_integrity()
 

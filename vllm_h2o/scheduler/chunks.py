@@ -11,8 +11,8 @@ from vllm.v1.request import Request
 
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.other_groups import OtherGroups
 from vllm_h2o.scheduler.resumption import chunk_in
-from vllm_h2o.scheduler.windows import Windows
 
 
 class CutsChunks(AsyncScheduler):
@@ -20,7 +20,7 @@ class CutsChunks(AsyncScheduler):
 
     ledger: Ledger
     block_manager: HeavyHitterManager
-    windows: Windows
+    other_groups: OtherGroups
 
     def resumes_in_chunks(self, request: Request, found: KVCacheBlocks, num_found: int) -> bool:
         """Decide whether a request is evicted from after each chunk when it is computed again.
@@ -42,7 +42,7 @@ class CutsChunks(AsyncScheduler):
         info, blocks = manager.info_of(request), found.blocks[manager.kv_cache_group_id]
         asked = (request_id, end, blocks, num_found, num_found, end)
         whole = manager.get_num_blocks_to_allocate(*asked, apply_admission_cap=True)
-        others = manager.num_reserved + self.windows.num_to_admit(info)
+        others = manager.num_reserved + self.other_groups.num_to_admit(info)
         others += self.kv_cache_manager.watermark_blocks if self.running else 0
         free = manager.block_pool.get_num_free_blocks() - others
         if chunk := chunk_in(ledger, info, whole - manager.num_reserved, free):

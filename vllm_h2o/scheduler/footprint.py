@@ -73,12 +73,14 @@ class CacheShape:
     """The KV cache of a model, for each token.
 
     Args:
-        num_layers: layers that keep K and V; next to sliding windows, the layers of one group,
-            which share pages.
+        num_layers: layers that keep K and V; next to layers of other kinds, the layers of one
+            group, which share pages.
         num_kv_heads: KV heads of a layer.
         head_size: elements of K, and of V, of one head.
         element_size: bytes of an element.
         windows: tokens of the window, of each group of as many layers that slide.
+        num_states: groups of as many layers that keep states.
+        state_bytes: bytes of a state of one layer.
 
     """
 
@@ -87,6 +89,21 @@ class CacheShape:
     head_size: int
     element_size: int
     windows: tuple[int, ...] = ()
+    num_states: int = 0
+    state_bytes: int = 0
+
+    def pool(self, num_bytes: int, block_size: int, slot_bytes: int) -> Pool:
+        """The pages of a memory, which vLLM enlarges until one covers a state.
+
+        Args:
+            num_bytes: of the memory.
+            block_size: slots of a page without states.
+            slot_bytes: bytes of a slot of all layers.
+
+        """
+        least = max(num_pages(self.state_bytes * self.num_layers, slot_bytes * block_size), 1)
+        slots = least * block_size
+        return Pool(num_bytes // (slot_bytes * slots), slots)
 
     @property
     def stock_slot_bytes(self) -> int:

@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.scheduler.ledger import Ledger
-from vllm_h2o.scheduler.windows import Windows
+from vllm_h2o.scheduler.other_groups import OtherGroups
 
 Row = Sequence[KVCacheBlock]
 
@@ -21,7 +21,7 @@ def check_blocks(
     rows: Mapping[str, Row],
     ledger: Ledger,
     packed: Collection[str],
-    windows: Windows,
+    other_groups: OtherGroups,
 ) -> None:
     """Compare the blocks of the pool with the lengths of the ledger.
 
@@ -30,7 +30,7 @@ def check_blocks(
         rows: blocks of each request that holds any, in the policy's group.
         ledger: lengths of all requests.
         packed: requests that the last step packed, and that have not dropped blocks yet.
-        windows: the groups of layers with a sliding window.
+        other_groups: the groups that vLLM manages.
 
     Raises:
         IntegrityError: with all numbers, when a block is lost, held twice, or has no owner.
@@ -39,7 +39,7 @@ def check_blocks(
     null = pool.null_block
     held = Counter(
         block.block_id
-        for blocks in (*rows.values(), *windows.rows())
+        for blocks in (*rows.values(), *other_groups.rows())
         for block in blocks
         if block is not null
     )
@@ -47,7 +47,7 @@ def check_blocks(
     total = pool.num_gpu_blocks - 1  # the null block has no owner
     wrong_refs = [i for i, n in held.items() if pool.blocks[i].ref_cnt != n]
     own = [_private(i, row, ledger) for i, row in rows.items() if i not in packed]
-    own.extend(windows.private_rows())
+    own.extend(other_groups.private_rows())
     private = [b.block_id for blocks in own for b in blocks if held[b.block_id] > 1]
     misfits = {
         request_id: (len(row), row.count(null), state)
@@ -58,14 +58,14 @@ def check_blocks(
         != (ledger.num_pages(state.held_len), state.first_block_idx)
     }
     strangers = rows.keys() ^ ledger.states.keys()
-    off_windows = windows.misfits(ledger.states)
-    wrong = wrong_refs or private or strangers or misfits or off_windows
+    others = other_groups.misfits(ledger.states)
+    wrong = wrong_refs or private or strangers or misfits or others
     if num_free + len(held) != total or wrong:
         raise IntegrityError(
             f"blocks: {num_free} free + {len(held)} held of {total}; wrong reference counts: "
             f"{wrong_refs}; shared, but written by a holder: {private}; owners without lengths or "
             f"lengths without owners: {strangers}; (blocks, dropped, lengths) that do not fit: "
-            f"{misfits}; (group, request, blocks) of sliding windows that do not fit: {off_windows}"
+            f"{misfits}; (group, request, blocks) of other groups that do not fit: {others}"
         )
 
 

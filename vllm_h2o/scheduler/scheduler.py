@@ -37,6 +37,7 @@ from vllm_h2o.scheduler.chunks import CutsChunks
 from vllm_h2o.scheduler.conversations import Conversations
 from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.ledger import Ledger
+from vllm_h2o.scheduler.other_groups import OtherGroups, policy_group
 from vllm_h2o.scheduler.pressure import SPARE, Forecast, most_taken, pages_to_admit, relieve
 from vllm_h2o.scheduler.resumption import fewest_pages
 from vllm_h2o.scheduler.rules import Rules
@@ -44,7 +45,6 @@ from vllm_h2o.scheduler.sessions import BoundsSessions
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.start import Start
 from vllm_h2o.scheduler.stats import StatsReporter
-from vllm_h2o.scheduler.windows import Windows, policy_group
 
 logger = init_logger("vllm.kv_policy")
 
@@ -56,7 +56,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         super().__init__(*args, **kwargs)
         config = KVPolicyConfig.required(self.vllm_config)
         self.policy_config = config
-        self.block_manager, self.windows = self._managers(self.kv_cache_config)
+        self.block_manager, self.other_groups = self._managers(self.kv_cache_config)
         block_size = self.block_manager.block_size
         self._drafted: list[str] = []
         rules = self._rules(config, block_size)
@@ -78,13 +78,13 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             self._budget_of,
             largest_chunk,
             max_overshoot,
-            self.windows,
+            self.other_groups,
             self.conversations,
         )
         # A block id names one page in each layer of a group; some groups have fewer layers.
         groups = self.kv_cache_config.kv_cache_groups
         num_layers = max(len(group.layer_names) for group in groups)
-        self.stats_reporter = StatsReporter(self.block_manager, num_layers, self.windows)
+        self.stats_reporter = StatsReporter(self.block_manager, num_layers, self.other_groups)
         self._log_start(config)
         if not self.scheduler_config.async_scheduling:
             # vLLM uses its synchronous scheduler then. The asynchronous one counts tokens before
@@ -145,7 +145,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         self.kv_cache_manager.new_step_starts()
         states, block_size = self.ledger.states, self.block_manager.block_size
         pool, waiting = self.block_manager.block_pool, list(self._pages_waited_for())
-        others = self.windows.num_taken(states)
+        others = self.other_groups.num_taken(states)
         free, most = pool.get_num_free_blocks() - others, most_taken(states.values(), block_size)
         if most + sum(waiting) <= free:
             self.ledger.is_short = False
@@ -192,7 +192,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             needed = pages_to_admit(info, self.block_manager.block_size)
             if request.num_tokens > request.num_prompt_tokens:
                 needed = fewest_pages(self.ledger, info) or needed
-            yield needed + self.windows.num_to_admit(info) + kept_free
+            yield needed + self.other_groups.num_to_admit(info) + kept_free
             kept_free = 0
 
     def _adapters_at_work(self) -> set[int] | None:
@@ -252,11 +252,11 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         if self.conversations is not None:
             self.conversations.weights.begin(request)
         blocks, num_cached, *rest = find(request, *limits)
-        if self._prefix_caching and (num_cached or self.windows.managers):
+        if self._prefix_caching and (num_cached or self.other_groups.managers):
             own = self.ledger.max_cached_tokens(manager.info_of(request))
             num_written = manager.num_written(blocks.blocks[manager.kv_cache_group_id])
             limit = min(own, num_written * manager.block_size)
-            if self.windows.managers:
+            if self.other_groups.managers:
                 if num_cached > limit:
                     blocks, num_cached, *rest = find(request, limit)
                 # vLLM caches windows at this length, for a later request with this prefix.
@@ -311,10 +311,11 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             logger.warning_once("%s It gets the engine's budget.", error)
             return budget_of(self.policy_config, *lengths, None)
 
-    def _managers(self, kv_cache_config: KVCacheConfig) -> tuple[HeavyHitterManager, Windows]:
-        """The policy's block manager, and vLLM's managers of sliding windows.
+    def _managers(self, kv_cache_config: KVCacheConfig) -> tuple[HeavyHitterManager, OtherGroups]:
+        """The policy's block manager, and vLLM's managers of other groups.
 
         Pages that a window takes are cleared first: they may hold scores, which are no K or V.
+        Beside states vLLM clears pages anyway.
         """
         config = self.policy_config
         alone = (
@@ -334,7 +335,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             self.needs_kv_cache_zeroing = other._record_new_block_ids = True
             # A liberty: they publish the same prefix as the policy's group.
             other.cache_blocks = partial(manager.publish, other, other.cache_blocks)
-        return manager, Windows(managers)
+        return manager, OtherGroups(managers)
 
     def _conversations(self) -> Conversations:
         activate_engine()
@@ -357,8 +358,13 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             max_model_len=self.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             num_layers=(own, sum(len(group.layer_names) for group in groups) - own),
-            num_window_pages=pool.pages_of_windows(
-                self.windows.sizes, self.max_model_len, self.vllm_config.max_concurrent_batches
+            num_other_pages=(
+                pool.pages_of_windows(
+                    self.other_groups.windows,
+                    self.max_model_len,
+                    self.vllm_config.max_concurrent_batches,
+                ),
+                self.other_groups.num_states,
             ),
             drops=config.merge_reason(self.vllm_config),
         )

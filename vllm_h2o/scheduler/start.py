@@ -22,8 +22,8 @@ class Start:
         stock_pool: the pages that stock vLLM would have in the same memory.
         max_model_len: longest sequence, in tokens.
         max_num_seqs: most sequences of a step.
-        num_layers: layers with full attention, and layers with a sliding window.
-        num_window_pages: most pages of a sequence in layers with a sliding window.
+        num_layers: layers with full attention, and other layers.
+        num_other_pages: most pages of a sequence in other layers, in windows and for states.
         drops: what rules out the policy's default ``merge``; None: nothing does.
 
     """
@@ -35,7 +35,7 @@ class Start:
     max_model_len: int
     max_num_seqs: int
     num_layers: tuple[int, int]
-    num_window_pages: int
+    num_other_pages: tuple[int, int]
     drops: str | None = None
 
     def lines(self) -> Iterator[str]:
@@ -48,7 +48,7 @@ class Start:
             yield f"KV heads do not share slots, as they would without {config.split_reason}."
         if self.drops and not config.merges:
             yield f"evicted tokens are dropped; they cannot be merged with {self.drops}."
-        slots, others = min(self.budget.capacity, self.max_model_len), self.num_window_pages
+        slots, others = min(self.budget.capacity, self.max_model_len), sum(self.num_other_pages)
         whole = self.pool.num_sequences(self.max_model_len, others)
         yield (
             f"past its prompt a sequence holds "
@@ -62,8 +62,8 @@ class Start:
         if others:
             yield (
                 f"that is of {self.num_layers[0]} layers with full attention; the other "
-                f"{self.num_layers[1]} keep the tokens of their sliding windows, in up to {others} "
-                "pages more of each sequence."
+                f"{self.num_layers[1]} keep {self._kept_by_others()}, in up to {others} pages more "
+                "of each sequence."
             )
         if config.position_limit is not None:
             taken = row_bytes(self.max_num_seqs, self.max_model_len, self.pool.block_size)
@@ -77,6 +77,12 @@ class Start:
                 "eviction=pressure: until memory is short a sequence holds every token, and the "
                 f"pool holds {whole} sequences of {longest}."
             )
+
+    def _kept_by_others(self) -> str:
+        """Name what layers without full attention keep of a sequence."""
+        windows, states = self.num_other_pages
+        kept = ["the tokens of their sliding windows"] if windows else []
+        return " or ".join([*kept, "a state"] if states else kept)
 
     def _evicts(self) -> str:
         """How many tokens are evicted at a time, if not one."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
+from vllm_h2o.scheduler.other_groups import OtherGroups
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import LedgerStats
-from vllm_h2o.scheduler.windows import Windows
 from vllm_h2o.wire import PolicyStats
 
 
@@ -18,14 +18,16 @@ class StatsReporter:
     Args:
         manager: the block manager; its ledger must be bound.
         num_layers: layers whose pages one block id names, on one worker.
-        windows: the groups of layers with a sliding window.
+        other_groups: the groups that vLLM manages.
 
     """
 
-    def __init__(self, manager: HeavyHitterManager, num_layers: int, windows: Windows) -> None:
+    def __init__(
+        self, manager: HeavyHitterManager, num_layers: int, other_groups: OtherGroups
+    ) -> None:
         spec = manager.kv_cache_spec
         assert isinstance(spec, HeavyHitterSpec)
-        self._manager, self._windows = manager, windows
+        self._manager, self._other_groups = manager, other_groups
         self._page_bytes = spec.page_size_bytes * num_layers
         self._stock_page_bytes = spec.stock_page_size_bytes * num_layers
 
@@ -36,8 +38,8 @@ class StatsReporter:
         """
         manager, ledger = self._manager, self._manager.ledger
         stats, ledger.stats = ledger.stats, LedgerStats()
-        # Stock vLLM holds the same pages of sliding windows, without room for scores.
-        others = self._windows.num_held()
+        # Stock vLLM holds the same pages of windows and states, without room for scores.
+        others = self._other_groups.num_held()
         at_capacity = resident = logical = 0
         stock_pages, pages = others, manager.num_held() + others
         for held in ledger.states.values():  # in one pass, because it runs after every step

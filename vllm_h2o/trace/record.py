@@ -184,15 +184,17 @@ def _engine(
     from vllm import LLM
 
     shape = loaded.cache("auto")
+    slot_bytes = shape.slot_bytes(config.extra_words)
+    slots = shape.pool(0, block_size, slot_bytes).block_size
     # vLLM wants a page more for a window, which may begin anywhere in one.
-    pages = num_pages(longest, block_size)
-    num_blocks = pages + len(shape.windows) * (pages + 1) + 1
+    pages = num_pages(longest, slots)
+    num_blocks = pages + len(shape.windows) * (pages + 1) + shape.num_states + 1
     return LLM(
         model=model,
         dtype=loaded.dtype,
         num_gpu_blocks_override=num_blocks,
         # Not read, but where memory is given in bytes none is profiled.
-        kv_cache_memory_bytes=num_blocks * block_size * shape.slot_bytes(config.extra_words),
+        kv_cache_memory_bytes=num_blocks * slots * slot_bytes,
         max_model_len=longest,
         block_size=block_size,
         enforce_eager=True,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -26,6 +26,9 @@ class HeavyHitterBackend(AttentionBackend):
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
     # Slots follow from what is resident, not from positions: vLLM's slot mapping is not used.
     forward_includes_kv_cache_update = True
+    loaded_for: ClassVar[VllmConfig | None] = None
+    """Config of the model that this process loaded last: vLLM 0.32 fits pages to states without a
+    current config."""
 
     @staticmethod
     def get_name() -> str:
@@ -63,7 +66,7 @@ class HeavyHitterBackend(AttentionBackend):
                 "the policy's page holds K and V of one size, of a layer with full attention",
                 "run this model without --kv-policy",
             )
-        config = KVPolicyConfig.required(get_current_vllm_config())
+        config = KVPolicyConfig.required(get_current_vllm_config_or_none() or cls.loaded_for)
         return HeavyHitterSpec.of(spec, config.extra_words)
 
     @classmethod

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -161,7 +162,9 @@ class RecordsPages:
         layers = {
             extract_layer_index(name): layer
             for name, layer in context.items()
-            if name in cached and isinstance(layer.impl, HeavyHitterImpl)
+            if name in cached
+            and isinstance(layer, Attention)
+            and isinstance(layer.impl, HeavyHitterImpl)
         }
         return dict(sorted(layers.items()))
 

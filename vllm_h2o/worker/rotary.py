@@ -69,6 +69,14 @@ class RopeShift:
         return rotated
 
 
+def unrotated(query: torch.Tensor, distance: int, end: int) -> torch.Tensor:
+    """Leave queries as they are: where states alone know positions, they are at any position.
+
+    See :meth:`RopeShift.__call__` for the arguments.
+    """
+    return query.to(torch.float32)
+
+
 @dataclass(frozen=True)
 class RotateBack:
     """Rotates keys to earlier positions: ``rotate_back(embed(k, i), n) = embed(k, i - n)``.
@@ -193,17 +201,22 @@ def bind_rotations(model: torch.nn.Module, num_positions: int) -> None:
             )
 
 
-def bind(model: torch.nn.Module, model_type: str) -> None:
+def bind(model: torch.nn.Module, model_type: str, is_hybrid: bool = False) -> None:
     """Give each of the policy's attention layers the rotation of its own rotary embedding.
 
     Where a layer has no embedding that can rotate queries, no layer gets one: the ranking goes
-    without its rotated term, and the log says so.
+    without its rotated term, and the log says so. A hybrid model without any needs none.
 
     Args:
         model: vLLM's.
         model_type: in the model's config.
+        is_hybrid: whether some layers keep states.
 
     """
+    if is_hybrid and not any(isinstance(module, ROTARY) for module in model.modules()):
+        for _, impl, _ in rotaries(model):
+            impl.rotate = unrotated
+        return
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     slides = any(layer.sliding_window is not None for layer in layers)
     is_known = not slides or model_type in ROTATED_NEXT_TO_WINDOWS
@@ -240,7 +253,8 @@ class BindsRopeShift:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         config = KVPolicyConfig.of(self.vllm_config)
         if config is not None and config.ranking.term("rotated"):
-            model_type = self.vllm_config.model_config.hf_text_config.model_type
-            bind(self.model_runner.get_model(), model_type)
+            found = self.vllm_config.model_config
+            model_type, is_hybrid = found.hf_text_config.model_type, found.is_hybrid
+            bind(self.model_runner.get_model(), model_type, is_hybrid)
         if config is not None and config.position_limit is not None:
             bind_rotations(self.model_runner.get_model(), config.position_limit)

@@ -114,17 +114,21 @@ def publish(step: Step | WarmUp) -> Iterator[None]:
         _STEP.reset(token)
 
 
-def v1_row_order(model_runner: Any) -> RowOrder:
+def v1_row_order(model_runner: Any, _: SchedulerOutput) -> RowOrder:
     """Rows of V1's persistent batch."""
     return lambda common: model_runner.input_batch.req_ids
 
 
-def v2_row_order(model_runner: Any) -> RowOrder:
-    """Rows of Model Runner V2, which names each by its index in the runner's request table."""
+def v2_row_order(model_runner: Any, scheduler_output: SchedulerOutput) -> RowOrder:
+    """Rows of Model Runner V2, which names each by its index in the runner's request table.
+
+    For hybrid models it names none; their rows are put in order again, as it did.
+    """
 
     def order(common: CommonAttentionMetadata) -> Sequence[str]:
         if common.req_idx is None:
-            raise IntegrityError("Model Runner V2 built a batch without req_idx")
+            batch, _ = model_runner.gather_batch_req_state(scheduler_output, False)
+            return list(batch.req_ids)
         ids = model_runner.req_states.index_to_req_id
         return [ids[index] for index in common.req_idx.tolist()]
 
@@ -171,10 +175,10 @@ class PublishesSteps:
         gone = scheduler_output.finished_req_ids
         for request_id in gone:
             self._draft_queries.pop(request_id, None)
-        order, kept = rows(self.model_runner), self._draft_queries
+        order = rows(self.model_runner, scheduler_output)
         plan = self._plans.complete(scheduler_output.residency_plan, gone)
         scheduler_output.residency_plan = plan
-        step = Step(plan, order, draft_queries=kept, reader=Reader(self))
+        step = Step(plan, order, draft_queries=self._draft_queries, reader=Reader(self))
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
         step.after.run()

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 from vllm_h2o.plugin import activate
+from vllm_h2o.worker.backend import HeavyHitterBackend
 from vllm_h2o.worker.peak import for_pages
 from vllm_h2o.worker.recorder import RecordsPages
 from vllm_h2o.worker.rotary import BindsRopeShift
@@ -24,10 +27,15 @@ else:
 class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, KeepsSeeds, PlatformWorker):
     """vLLM's worker, which publishes each step's plan while it runs, and records on demand."""
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, after which vLLM fits pages to what its layers keep."""
+        HeavyHitterBackend.loaded_for = self.vllm_config
+        super().load_model(*args, **kwargs)
+
     def determine_available_memory(self) -> int:
         """Bytes that vLLM finds for pages, less the bytes that kernels keep next to each."""
         available: int = super().determine_available_memory()
-        specs = self.get_kv_cache_spec().values()
+        specs = [s for s in self.get_kv_cache_spec().values() if isinstance(s, AttentionSpec)]
         slot_bytes = max(spec.state_content_size_bytes for spec in specs)
         return for_pages(available, self.vllm_config, slot_bytes)
 

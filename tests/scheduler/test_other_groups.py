@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of sliding windows next to the policy's, in vLLM's real coordinator and pool."""
+"""Groups of windows and of states next to the policy's, in vLLM's real coordinator and pool."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.scheduler.schedules import (
 from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.scheduler.footprint import Pool
+from vllm_h2o.scheduler.other_groups import policy_group
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
-from vllm_h2o.scheduler.windows import policy_group
 
 BUDGET = 12
 PRESSURE = (("eviction", "pressure"),)
@@ -49,7 +49,7 @@ totals: Counter[str] = Counter()
     schedule=schedules(),
     budget=st.sampled_from([BUDGET, 32]),
     options=st.sampled_from((*BESIDE_WINDOWS, *[PRESSURE] * len(BESIDE_WINDOWS))),
-    windows=st.sampled_from([(8,), (1, 21), (6, 6, 6)]),
+    windows=st.sampled_from([(8,), (1, 21), (6, 6, 6), (0,), (0, 0), (0, 0, 0), (6, 0)]),
     max_batched=st.sampled_from([12, 20, 64]),
     spare=st.integers(0, 20),
     overlap=overlaps,
@@ -63,14 +63,16 @@ def random_schedules(
     spare: int,
     overlap: tuple[int, bool],
 ) -> None:
-    """Every window finds its tokens, every number is right, and all pages come back."""
+    """Every window and state finds its tokens, every number is right, all pages come back."""
     if ("evict_every", "page") in options:
         budget = PAGE_BUDGET
     config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], options)
     # vLLM does not start with less than what one longest request may hold.
     pool, most = Pool(0, schedule.block_size), overlap[0] * max_batched
     pages = pool.pages_of(MAX_MODEL_LEN)
-    pages += pool.pages_of_windows_in_prompts(windows, MAX_MODEL_LEN, most)
+    slide = [size for size in windows if size]
+    pages += pool.pages_of_windows_in_prompts(slide, MAX_MODEL_LEN, most)
+    pages += len(windows) - len(slide)
     num_blocks = pages + schedule.num_blocks(spare)
     simulation = schedule.play(Observed, config, num_blocks, overlap[0], windows)
     totals.update(simulation.count)
@@ -138,7 +140,7 @@ def test_nothing_is_published_that_evicted_tokens_were_missing_from() -> None:
     assert known[1] == [n < 20 // BLOCK_SIZE for n in range(len(hashes))]
 
 
-def test_every_window_finds_its_tokens() -> None:
+def test_every_window_and_state_finds_its_tokens() -> None:
     """Admit, chunk, decode, preempt, resume, abort, fall back in any order: each happened."""
     totals.clear()
     random_schedules()
@@ -189,8 +191,8 @@ def held() -> Simulation:
 def test_a_window_s_page_that_is_lost_is_seen() -> None:
     """Free and held pages of all groups are the pool's."""
     simulation = held()
-    simulation.scheduler.windows.managers[0].req_to_blocks["r0"].pop()
-    with pytest.raises(IntegrityError, match=r"sliding windows that do not fit: \[\(0, 'r0', 2\)"):
+    simulation.scheduler.other_groups.managers[0].req_to_blocks["r0"].pop()
+    with pytest.raises(IntegrityError, match=r"other groups that do not fit: \[\(0, 'r0', 2\)"):
         simulation.scheduler.check_integrity()
 
 
@@ -199,7 +201,7 @@ def test_a_page_of_two_groups_is_seen() -> None:
     simulation = held()
     scheduler = simulation.scheduler
     (own, *_) = scheduler.block_manager.req_to_blocks["r0"]
-    scheduler.windows.managers[0].req_to_blocks["r1"][0] = own
+    scheduler.other_groups.managers[0].req_to_blocks["r1"][0] = own
     with pytest.raises(IntegrityError, match=f"written by a holder: .*{own.block_id}"):
         scheduler.check_integrity()
 
@@ -216,7 +218,7 @@ WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=6)
         ([OWN, OWN, WINDOW], "these caches: HeavyHitterSpec, HeavyHitterSpec, SlidingWindowSpec"),
         (
             [OWN, ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=8)],
-            "Next to full attention the policy supports sliding windows only",
+            "Next to full attention the policy supports sliding windows and states only",
         ),
         ([OWN, replace(WINDOW, block_size=8)], "pages of 256 bytes in 4 slots, 512 bytes in 8"),
         ([OWN, replace(WINDOW, num_kv_heads=2)], "pages of 256 bytes in 4 slots, 512 bytes in 4"),

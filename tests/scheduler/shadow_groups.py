@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group of layers with a sliding window, as vLLM's own attention sees it."""
+"""Groups of other layers, as vLLM's own kernels see them: sliding windows, and states."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm.v1.core.sched.output import SchedulerOutput
+
+Slots = dict[tuple[int, int], tuple[object, int]]
+Token = Callable[[str, int], tuple[object, int]]
 
 
 @dataclass
@@ -28,8 +31,8 @@ class ShadowWindow:
         self,
         output: SchedulerOutput,
         group: int,
-        slots: dict[tuple[int, int], tuple[object, int]],
-        token: Callable[[str, int], tuple[object, int]],
+        slots: Slots,
+        token: Token,
     ) -> None:
         """One step: every request's tokens are written, then read.
 
@@ -76,3 +79,39 @@ class ShadowWindow:
     def _slot(self, request_id: str, position: int) -> tuple[int, int]:
         row = self.tables[request_id]
         return row[position // self.block_size], position % self.block_size
+
+
+@dataclass
+class ShadowState:
+    """Reads the state after the last token that was computed, and writes that of a step's last.
+
+    Args:
+        block_size: slots of a page, all of which the state takes.
+        blocks: each request's block.
+
+    """
+
+    block_size: int
+    blocks: dict[str, int] = field(default_factory=dict)
+
+    def execute(self, output: SchedulerOutput, group: int, slots: Slots, token: Token) -> None:
+        """One step; see :meth:`ShadowWindow.execute`."""
+        for request_id in output.finished_req_ids:
+            self.blocks.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            (self.blocks[new.req_id],) = new.block_ids[group]
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                assert block_ids is not None
+                (self.blocks[request_id],) = block_ids[group]
+            else:
+                assert not (block_ids and block_ids[group])
+        plans = output.residency_plan.requests  # type: ignore[attr-defined]
+        for request_id, plan in plans.items():
+            for offset in range(self.block_size):
+                slot = self.blocks[request_id], offset
+                if plan.logical_start:
+                    before = token(request_id, plan.logical_start - 1)
+                    assert slots[slot] == (group, before), (request_id, plan)
+                slots[slot] = (group, token(request_id, plan.logical_end - 1))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a sliding window next to the policy's: vLLM manages their blocks, in the same pool.
+"""Layers of other kinds next to the policy's: vLLM manages their blocks, in the same pool.
 
 vLLM puts layers of one kind into groups of one size; a request has a row of blocks in each group.
 One group is the policy's. In a group of sliding windows a row grows by position, and blocks behind
-the window are null::
+the window are null. In a group of state-space layers a row is one block, which holds the state::
 
     the policy's group     | survivors |                      pages follow resident tokens
     a window's group       | null | null | null | window |    pages follow positions
+    a group of states      | state |                          one page a request
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TypeAlias
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
-from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SlidingWindowManager
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.refusals import ONE_GROUP
@@ -26,22 +28,30 @@ from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import RequestInfo, RequestState
 
+Manager: TypeAlias = SlidingWindowManager | MambaManager
+"""vLLM's manager of a group of another kind."""
+
 
 @dataclass(frozen=True)
-class Windows:
-    """The blocks of all groups of sliding windows, which may be none.
+class OtherGroups:
+    """The blocks of all groups but the policy's; there may be none.
 
     Args:
         managers: vLLM's managers, one for each group.
 
     """
 
-    managers: Sequence[SlidingWindowManager] = ()
+    managers: Sequence[Manager] = ()
 
     @property
-    def sizes(self) -> list[int]:
-        """Tokens of each group's window."""
-        return [manager.sliding_window for manager in self.managers]
+    def windows(self) -> list[int]:
+        """Tokens of the window of each group that slides."""
+        return [m.sliding_window for m in self.managers if isinstance(m, SlidingWindowManager)]
+
+    @property
+    def num_states(self) -> int:
+        """Groups of state-space layers."""
+        return len(self.managers) - len(self.windows)
 
     def rows(self) -> Iterator[list[KVCacheBlock]]:
         """The blocks of each request in each group."""
@@ -86,12 +96,13 @@ class Windows:
             != num_pages(lengths.get(request_id, 0), manager.block_size)
         ]
 
-    def _taken(self, manager: SlidingWindowManager, request_id: str, state: RequestState) -> int:
+    def _taken(self, manager: Manager, request_id: str, state: RequestState) -> int:
         end = (state.prompt_end if state.in_prompt else state.logical_len + 1) + 1
         end = end if state.max_len is None else min(end, state.max_len)
         row = manager.req_to_blocks.get(request_id, [])
         taken = max(num_pages(end, manager.block_size) - len(row), 0)
-        return min(taken, max(_most(manager) - _held(row), 0)) if state.in_prompt else taken
+        is_bounded = state.in_prompt or isinstance(manager, MambaManager)
+        return min(taken, max(_most(manager) - _held(row), 0)) if is_bounded else taken
 
 
 def _held(row: Sequence[KVCacheBlock]) -> int:
@@ -99,8 +110,10 @@ def _held(row: Sequence[KVCacheBlock]) -> int:
     return sum(1 for _ in takewhile(lambda block: not block.is_null, reversed(row)))
 
 
-def _most(manager: SlidingWindowManager) -> int:
+def _most(manager: Manager) -> int:
     """Most blocks of one request, among them the blocks of a chunk of its prompt."""
+    if isinstance(manager, MambaManager):
+        return 1
     most = manager.max_admission_blocks_per_request
     assert most is not None
     return most
@@ -111,11 +124,11 @@ def policy_group(kv_cache_config: KVCacheConfig, alone: bool = False) -> int:
 
     Args:
         kv_cache_config: vLLM's groups.
-        alone: whether an option needs every layer in this group.
+        alone: whether an option rules out groups that slide.
 
     Raises:
         UnsupportedError: when there is no such group or more than one, or when another group has
-            no sliding window or has pages of another shape.
+            neither states nor a sliding window, or has pages of another shape.
 
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -125,23 +138,24 @@ def policy_group(kv_cache_config: KVCacheConfig, alone: bool = False) -> int:
         raise _unsupported(f"its layers keep these caches: {kinds}", ONE_GROUP)
     ((index, spec),) = own
     others = [other for other in specs if other is not spec]
-    if others and alone:
+    windows = [other for other in others if type(other) is SlidingWindowSpec]
+    if windows and alone:
         raise _unsupported(
             "it has sliding windows that its configuration does not name",
             "prefix caching (before vLLM 0.33), speculative decoding, continuation, rolling "
             "positions, score=reconstruction and split=layers need full attention in every layer",
             "leave --enable-prefix-caching, --speculative-config and these options out",
         )
-    if not all(type(other) is SlidingWindowSpec for other in others):
+    if not all(type(other) in (SlidingWindowSpec, MambaSpec) for other in others):
         raise _unsupported(
             f"its layers keep these caches: {kinds}",
-            "next to full attention the policy supports sliding windows only",
+            "next to full attention the policy supports sliding windows and states only",
         )
-    shapes = [(spec.block_size, spec.stock_page_size_bytes), *_shapes(others)]
+    shapes = [(spec.block_size, spec.stock_page_size_bytes), *_shapes(windows)]
     if len(set(shapes)) != 1:
         raise _unsupported(
             f"its layers have pages of {', '.join(f'{b} bytes in {n} slots' for n, b in shapes)}",
-            "all layers share one pool, whose pages have one shape",
+            "layers with attention share one pool, whose pages have one shape",
             "give a --block-size that both kinds support, or run this model without --kv-policy",
         )
     return index
