@@ -133,6 +133,11 @@ def _add_plan(commands: Any) -> None:
         help="tokens of the longest prompt; --max-model-len by default",
     )
     parser.add_argument(
+        "--language-model-only",
+        action="store_true",
+        help="count a model that also sees images as one for text",
+    )
+    parser.add_argument(
         "--max-num-batched-tokens",
         type=positive,
         default=2048,
@@ -233,7 +238,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from vllm_h2o.planner import capacity, model, show
 
     check_folder("--plot", arguments.plot)
-    loaded = model.load(arguments.model, arguments.dtype)
+    loaded = model.load(arguments.model, arguments.dtype, arguments.language_model_only)
     loaded.refuse()
     longest = arguments.max_model_len or loaded.max_len
     if longest is None:

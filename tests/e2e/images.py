@@ -12,14 +12,24 @@ import pytest
 from PIL import Image
 from vllm import LLM, RequestOutput, SamplingParams
 
-from tests.e2e.harness import CHARACTERS, Probe, assert_same_tokens, engine, token_ids
+from tests.e2e.harness import (
+    CHARACTERS,
+    NEAR_TIE,
+    Probe,
+    assert_same_tokens,
+    engine,
+    generate,
+    token_ids,
+)
 from tests.e2e.oracle import Oracle
-from tests.e2e.seeing import SEEING, picture_token, write
+from tests.e2e.seeing import READING, SEEING, write
+from tests.e2e.zoo import ROUNDED_TIE
+from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.request import RefusedRequestError
 
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": False,
-    "max_model_len": 160,
+    "max_model_len": 224,
     "max_num_seqs": 4,
     "block_size": 32,
     "limit_mm_per_prompt": {"image": 2, "video": 0},
@@ -35,6 +45,19 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write(request.param, tmp_path_factory.mktemp(request.param) / request.param)
 
 
+@pytest.fixture(scope="module", params=[kind for kind in SEEING if kind != "qwen3_5"])
+def model_without_states(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The same, of each kind that keeps all its tokens."""
+    return write(request.param, tmp_path_factory.mktemp(request.param) / request.param)
+
+
+def settings(model: Path) -> dict[str, Any]:
+    """Those of its kind."""
+    return {**SETTINGS, "dtype": SEEING[model.name].dtype}
+
+
 def picture(seed: int, width: int = 112) -> Image.Image:
     """Noise."""
     rng = np.random.default_rng(seed)
@@ -44,7 +67,7 @@ def picture(seed: int, width: int = 112) -> Image.Image:
 def prompts(model: Path) -> list[Prompt]:
     """None, one and two images; images across the ends of chunks, and at the prompt's end."""
     words = [token % 200 for token in CHARACTERS]
-    image = picture_token(model.name)
+    image = SEEING[model.name].picture
     return [
         {"prompt_token_ids": words[:90]},
         seen([*words[:56], *image, *words[60:90]], picture(1)),
@@ -69,7 +92,7 @@ def answers(llm: LLM, asked: Sequence[Prompt], **params: Any) -> list[RequestOut
 def test_whole_and_in_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock's tokens where all is kept; else what the reference keeps, of images too."""
     asked = prompts(model)
-    with engine(str(model), None, **SETTINGS) as llm:
+    with engine(str(model), None, **settings(model)) as llm:
         stock = answers(llm, asked, logprobs=2)
         lengths = [len(output.prompt_token_ids or ()) for output in stock]
         assert min(lengths[1:]) > min(len(prompt["prompt_token_ids"]) for prompt in asked[1:])
@@ -77,21 +100,75 @@ def test_whole_and_in_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
         other = seen(asked[1]["prompt_token_ids"], picture(9))
         assert token_ids(answers(llm, [other])) != token_ids(stock[1:2])
     policy = ("h2o", {"budget": 32})
-    with monkeypatch.context() as patch, engine(str(model), *policy, **SETTINGS) as llm:
+    with monkeypatch.context() as patch, engine(str(model), *policy, **settings(model)) as llm:
         probe = Probe(llm)
         oracle = Oracle(probe.scheduler).install(patch)
         whole = answers(llm, asked, extra_args={"kv_budget": "full"})
         assert not oracle.num_victims
-        assert_same_tokens(stock, whole)
+        is_exact = model_is_exact(model)
+        assert_same_tokens(stock, whole, near_tie=NEAR_TIE if is_exact else ROUNDED_TIE)
         answers(llm, asked)
-        check(oracle, probe)
+        check(oracle, probe, is_exact)
 
 
-def check(oracle: Oracle, probe: Probe) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in SEEING if kind.startswith("qwen")])
+def test_videos(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens are tokens like others, too."""
+    model = write(kind, tmp_path / kind)
+    own = {**settings(model), "limit_mm_per_prompt": {"image": 0, "video": 1}}
+    own |= {"max_model_len": 512, "max_num_batched_tokens": 512}
+    frames = np.random.default_rng(1).integers(0, 256, (6, 112, 112, 3), dtype=np.uint8)
+    seconds = {"fps": 2.0, "total_num_frames": 6, "duration": 3.0, "frames_indices": [*range(6)]}
+    tokens = [*range(40), 202, 201, 203, *range(20)]
+    video = {"video": [(frames, {**seconds, "video_backend": "none"})]}
+    asked = [{"prompt_token_ids": tokens, "multi_modal_data": video}, *prompts(model)[:1]]
+    with engine(str(model), None, **own) as llm:
+        stock = answers(llm, asked, logprobs=2)
+        assert len(stock[0].prompt_token_ids or ()) > len(tokens) + 10
+    policy, is_exact = ("h2o", {"budget": 32}), model_is_exact(model)
+    with monkeypatch.context() as patch, engine(str(model), *policy, **own) as llm:
+        probe = Probe(llm)
+        oracle = Oracle(probe.scheduler).install(patch)
+        whole = answers(llm, asked, extra_args={"kv_budget": "full"})
+        assert_same_tokens(stock, whole, near_tie=NEAR_TIE if is_exact else ROUNDED_TIE)
+        answers(llm, asked)
+        check(oracle, probe, is_exact)
+
+
+@pytest.mark.parametrize("kind", READING)
+def test_text_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any model, with --language-model-only: as of a model that knows only text."""
+    model, is_exact = str(write(kind, tmp_path / kind)), READING[kind].dtype == "float32"
+    own = {"dtype": READING[kind].dtype, "max_model_len": 160, "language_model_only": True}
+    asked = [CHARACTERS[n : n + n] for n in (5, 33, 90)]
+    with engine(model, None, **own) as llm:
+        stock = generate(llm, asked, 20, logprobs=2)
+    with monkeypatch.context() as patch, engine(model, "h2o", {"budget": 32}, **own) as llm:
+        probe = Probe(llm)
+        oracle = Oracle(probe.scheduler).install(patch)
+        whole = generate(llm, asked, 20, extra_args={"kv_budget": "full"})
+        assert_same_tokens(stock, whole, near_tie=NEAR_TIE if is_exact else ROUNDED_TIE)
+        generate(llm, asked, 20)
+        check(oracle, probe, is_exact)
+
+
+def test_images_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:
+    """The remedy is to serve text alone."""
+    model = str(write("gemma3", tmp_path / "gemma3"))
+    with pytest.raises(UnsupportedError, match=r"within an image.*with --language-model-only"):
+        engine(model, "h2o").__enter__()
+
+
+def model_is_exact(model: Path) -> bool:
+    """Whether it runs in 32 bits."""
+    return SEEING[model.name].dtype == "float32"
+
+
+def check(oracle: Oracle, probe: Probe, is_exact: bool) -> None:
     """Something was evicted, as by the reference, and no page is held."""
     assert oracle.num_victims > 0
     assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
-    assert oracle.max_error < 1e-4
+    assert oracle.max_error < (1e-4 if is_exact else 0.1)
     assert probe.num_free == probe.num_total
 
 
@@ -99,9 +176,14 @@ def check(oracle: Oracle, probe: Probe) -> None:
 def test_policies_beside_images_equal_the_reference(
     policy: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second pass turns the queries of M-RoPE; the others ask for no scores."""
+    """The second pass turns the queries of M-RoPE; the others ask for no scores.
+
+    In 16 bits, to which rotated queries are rounded, scores differ by more.
+    """
+    if not model_is_exact(model):
+        monkeypatch.setattr("tests.e2e.compared.TIE", 5e-3)
     options: dict[str, Any] = {"budget": 32}
-    own = dict(SETTINGS)
+    own = settings(model)
     if policy == "h2o2":
         # Chunks end before images: a second pass has others then, and windows are whole.
         options, own["disable_chunked_mm_input"] = {**options, "observation_window": 8}, True
@@ -109,7 +191,7 @@ def test_policies_beside_images_equal_the_reference(
         probe = Probe(llm)
         oracle = Oracle(probe.scheduler).install(patch)
         answers(llm, prompts(model))
-        check(oracle, probe)
+        check(oracle, probe, model_is_exact(model))
 
 
 @pytest.mark.parametrize(
@@ -121,10 +203,11 @@ def test_policies_beside_images_equal_the_reference(
     ids=["prefix caching", "continuation"],
 )
 def test_images_are_part_of_what_is_found(
-    policy: str, options: dict[str, Any], prefix_caching: bool, model: Path
+    policy: str, options: dict[str, Any], prefix_caching: bool, model_without_states: Path
 ) -> None:
     """The same image is found; another one, in the same place of the same text, never is."""
-    own = {**SETTINGS, "enable_prefix_caching": prefix_caching, "block_size": 16}
+    model = model_without_states
+    own = {**settings(model), "enable_prefix_caching": prefix_caching, "block_size": 16}
     asked = prompts(model)[1]
     text = asked["prompt_token_ids"]
     with engine(str(model), policy, {"budget": 64, **options}, **own) as llm:
@@ -140,15 +223,15 @@ def test_images_are_part_of_what_is_found(
         assert probe.num_free == probe.num_total
 
 
-def test_images_that_would_wait_for_ever_are_refused(model: Path) -> None:
+def test_images_that_would_wait_for_ever_are_refused(model_without_states: Path) -> None:
     """Those in the window, which do not fit the encoder's cache together.
 
     The same images are served in another prompt: the engine is sent them, as if for the first time.
     """
-    options = {"budget": 64, "observation_window": 23}
-    own = {**SETTINGS, "max_num_batched_tokens": 24, "enable_prefix_caching": True}
+    model, options = model_without_states, {"budget": 64, "observation_window": 23}
+    own = {**settings(model), "max_num_batched_tokens": 24, "enable_prefix_caching": True}
     own |= {"max_model_len": 256, "max_num_seqs": 1}
-    image = picture_token(model.name)
+    image = SEEING[model.name].picture
     apart = seen([*range(40), *image, *range(60), *image], picture(1), picture(2))
     with engine(str(model), "snapkv", options, **own) as llm:
         probe = Probe(llm)

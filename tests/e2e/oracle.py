@@ -298,13 +298,12 @@ class Oracle(Compared):
             return query  # a token is the same at every position
         rope = hf_config.rope_parameters
         rope = rope.get("full_attention", rope)  # of each kind of layer, where there are two
-        half = query.shape[-1] // 2
+        half = int(query.shape[-1] * rope.get("partial_rotary_factor", 1.0)) // 2
         powers = torch.arange(half, dtype=torch.float64) / half
         angle = torch.as_tensor(distance)[..., None] * rope["rope_theta"] ** -powers
-        a, b = query[..., :half], query[..., half:]
-        return torch.cat(
-            [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1
-        )
+        a, b, rest = query.split([half, half, query.shape[-1] - 2 * half], dim=-1)
+        turned = [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]
+        return torch.cat([*turned, rest], dim=-1)
 
 
 def follow(

@@ -78,7 +78,7 @@ CONFLICTS: dict[str, set[str]] = {
 def engine(*names: str) -> SimpleNamespace:
     """Return the fields of VllmConfig that parts read, with some of them on."""
     model: dict[str, Any] = {"window": None, "is_multimodal_model": False, "uses_mrope": False}
-    model |= {"enable_prompt_embeds": False, "is_hybrid": False}
+    model |= {"enable_prompt_embeds": False, "is_hybrid": False, "multimodal_config": None}
     cache: dict[str, Any] = {"enable_prefix_caching": False, "cache_dtype": "auto"}
     groups: dict[str, dict[str, Any]] = {
         "": {"speculative_config": None, "lora_config": None, "quant_config": None},

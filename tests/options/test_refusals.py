@@ -42,7 +42,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
         {},
     ),
     (
-        "a multimodal model other than LLaVA and Qwen2.5-VL",
+        "a multimodal model other than LLaVA, Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL",
         "Qwen2AudioForConditionalGeneration",
         {},
     ),

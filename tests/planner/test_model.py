@@ -116,7 +116,7 @@ def test_model_is_refused_with_its_reason(tmp_path: Path) -> None:
         "an attention-free (state-space) model": transformers.MambaConfig(
             architectures=["MambaForCausalLM"], num_hidden_layers=2
         ),
-        "a multimodal model other than LLaVA and Qwen2.5-VL": transformers.Qwen2AudioConfig(
+        "a multimodal model other than LLaVA, Qwen2.5-VL, Qwen3-VL, Qwen3.5, InternVL": transformers.Qwen2AudioConfig(
             architectures=["Qwen2AudioForConditionalGeneration"],
             text_config=transformers.Qwen2Config(**text),
         ),
@@ -137,6 +137,7 @@ def test_model_is_refused_with_its_reason(tmp_path: Path) -> None:
     )
     llava.save_pretrained(tmp_path / "llava")
     load(str(tmp_path / "llava")).refuse()
+    load(str(tmp_path / "qwen2_audio"), text_only=True).refuse()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from vllm_h2o.options.capabilities import Setup
 from vllm_h2o.options.remedies import (
     ANOTHER_MODEL,
     SPECULATIVE,
+    TEXT_ALONE,
     Given,
     Remedy,
     advice,
@@ -41,6 +42,7 @@ from vllm_h2o.options.traits import (
     odd_pages,
     old_gpu,
     older_ray,
+    sees,
     slides,
     slides_everywhere,
     untried_multimodal,
@@ -176,15 +178,15 @@ MODEL_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "attention in both directions within an image",
-        lambda s: s.model.is_mm_prefix_lm,
+        lambda s: s.model.is_mm_prefix_lm and sees(s.engine),
         "the kernels do not let a token attend to later ones",
-        other_model(),
+        other_model(otherwise=TEXT_ALONE),
     ),
     Refusal(
-        f"a multimodal model other than {' and '.join(MULTIMODAL.values())}",
+        f"a multimodal model other than {', '.join(MULTIMODAL.values())}",
         lambda s: untried_multimodal(s.engine),
         "it is not tested",
-        other_model(),
+        other_model(otherwise=TEXT_ALONE),
     ),
     Refusal(
         "ALiBi or a soft cap of the attention's logits",

@@ -17,6 +17,7 @@ Remedy = str | Callable[[Given], str]
 """An imperative clause; where it depends on them, of the arguments that were given."""
 
 ANOTHER_MODEL = "run this model without --kv-policy"
+TEXT_ALONE = f"serve text alone with --language-model-only, or {ANOTHER_MODEL}"
 SPECULATIVE = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 """Arguments that lead to speculative decoding."""
 OF_THE_CONFIG = ("hf_overrides", "hf_config_path")

@@ -17,7 +17,13 @@ CPU_PAGE = 32
 FLOAT8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of ``--kv-cache-dtype`` that store K and V in 8 bits."""
 
-MULTIMODAL = {"llava": "LLaVA", "qwen2_5_vl": "Qwen2.5-VL"}
+MULTIMODAL = {
+    "llava": "LLaVA",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_5": "Qwen3.5",
+    "internvl": "InternVL",
+}
 """Tested models for text and images, by the type in their config."""
 
 
@@ -81,8 +87,15 @@ def float8(vllm_config: Any) -> bool:
 
 def images(vllm_config: Any) -> bool:
     """Whether the model takes images, or has several positions per token (M-RoPE)."""
+    return sees(vllm_config) or bool(vllm_config.model_config.uses_mrope)
+
+
+def sees(vllm_config: Any) -> bool:
+    """Whether the model takes images or other inputs than text, and is not told to take text."""
     model = vllm_config.model_config
-    return bool(model.is_multimodal_model or model.uses_mrope)
+    if not model.is_multimodal_model:
+        return False
+    return model.multimodal_config is None or not model.multimodal_config.language_model_only
 
 
 def stages(vllm_config: Any) -> int:
@@ -114,9 +127,8 @@ def older_ray(vllm_config: Any) -> bool:
 
 
 def untried_multimodal(vllm_config: Any) -> bool:
-    """Whether the model is multimodal and not one of :data:`MULTIMODAL`."""
-    model = vllm_config.model_config
-    return bool(model.is_multimodal_model) and model.hf_config.model_type not in MULTIMODAL
+    """Whether the model takes other inputs than text, and is not one of :data:`MULTIMODAL`."""
+    return sees(vllm_config) and vllm_config.model_config.hf_config.model_type not in MULTIMODAL
 
 
 def foreign_platform(_: Any) -> bool:

@@ -36,11 +36,13 @@ class Model:
     Args:
         config: transformers' config.
         dtype: name of the dtype in which it runs.
+        text_only: whether it is told to take text alone.
 
     """
 
     config: Any
     dtype: str
+    text_only: bool = False
 
     @property
     def text(self) -> Any:
@@ -231,18 +233,20 @@ class Model:
             is_attention_free=not self.num_heads,
             is_hybrid=self.is_hybrid,
             is_multimodal_model=multimodal,
+            multimodal_config=SimpleNamespace(language_model_only=self.text_only),
             is_mm_prefix_lm=self.config.model_type in _BOTH_DIRECTIONS,
             is_diffusion=_first(self.config, ("canvas_length",)) is not None,
             get_sliding_window=lambda: _first(text, ("sliding_window",)),
         )
 
 
-def load(name: str, dtype: str = "auto") -> Model:
+def load(name: str, dtype: str = "auto", text_only: bool = False) -> Model:
     """Read a model's config.
 
     Args:
         name: a folder, or a model's name on its hub.
         dtype: name of the dtype in which it runs; "auto" is vLLM's choice.
+        text_only: whether it is told to take text alone.
 
     Raises:
         UnsupportedError: when there is no config to read.
@@ -260,7 +264,7 @@ def load(name: str, dtype: str = "auto") -> Model:
             "the plan needs the model's config",
             "give a folder with a config.json, or the name of a model that transformers knows",
         ) from error
-    return Model(config, _running_dtype(config) if dtype == "auto" else dtype)
+    return Model(config, _running_dtype(config) if dtype == "auto" else dtype, text_only)
 
 
 def other_pages(vllm_config: Any, num_tokens: int) -> int:

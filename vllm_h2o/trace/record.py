@@ -115,7 +115,7 @@ def run(
         KVPolicyError: for a prompt that does not fit, or a model or option that is refused.
 
     """
-    loaded = load(model, dtype)
+    loaded = load(model, dtype, text_only=True)
     loaded.refuse()
     tokenizer = _tokenizer(model)
     prompt = tokenizer(text)["input_ids"]
@@ -199,6 +199,7 @@ def _engine(
         block_size=block_size,
         enforce_eager=True,
         max_num_seqs=1,
+        language_model_only=True,  # the prompt is text
         enable_prefix_caching=False,  # survivors would need room for a copy
         kv_policy=config.name,
         kv_policy_config=config.to_dict(),
