@@ -283,6 +283,7 @@ def test_entry_point_names_main() -> None:
     assert vars(import_module(module))[name] is main
 
 
+@pytest.mark.slow
 def test_plan_imports_no_vllm(model: str) -> None:
     """Importing it takes seconds."""
     code = (

@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels are compared on one thread: small tensors gain nothing from more, and sums keep order.
 
-A few policies are on the shelf that only these tests have.
+A few policies are on the shelf that only these tests have. The quick tiers run one case of three.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.kernels.lives import OTHERS
 from vllm_h2o.policy import shelf
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark two of three cases of each test as ``slow``; its first case is not."""
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        if FOLDER in item.path.parents:
+            name = item.nodeid.partition("[")[0]
+            if num_cases[name] % 3:
+                item.add_marker("slow")
+            num_cases[name] += 1
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -121,6 +121,7 @@ def refusal(make: Callable[..., EngineArgs], *args: Any, **keywords: Any) -> KVP
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SERVED)
 def test_refusal_names_the_flag_that_was_typed(
     models: Path, parser: argparse.ArgumentParser, case: str

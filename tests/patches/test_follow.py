@@ -95,6 +95,7 @@ def test_report_names_symbols_that_differ(cache: Path) -> None:
     assert said.endswith(f"3 of {len(symbols)} changed, {len(symbols) - 3} are as they were\n")
 
 
+@pytest.mark.slow
 def test_follow_command_prints_the_report(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
