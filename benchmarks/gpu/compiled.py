@@ -29,13 +29,13 @@ from triton.compiler import ASTSource
 from vllm_h2o.kernels.triton import decode, merge, pack, prefill, score, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
-    PAGE_LANES,
     SELECT_TILE,
     STORE_TILE,
     decode_tile,
     few_registers,
     kv_shape,
     padded_group,
+    page_parts,
     precision,
     prompt_tiles,
 )
@@ -201,7 +201,7 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
         "MERGES": merges, "PRECISION": precision(shape.dtype), "KEEPS_LOGITS": not paged,
     }  # fmt: skip
     yield score.merge_and_score, "*i64", {
-        **sizes, **grouped, **split, "N_PAD": shape.block, "PAGES": PAGE_LANES // shape.block,
+        **sizes, **grouped, **split, **page_parts(shape.block),
         "MAX_KV_SPLITS": MAX_KV_SPLITS, "POWER": 2 if paged else 1,
         "BY_AGE": not paged, "HAS_SINKS": shape.has_sinks,
     }  # fmt: skip

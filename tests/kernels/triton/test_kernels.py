@@ -108,9 +108,12 @@ def test_lives_of_each_ranking(ranking: str, by_page: bool, count: Count) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["the paper's halves", "float8 of float32"])
+@pytest.mark.parametrize("name", ["the paper's halves", "float8 of float32", "pages of 128"])
 def test_lives_in_parts(name: str, count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same where many programs share the slots of a KV head, and the last chooses."""
+    """The same where many programs share the slots of a KV head, and the last chooses.
+
+    Pages are parts, several parts of a program, or several parts themselves.
+    """
     programs = many_programs(monkeypatch)
     policy, shape, rows = TABLE[name]
     lives = make_lives(rows)
@@ -128,7 +131,8 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     """
     monkeypatch.setattr("vllm_h2o.kernels.triton.kernels.PROCESSORS", 64)
-    monkeypatch.setattr("vllm_h2o.kernels.triton.kernels.PAGE_LANES", 16)
+    for module in ("kernels", "sizes"):
+        monkeypatch.setattr(f"vllm_h2o.kernels.triton.{module}.PAGE_LANES", 16)
     monkeypatch.setattr("vllm_h2o.kernels.triton.sizes.TILE", 16)
     launch, programs = score.merge_and_score, list[int]()
 

@@ -27,6 +27,7 @@ from vllm_h2o.kernels.triton.sizes import (
     kv_shape,
     num_splits,
     padded_group,
+    page_parts,
     precision,
     programs_per_processor,
     prompt_tiles,
@@ -143,7 +144,6 @@ class TritonKernels(RareStages):
             **shape, **group, **can_split, **merges, **few_registers(self.padded_head, size),
             KEEPS_LOGITS=scoring.power > 0, PRECISION=precision(query.dtype),
         )  # fmt: skip
-        padded_block = triton.next_power_of_2(cache.block_size)
         num_parts = min(num_kv_splits, triton.cdiv(max_pages * cache.block_size, PAGE_LANES))
         sinks, has_sinks = self._sinks(tensors.sink_logits)
         merge_grid = (*grid[:2], num_parts)
@@ -151,7 +151,7 @@ class TritonKernels(RareStages):
             out, cache.score, cache.position, *request_args, sinks,
             self._logits, self._partial_out, self._partial_max_sum, *self._candidates,
             out.stride(0), word_stride, *strides, num_kv_splits,
-            **shape, **group, N_PAD=padded_block, PAGES=max(1, PAGE_LANES // padded_block),
+            **shape, **group, **page_parts(cache.block_size),
             MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=scoring.power, BY_AGE=scoring.by_age, **can_split,
             **has_sinks,
         )  # fmt: skip

@@ -149,12 +149,14 @@ def merge_and_score(
     out_stride, word_stride, table_stride, field_stride, request_stride, num_kv_heads,
     rows_per_block, first_head, num_kv_splits,
     N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
-    G_PAD: tl.constexpr, TILE: tl.constexpr, MAX_KV_SPLITS: tl.constexpr, PAGES: tl.constexpr,
-    POWER: tl.constexpr, BY_AGE: tl.constexpr, CAN_SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr,
+    G_PAD: tl.constexpr, TILE: tl.constexpr, MAX_KV_SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    CUTS: tl.constexpr, POWER: tl.constexpr, BY_AGE: tl.constexpr, CAN_SPLIT: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of (request, KV head), add to scores, and find the next victim.
 
-    Each program merges some of the group's query heads, and scores some of the pages.
+    Each program merges some of the group's query heads, and scores some of the pages: PARTS parts
+    at once, of which a page has CUTS, each of N_PAD slots.
     """
     b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_parts = tl.num_programs(2)
@@ -181,34 +183,35 @@ def merge_and_score(
     selects = tl.load(fields + SELECTS * field_stride) != 0
     scores = tl.load(fields + SCORES * field_stride) != 0
     num_scored = tl.where(scores, length, 0)
-    pages = tl.cdiv(length, N)
-    num_pages = tl.cdiv(tl.cdiv(pages, PAGES), num_parts) * PAGES  # of this program
-    begin = part * num_pages
-    if (((POWER > 0) & scores) | selects) & (begin < pages):
+    parts = tl.cdiv(length, N) * CUTS
+    num_own = tl.cdiv(tl.cdiv(parts, PARTS), num_parts) * PARTS  # of this program
+    begin = part * num_own
+    if (((POWER > 0) & scores) | selects) & (begin < parts):
         query_position = tl.load(fields + LOGICAL_START * field_stride).to(tl.int32)
         recent_start = tl.load(fields + RECENT_START * field_stride).to(tl.int32)
         num_sinks = tl.load(fields + NUM_SINKS * field_stride)
-        offset = tl.arange(0, N_PAD)
         # Running minima, each in its own lane: lowest score, of equals the newest, and its slot.
-        lanes: tl.constexpr = PAGES * N_PAD
+        lanes: tl.constexpr = PARTS * N_PAD
         lowest = tl.full([lanes], float("inf"), tl.float32)
         newest = tl.full([lanes], -1, tl.int32)
         lowest_slot = tl.zeros([lanes], tl.int32)
-        for start in range(begin, tl.minimum(begin + num_pages, pages), PAGES):
-            page = start + tl.arange(0, PAGES)
-            slot = page[:, None] * N + offset[None, :]  # [PAGES, N_PAD]
-            live = (slot < length) & (offset < N)[None, :]
+        for start in range(begin, tl.minimum(begin + num_own, parts), PARTS):
+            at = start + tl.arange(0, PARTS)
+            page = at // CUTS
+            offset = (at % CUTS * N_PAD)[:, None] + tl.arange(0, N_PAD)[None, :]
+            slot = page[:, None] * N + offset  # [PARTS, N_PAD]
+            live = (slot < length) & (offset < N)
             row = page_row(
                 block_table, page, page * N < length, first_row, row_step, rows_per_block, CAN_SPLIT
             )
-            words = row[:, None] * word_stride + offset[None, :]
-            position = tl.load(position_pages + words, mask=live, other=-1)  # [PAGES, N_PAD]
-            score = tl.load(score_pages + words, mask=live, other=0.0)  # [PAGES, N_PAD]
+            words = row[:, None] * word_stride + offset
+            position = tl.load(position_pages + words, mask=live, other=-1)  # [PARTS, N_PAD]
+            score = tl.load(score_pages + words, mask=live, other=0.0)  # [PARTS, N_PAD]
             if POWER > 0:
                 adds = live & (slot < num_scored)
-                contributions = tl.zeros([PAGES, N_PAD], tl.float32)
+                contributions = tl.zeros([PARTS, N_PAD], tl.float32)
                 for g in tl.static_range(G):
-                    logits_ptrs = logits_ptr + ((row * G + g) * N)[:, None] + offset[None, :]
+                    logits_ptrs = logits_ptr + ((row * G + g) * N)[:, None] + offset
                     logits = tl.load(logits_ptrs, mask=adds, other=float("-inf"))
                     probs = tl.exp(logits - tl.sum(tl.where(group == g, lse, 0.0)))
                     contributions += probs if POWER == 1 else probs * probs
@@ -230,5 +233,5 @@ def merge_and_score(
                 victims_ptr + tl.load(block_table).to(tl.int64) * num_kv_heads + h,
                 least, latest, least_slot, lowest_ptr + strip * num_parts,
                 newest_ptr + strip * num_parts * 2, arrived_ptr + strip, part,
-                tl.cdiv(pages, num_pages), MAX_KV_SPLITS,
+                tl.cdiv(parts, num_own), MAX_KV_SPLITS,
             )  # fmt: skip

@@ -17,7 +17,7 @@ PROGRAMS = 4
 SELECT_TILE = 1024
 """Slots that a program ranks at once, where survivors are selected."""
 PAGE_LANES = 512
-"""Slots that a program scores at once, after a decode, in whole pages."""
+"""Slots that a program scores at once, after a decode: in whole pages, or parts of a larger one."""
 MAX_KV_SPLITS = 32
 """Programs that one (request, KV head) is divided among, at most."""
 MAX_REGISTERS = 128
@@ -30,6 +30,12 @@ NUM_STAGES = {2: 3, 4: 1}
 def kv_shape(block_size: int, head_size: int) -> dict[str, int]:
     """Constants of every kernel that touches K and V."""
     return {"N": block_size, "D": head_size, "D_PAD": triton.next_power_of_2(head_size)}
+
+
+def page_parts(block_size: int) -> dict[str, int]:
+    """Constants of the kernel that scores pages: parts of pages, and how many there are at once."""
+    padded = min(triton.next_power_of_2(block_size), PAGE_LANES)
+    return {"N_PAD": padded, "CUTS": -(-block_size // padded), "PARTS": PAGE_LANES // padded}
 
 
 def padded_group(group: int) -> int:
