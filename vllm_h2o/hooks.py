@@ -24,7 +24,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
 from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION, refuse
 from vllm_h2o.options.remedies import Given, flag
-from vllm_h2o.options.traits import FULL_ATTENTION
+from vllm_h2o.options.traits import FULL_ATTENTION, page_size
 from vllm_h2o.paths import SCHEDULER, WORKER
 
 CPU_BLOCK_SIZE = 128
@@ -212,6 +212,8 @@ def check_config(
         config = _limit_positions(vllm_config, config)
     if _is_length(asked):
         vllm_config.model_config.max_model_len = asked
+        if vllm_config.model_config.is_hybrid:  # a state's page is as long as a sequence
+            vllm_config.cache_config.mamba_block_size = asked
     if not _fits_length(vllm_config):
         _check_lengths(vllm_config, config)
     return vllm_config
@@ -223,7 +225,7 @@ def _fits_length(vllm_config: Any) -> bool:
 
 
 def check_fitted(vllm_config: Any) -> None:
-    """Check what depends on ``max_model_len``, once vLLM has fitted it to the memory.
+    """Check what depends on ``max_model_len`` and on pages, once vLLM has fitted them to the model.
 
     It runs in the front end: what is raised in the engine's process is not what a user reads last.
 
@@ -235,7 +237,8 @@ def check_fitted(vllm_config: Any) -> None:
 
     """
     config = KVPolicyConfig.of(vllm_config)
-    if config is not None and _fits_length(vllm_config):
+    model = vllm_config.model_config
+    if config is not None and (_fits_length(vllm_config) or model.is_hybrid):
         _check_lengths(vllm_config, config)
 
 
@@ -247,7 +250,7 @@ def _check_lengths(vllm_config: Any, config: KVPolicyConfig) -> None:
 
     """
     max_model_len = vllm_config.model_config.max_model_len
-    block_size = vllm_config.cache_config.block_size
+    block_size = page_size(vllm_config)
     config.check(max_model_len, block_size)
     budget = config.resolve(max_model_len, block_size)
     chunk = vllm_config.scheduler_config.max_num_batched_tokens

@@ -155,8 +155,10 @@ def test_text_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_images_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:
     """The remedy is to serve text alone."""
     model = str(write("gemma3", tmp_path / "gemma3"))
-    with pytest.raises(UnsupportedError, match=r"within an image.*with --language-model-only"):
-        engine(model, "h2o").__enter__()
+    embeds = {"language_model_only": True, "enable_mm_embeds": True}  # of images all the same
+    for given in ({}, embeds):
+        with pytest.raises(UnsupportedError, match=r"within an image.*with --language-model-only"):
+            engine(model, "h2o", **given).__enter__()
 
 
 def model_is_exact(model: Path) -> bool:

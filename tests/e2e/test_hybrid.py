@@ -25,7 +25,7 @@ from tests.e2e.beside import (
 )
 from tests.e2e.harness import Probe, assert_same_tokens, engine, generate, token_ids
 from tests.e2e.zoo import architecture_of, granite4, zamba2
-from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.trace.record import run
 from vllm_h2o.worker import rotary
@@ -78,7 +78,8 @@ def test_what_is_kept(
 def test_positions_that_roll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside states, which know no positions: past the length that the model was trained on."""
     options = {"budget": BUDGET, "eviction": "chunk", "positions": 160}
-    follow(monkeypatch, tiny_lfm2(tmp_path), "h2o", options, 60)
+    settings = {"max_model_len": 700, "max_num_seqs": 3}
+    follow(monkeypatch, tiny_lfm2(tmp_path), "h2o", options, 400, **settings)
 
 
 @pytest.mark.parametrize("tiny", [tiny_granite4, tiny_lfm2], ids=name)
@@ -198,6 +199,13 @@ def test_a_budget_is_judged_by_the_policy_s_pages(tmp_path: Path) -> None:
         for budget in ("full", 60, 0.5):
             outputs = generate(llm, PROMPTS[:2], 20, extra_args={"kv_budget": budget})
             assert [len(tokens) for tokens in token_ids(outputs)] == [20, 20]
+
+
+def test_pages_that_vllm_enlarges_are_checked(tmp_path: Path) -> None:
+    """Two pages of 32 tokens are one of 64, of which none can be evicted whole."""
+    options = {"budget": 64, "evict_every": "page"}
+    with pytest.raises(ConfigError, match="64"):
+        engine(tiny_granite4(tmp_path), "h2o", options, **SETTINGS).__enter__()
 
 
 @pytest.mark.parametrize(

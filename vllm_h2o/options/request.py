@@ -17,6 +17,7 @@ from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import misspells, number
+from vllm_h2o.options.traits import page_size
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
 
@@ -180,10 +181,7 @@ def _checked(request: Any, vllm_config: Any, other_pages: Callable[[int], int]) 
             f"start the engine with --kv-policy h2o, or leave {KEY} out",
         )
     max_model_len = vllm_config.model_config.max_model_len
-    cache = vllm_config.cache_config
-    # Beside states its ``block_size`` is that of the group with the shortest blocks.
-    block_size = cache.effective_attention_block_size or cache.block_size
-    pages = _pages_of_an_engine(vllm_config)
+    block_size, pages = page_size(vllm_config), _pages_of_an_engine(vllm_config)
     prompt_len = len(request.prompt_token_ids or ()) or request.prompt_embeds.shape[0]
     lengths = (max_model_len, block_size, prompt_len, params.max_tokens)
     budget = budget_of(config, *lengths, asked)

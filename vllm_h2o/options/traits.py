@@ -92,10 +92,9 @@ def images(vllm_config: Any) -> bool:
 
 def sees(vllm_config: Any) -> bool:
     """Whether the model takes images or other inputs than text, and is not told to take text."""
-    model = vllm_config.model_config
-    if not model.is_multimodal_model:
-        return False
-    return model.multimodal_config is None or not model.multimodal_config.language_model_only
+    model, given = vllm_config.model_config, vllm_config.model_config.multimodal_config
+    is_told = given is not None and given.language_model_only and not given.enable_mm_embeds
+    return bool(model.is_multimodal_model) and not is_told
 
 
 def stages(vllm_config: Any) -> int:
@@ -129,6 +128,16 @@ def older_ray(vllm_config: Any) -> bool:
 def untried_multimodal(vllm_config: Any) -> bool:
     """Whether the model takes other inputs than text, and is not one of :data:`MULTIMODAL`."""
     return sees(vllm_config) and vllm_config.model_config.hf_config.model_type not in MULTIMODAL
+
+
+def page_size(vllm_config: Any) -> int:
+    """Return the slots of a page of the policy's, as far as they are known.
+
+    Beside states vLLM enlarges pages when the model is loaded, and ``block_size`` becomes that of
+    the group with the shortest blocks.
+    """
+    cache = vllm_config.cache_config
+    return int(cache.effective_attention_block_size or cache.block_size)
 
 
 def foreign_platform(_: Any) -> bool:

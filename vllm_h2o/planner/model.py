@@ -15,7 +15,7 @@ from vllm_h2o.options.capabilities import Setup
 from vllm_h2o.options.options import Options
 from vllm_h2o.options.refusals import MODEL_REFUSALS, ONE_GROUP, refuse
 from vllm_h2o.options.remedies import ANOTHER_MODEL
-from vllm_h2o.options.traits import FLOAT8, STATE_SPACE
+from vllm_h2o.options.traits import FLOAT8, STATE_SPACE, page_size
 from vllm_h2o.pages import num_pages
 from vllm_h2o.scheduler.footprint import CacheShape, Pool
 
@@ -116,7 +116,7 @@ class Model:
     def num_group_layers(self) -> int:
         """Layers of a group of vLLM's: of one kind, and of one size where possible."""
         kinds = [num for num in self._layers_of_a_kind if num]
-        few, many = min(kinds), max(kinds)
+        few, many = min(kinds, default=1), max(kinds, default=1)
         return many if many < 1.5 * few else few
 
     @property
@@ -233,7 +233,9 @@ class Model:
             is_attention_free=not self.num_heads,
             is_hybrid=self.is_hybrid,
             is_multimodal_model=multimodal,
-            multimodal_config=SimpleNamespace(language_model_only=self.text_only),
+            multimodal_config=SimpleNamespace(
+                language_model_only=self.text_only, enable_mm_embeds=False
+            ),
             is_mm_prefix_lm=self.config.model_type in _BOTH_DIRECTIONS,
             is_diffusion=_first(self.config, ("canvas_length",)) is not None,
             get_sliding_window=lambda: _first(text, ("sliding_window",)),
@@ -276,7 +278,7 @@ def other_pages(vllm_config: Any, num_tokens: int) -> int:
 
     """
     model = Model(vllm_config.model_config.hf_config, "auto")
-    pool = Pool(0, vllm_config.cache_config.block_size)
+    pool = Pool(0, page_size(vllm_config))
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
     on_their_way = vllm_config.max_concurrent_batches * chunk
     windows = pool.pages_of_windows_in_prompts(model.windows, num_tokens, on_their_way)

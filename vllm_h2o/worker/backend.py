@@ -40,11 +40,6 @@ class HeavyHitterBackend(AttentionBackend):
         """Logits that heads have learned take part in attention, and in scores."""
         return True
 
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Text has no tokens that attend to later ones; models that see images so are refused."""
-        return True
-
     @staticmethod
     def get_impl_cls() -> type[HeavyHitterImpl]:
         """The class that computes attention."""

@@ -213,7 +213,7 @@ def bind(model: torch.nn.Module, model_type: str, is_hybrid: bool = False) -> No
         is_hybrid: whether some layers keep states.
 
     """
-    if is_hybrid and not any(isinstance(module, ROTARY) for module in model.modules()):
+    if is_hybrid and not any("Rotary" in type(module).__name__ for module in model.modules()):
         for _, impl, _ in rotaries(model):
             impl.rotate = unrotated
         return

@@ -63,7 +63,7 @@ def _check_for_gpu(spec: AttentionSpec, config: KVPolicyConfig, dtype: torch.dty
             "evict_every='page'",
             f"pages of {spec.block_size} tokens",
             "on a GPU pages are summed in powers of two",
-            "give a block size of 16, 32, 64 or 128",
+            "give a block size that is a power of two, and beside states one that covers a state",
         )
 
 

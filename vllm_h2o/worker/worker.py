@@ -36,6 +36,8 @@ class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, KeepsSeeds
         """Bytes that vLLM finds for pages, less the bytes that kernels keep next to each."""
         available: int = super().determine_available_memory()
         specs = [s for s in self.get_kv_cache_spec().values() if isinstance(s, AttentionSpec)]
+        if not specs:  # a pipeline stage that keeps states alone
+            return available
         slot_bytes = max(spec.state_content_size_bytes for spec in specs)
         return for_pages(available, self.vllm_config, slot_bytes)
 
