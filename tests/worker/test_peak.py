@@ -152,23 +152,24 @@ def test_the_largest_budget(tmp_path: Path, asked: int | float | None, slots: in
 @pytest.mark.parametrize(
     ("cuda", "options", "expected"),
     [
-        (True, {"score": "reconstruction"}, 1100 * 520 // (520 + 4 * 3)),
-        (True, {}, 1100),
-        (False, {"score": "reconstruction"}, 1100),
+        (True, {"score": "reconstruction"}, 10**6 * 16 * 520 // (16 * (520 + 4 * 3) + 4)),
+        (True, {}, 10**6 * 16 * 520 * 5 // (16 * (520 * 5 + 4 * 3) + 4 * 5)),
+        (False, {"score": "reconstruction"}, 10**6),
     ],
 )
 def test_logits_next_to_pages(
     cuda: bool, options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three query heads a KV head; where layers share slots, and on a GPU alone."""
+    """Of three query heads a KV head, in one of five layers; a victim a page; on a GPU alone."""
     heads = {"get_num_attention_heads": lambda _: 6, "get_num_kv_heads": lambda _: 2}
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(**heads),
         parallel_config=None,
+        cache_config=SimpleNamespace(block_size=16, effective_attention_block_size=None),
         additional_config={"kv_policy": {"name": "h2o2", **options}},
     )
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: cuda)
-    assert peak.for_pages(1100, config, 520) == expected
+    assert peak.for_pages(10**6, config, 520, num_layers=5) == expected
 
 
 def test_what_xformers_takes() -> None:

@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.traits import page_size
 from vllm_h2o.worker.memory_efficient import AMPERE
 from vllm_h2o.worker.reconstruction import MAX_LOGITS
 
@@ -120,21 +121,25 @@ class Peak:
         torch.empty(passing, dtype=torch.uint8, device=query.device)
 
 
-def for_pages(available: int, vllm_config: VllmConfig, slot_bytes: int) -> int:
-    """Bytes of these that may be pages: where layers share slots on a GPU, each has logits next to
-    it, of one layer's decode step, which may read any page.
+def for_pages(available: int, vllm_config: VllmConfig, slot_bytes: int, num_layers: int) -> int:
+    """Bytes of these that may be pages. On a GPU kernels keep more next to them: logits of one
+    layer's decode step, which may read any page, and a victim a page in each layer.
 
     Args:
         available: bytes for both.
         vllm_config: of the engine.
-        slot_bytes: of a slot of one KV head.
+        slot_bytes: of a slot of one KV head in one layer.
+        num_layers: whose pages have one block id.
 
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if not current_platform.is_cuda() or not KVPolicyConfig.required(vllm_config).splits_layers:
+    if not current_platform.is_cuda():
         return available
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    layers = 1 if KVPolicyConfig.required(vllm_config).splits_layers else num_layers
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
-    return available * slot_bytes // (slot_bytes + 4 * group)
+    num_slots = page_size(vllm_config)
+    pages, others = num_slots * slot_bytes * layers, 4 * (num_slots * group + layers)
+    return available * pages // (pages + others)
 
 
 def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:

@@ -39,7 +39,7 @@ class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, KeepsSeeds
         if not specs:  # a pipeline stage that keeps states alone
             return available
         slot_bytes = max(spec.state_content_size_bytes for spec in specs)
-        return for_pages(available, self.vllm_config, slot_bytes)
+        return for_pages(available, self.vllm_config, slot_bytes, len(specs))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache, and get ready to clear pages that another group of layers wrote."""
