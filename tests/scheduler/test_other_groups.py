@@ -166,6 +166,27 @@ def test_pages_past_a_prompt(windows: tuple[int, ...], depth: int) -> None:
     assert max(held) == pool.pages_of_windows(windows, MAX_MODEL_LEN, depth)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_session_goes_on_from_its_state(depth: int) -> None:
+    """Its next part follows the last token that was computed, of which the state is."""
+    options = (("eviction", "chunk"), ("name", "streaming"))
+    config = vllm_config(BUDGET, 16, 8, "fcfs", depth == 2, options)
+    simulation = Simulation(config, 60, depth, windows=(0,))
+    session = simulation.add(30, 6, resumable=True)
+    for _ in range(3):
+        for _ in range(12):
+            simulation.step()
+        simulation.add(5, 6, resumable=True, request_id=session)
+    (state,) = simulation.scheduler.other_groups.managers
+    blocks = [block.block_id for block in state.req_to_blocks[session]]
+    for _ in range(12):
+        simulation.step()
+    assert [block.block_id for block in state.req_to_blocks[session]] == blocks
+    assert simulation.pool.lives[session] == 1
+    simulation.abort([session])
+    assert simulation.num_free == simulation.num_total
+
+
 def test_what_vllm_wants_room_for() -> None:
     """The same as its own spec, for windows and chunks of many sizes."""
     for size in (1, 5, 8, 33):
