@@ -10,10 +10,9 @@ import pytest
 import torch
 from vllm import LLM, RequestOutput
 
-from benchmarks.throughput.models import write_random
 from tests.e2e.harness import CHARACTERS, Probe, engine, generate
 from tests.e2e.oracle import Oracle
-from tests.e2e.zoo import granite4, lfm2
+from tests.e2e.zoo import granite4, lfm2, write_model, zamba2
 from vllm_h2o.worker.attention import HeavyHitterImpl
 
 PROMPTS = [CHARACTERS[n : n + n] for n in (5, 31, 33, 90, 150, 200)]
@@ -22,16 +21,37 @@ SETTINGS: dict[str, Any] = {"max_model_len": 256, "max_num_batched_tokens": 64, 
 
 def tiny_granite4(folder: Path) -> str:
     """Three layers with states, and one with attention that knows no positions."""
-    config = granite4("nope", num_local_experts=0)
-    config.architectures = ["GraniteMoeHybridForCausalLM"]
-    return write_random(config, folder)
+    return write_model(granite4("nope", num_local_experts=0), folder)
 
 
 def tiny_lfm2(folder: Path) -> str:
     """Three layers with short convolutions, and one with attention and rotary embeddings."""
-    config = lfm2()
-    config.architectures = ["Lfm2ForCausalLM"]
-    return write_random(config, folder)
+    return write_model(lfm2(), folder)
+
+
+def tiny_zamba2(folder: Path) -> str:
+    """Three layers with states, and one with both."""
+    return write_model(zamba2(), folder)
+
+
+KEPT: list[tuple[str, dict[str, Any]]] = [
+    ("h2o", {}),
+    ("h2o", {"kernels": "torch", "recent_ratio": 0.25, "num_sink_tokens": 3}),
+    ("snapkv", {"observation_window": 20}),
+    ("h2o", {"eviction": "chunk"}),
+    ("h2o", {"evict_every": "page", "recent_ratio": 0.1, "budget": 128}),
+    ("h2o2", {"observation_window": 20}),
+    ("h2o", {"kv_cache_dtype": "fp8"}),
+    ("streaming", {}),
+]
+"""Policies whose retained sets are compared, with options; one of them is vLLM's."""
+
+
+def name(value: object) -> str:
+    """Name a case of a test by the values of its options, or by its model."""
+    if isinstance(value, dict):
+        return " ".join(map(str, value.values()))
+    return getattr(value, "__name__", str(value)).removeprefix("tiny_")
 
 
 def follow(

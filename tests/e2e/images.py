@@ -18,7 +18,6 @@ from tests.e2e.harness import (
     Probe,
     assert_same_tokens,
     engine,
-    generate,
     token_ids,
 )
 from tests.e2e.oracle import Oracle
@@ -89,6 +88,25 @@ def answers(llm: LLM, asked: Sequence[Prompt], **params: Any) -> list[RequestOut
     return llm.generate(list(asked), sampling, use_tqdm=False)
 
 
+def compare(
+    model: Path,
+    asked: Sequence[Prompt],
+    stock: list[RequestOutput],
+    own: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stock's tokens where all is kept; else what the reference keeps."""
+    policy, is_exact = ("h2o", {"budget": 32}), model_is_exact(model)
+    with monkeypatch.context() as patch, engine(str(model), *policy, **own) as llm:
+        probe = Probe(llm)
+        oracle = Oracle(probe.scheduler).install(patch)
+        whole = answers(llm, asked, extra_args={"kv_budget": "full"})
+        assert not oracle.num_victims
+        assert_same_tokens(stock, whole, near_tie=NEAR_TIE if is_exact else ROUNDED_TIE)
+        answers(llm, asked)
+        check(oracle, probe, is_exact)
+
+
 def test_whole_and_in_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock's tokens where all is kept; else what the reference keeps, of images too."""
     asked = prompts(model)
@@ -99,16 +117,7 @@ def test_whole_and_in_part(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
         # It sees: other pictures, other words.
         other = seen(asked[1]["prompt_token_ids"], picture(9))
         assert token_ids(answers(llm, [other])) != token_ids(stock[1:2])
-    policy = ("h2o", {"budget": 32})
-    with monkeypatch.context() as patch, engine(str(model), *policy, **settings(model)) as llm:
-        probe = Probe(llm)
-        oracle = Oracle(probe.scheduler).install(patch)
-        whole = answers(llm, asked, extra_args={"kv_budget": "full"})
-        assert not oracle.num_victims
-        is_exact = model_is_exact(model)
-        assert_same_tokens(stock, whole, near_tie=NEAR_TIE if is_exact else ROUNDED_TIE)
-        answers(llm, asked)
-        check(oracle, probe, is_exact)
+    compare(model, asked, stock, settings(model), monkeypatch)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SEEING if kind.startswith("qwen")])
@@ -125,31 +134,18 @@ def test_videos(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with engine(str(model), None, **own) as llm:
         stock = answers(llm, asked, logprobs=2)
         assert len(stock[0].prompt_token_ids or ()) > len(tokens) + 10
-    policy, is_exact = ("h2o", {"budget": 32}), model_is_exact(model)
-    with monkeypatch.context() as patch, engine(str(model), *policy, **own) as llm:
-        probe = Probe(llm)
-        oracle = Oracle(probe.scheduler).install(patch)
-        whole = answers(llm, asked, extra_args={"kv_budget": "full"})
-        assert_same_tokens(stock, whole, near_tie=NEAR_TIE if is_exact else ROUNDED_TIE)
-        answers(llm, asked)
-        check(oracle, probe, is_exact)
+    compare(model, asked, stock, own, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", READING)
 def test_text_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any model, with --language-model-only: as of a model that knows only text."""
-    model, is_exact = str(write(kind, tmp_path / kind)), READING[kind].dtype == "float32"
+    model = write(kind, tmp_path / kind)
     own = {"dtype": READING[kind].dtype, "max_model_len": 160, "language_model_only": True}
-    asked = [CHARACTERS[n : n + n] for n in (5, 33, 90)]
-    with engine(model, None, **own) as llm:
-        stock = generate(llm, asked, 20, logprobs=2)
-    with monkeypatch.context() as patch, engine(model, "h2o", {"budget": 32}, **own) as llm:
-        probe = Probe(llm)
-        oracle = Oracle(probe.scheduler).install(patch)
-        whole = generate(llm, asked, 20, extra_args={"kv_budget": "full"})
-        assert_same_tokens(stock, whole, near_tie=NEAR_TIE if is_exact else ROUNDED_TIE)
-        generate(llm, asked, 20)
-        check(oracle, probe, is_exact)
+    asked: list[Prompt] = [{"prompt_token_ids": CHARACTERS[n : n + n]} for n in (5, 33, 90)]
+    with engine(str(model), None, **own) as llm:
+        stock = answers(llm, asked, logprobs=2)
+    compare(model, asked, stock, own, monkeypatch)
 
 
 def test_images_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:
@@ -163,7 +159,7 @@ def test_images_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:
 
 def model_is_exact(model: Path) -> bool:
     """Whether it runs in 32 bits."""
-    return SEEING[model.name].dtype == "float32"
+    return READING[model.name].dtype == "float32"
 
 
 def check(oracle: Oracle, probe: Probe, is_exact: bool) -> None:

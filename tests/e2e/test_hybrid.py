@@ -9,22 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
 from vllm import SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
-from benchmarks.throughput.models import write_random, write_tokenizer
+from benchmarks.throughput.models import write_tokenizer
 from tests.e2e.beside import (
+    KEPT,
     PROMPTS,
     SETTINGS,
     chances,
     follow,
+    name,
     overwrite,
     tiny_granite4,
     tiny_lfm2,
+    tiny_zamba2,
 )
 from tests.e2e.harness import Probe, assert_same_tokens, engine, generate, token_ids
-from tests.e2e.zoo import architecture_of, granite4, zamba2
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.trace.record import run
@@ -33,27 +34,10 @@ from vllm_h2o.worker import rotary
 BUDGET = 64
 
 
-def name(value: object) -> str:
-    """Of a test's case."""
-    if isinstance(value, dict):
-        return " ".join(map(str, value.values()))
-    return getattr(value, "__name__", str(value)).removeprefix("tiny_")
-
-
 @pytest.mark.parametrize("tiny", [tiny_granite4, tiny_lfm2], ids=name)
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [
-        ("h2o", {}),
-        ("h2o", {"kernels": "torch", "recent_ratio": 0.25, "num_sink_tokens": 3}),
-        ("snapkv", {"observation_window": 20}),
-        ("h2o", {"eviction": "chunk"}),
-        ("h2o", {"evict_every": "page", "recent_ratio": 0.1, "budget": 128}),
-        ("h2o2", {"observation_window": 20}),
-        ("h2o2", {"observation_window": 20, "merge": 0.8}),
-        ("h2o", {"kv_cache_dtype": "fp8"}),
-        ("streaming", {}),
-    ],
+    [*KEPT, ("h2o2", {"observation_window": 20, "merge": 0.8})],
     ids=name,
 )
 def test_what_is_kept(
@@ -163,16 +147,12 @@ def test_pages_that_change_hands(tiny: Callable[[Path], str], tmp_path: Path) ->
     assert chances(after) == chances(clean)
 
 
-@pytest.mark.parametrize("make", [granite4, zamba2], ids=name)
-def test_trace_has_the_layers_with_attention(
-    make: Callable[..., PretrainedConfig], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("tiny", [tiny_granite4, tiny_zamba2], ids=name)
+def test_trace_has_the_layers_with_attention(tiny: Callable[[Path], str], tmp_path: Path) -> None:
     """Of an engine with room for one sequence and its states."""
-    config = make("nope", num_local_experts=0) if make is granite4 else make()
-    config.architectures = [architecture_of(config)]
     write_tokenizer(tmp_path, 256)
     trace = run(
-        write_random(config, tmp_path),
+        tiny(tmp_path),
         " ".join(f"w{n}" for n in range(3, 103)),
         KVPolicyConfig(budget=BUDGET),
         max_tokens=8,

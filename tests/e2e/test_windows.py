@@ -15,7 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from benchmarks.throughput.models import write_tokenizer
-from tests.e2e.beside import PROMPTS, SETTINGS, chances, follow, overwrite
+from tests.e2e.beside import KEPT, PROMPTS, SETTINGS, chances, follow, name, overwrite
 from tests.e2e.harness import (
     CHARACTERS,
     FULL,
@@ -41,20 +41,7 @@ NUM_WINDOW_PAGES = 4
 """Of a request in one group of windows, with a step of 64 tokens on its way."""
 
 
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [
-        ("h2o", {}),
-        ("h2o", {"kernels": "torch", "recent_ratio": 0.25, "num_sink_tokens": 3}),
-        ("snapkv", {"observation_window": 20}),
-        ("h2o", {"eviction": "chunk"}),
-        ("h2o", {"evict_every": "page", "recent_ratio": 0.1, "budget": 128}),
-        ("h2o2", {"observation_window": 20}),
-        ("h2o", {"kv_cache_dtype": "fp8"}),
-        ("streaming", {}),
-    ],
-    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
-)
+@pytest.mark.parametrize(("policy", "options"), KEPT, ids=name)
 def test_what_is_kept(
     policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +151,7 @@ WINDOW = {"observation_window": 20}
         ("snapkv", {**WINDOW, "evict_every": "page", "recent_ratio": 0.1}),
         ("streaming", {}),
     ],
-    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else value,
+    ids=name,
 )
 def test_shared_prefix_equals_a_cold_run(
     policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -264,10 +264,8 @@ def become(family: Family, folder: Path) -> str:
 
     """
     config = family.config()
-    architecture = architecture_of(config)
-    config.architectures = [architecture]
-    _register(architecture)
-    model = write_random(config, folder)
+    _register(architecture_of(config))
+    model = write_model(config, folder)
     settings = {"block_size": 32, "max_model_len": 128, "dtype": family.dtype, "max_num_seqs": 8}
     try:
         whole = _with_policy(model, settings)
@@ -301,6 +299,12 @@ def _with_policy(model: str, settings: dict[str, Any]) -> list[RequestOutput]:
 def architecture_of(config: hf.PretrainedConfig) -> str:
     """The name of its class, by which vLLM knows it."""
     return str(hf.AutoModelForCausalLM._model_mapping[type(config)].__name__)
+
+
+def write_model(config: hf.PretrainedConfig, folder: Path) -> str:
+    """Write a model of random weights, of the class that belongs to its config."""
+    config.architectures = [architecture_of(config)]
+    return write_random(config, folder)
 
 
 def _register(architecture: str) -> None:
