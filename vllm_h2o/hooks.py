@@ -237,8 +237,9 @@ def check_fitted(vllm_config: Any) -> None:
 
     """
     config = KVPolicyConfig.of(vllm_config)
-    model = vllm_config.model_config
-    if config is not None and (_fits_length(vllm_config) or model.is_hybrid):
+    if config is None:
+        return
+    if _fits_length(vllm_config) or vllm_config.model_config.is_hybrid:
         _check_lengths(vllm_config, config)
 
 
