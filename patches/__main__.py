@@ -123,14 +123,6 @@ LIBERTIES = (
         "vLLM samples no token within a prompt, or takes it back on a CPU",
     ),
     Liberty(
-        "enable_caching",
-        "scheduler/conversations.py",
-        "with `continuation` the block pool's switch of the prefix cache is on, whatever the user "
-        "has asked for, and pages of ended requests bear hashes that no text has",
-        "a page that bears a hash is taken after those without, and loses it when it is taken",
-        "vLLM's block pool tells whoever asks that a page is taken",
-    ),
-    Liberty(
         "residency_plan",
         "scheduler/scheduler.py",
         "an attribute is added to vLLM's `SchedulerOutput`",

@@ -72,10 +72,11 @@ RELIED_UPON: tuple[Symbol, ...] = (
     ),
     Symbol(f"{_MANAGER}.add_local_computed_blocks", "327a7998ba35"),
     Symbol(f"{_MANAGER}.cache_blocks", {"0.32": "9b9881457015", "0.33": "d474d54eb43c"}),
-    # A page that bears a hash loses it when it is taken, and when the cache is reset.
+    # A page of an entry is free, among the last in the queue; who left it there is told when it is
+    # taken, and when the cache is reset.
+    Symbol("vllm.v1.core.block_pool:BlockPool.unpin_blocks", "cd5c074640f4"),
+    Symbol("vllm.v1.core.block_pool:BlockPool._notify_reuse", "a3c83fbeba8f"),
     Symbol("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "df67f9d983f2"),
-    Symbol("vllm.v1.core.block_pool:BlockPool._maybe_evict_cached_block", "a58d3b176096"),
-    Symbol("vllm.v1.core.block_pool:BlockPool._remove_cached_block_hashes", "f6ae046351bd"),
     Symbol("vllm.v1.core.block_pool:BlockPool.reset_prefix_cache", "ee9fe2283939"),
     # What make_stats() returns reaches record(), which asks the loggers in their order.
     Symbol(f"{_SCHEDULER}.make_stats", "9accb27a065c"),

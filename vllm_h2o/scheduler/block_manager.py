@@ -348,14 +348,16 @@ class HeavyHitterManager(FullAttentionManager):
         return super().pop_blocks_for_free(request_id)
 
     def _remember(self, request_id: str) -> None:
-        """Keep the cache of a request that ends past its prompt, for one that continues it."""
+        """Leave the cache of a request that ends past its prompt to one that continues it."""
         state = self.ledger.states.get(request_id)
         if self._conversations is None or state is None or state.in_prompt:
             return
         turn = state.left(self.ledger.rules.lifetime)
-        start, num_pages = state.first_block_idx, self.ledger.num_pages(turn.resident_len)
-        blocks = self.req_to_blocks[request_id][start : start + num_pages]
-        self._conversations.add(self._requests[request_id], state, turn, blocks)
+        start = state.first_block_idx
+        end = start + self.ledger.num_pages(turn.resident_len)
+        row = self.req_to_blocks[request_id]
+        if self._conversations.add(self._requests[request_id], state, turn, row[start:end]):
+            del row[start:end]
 
     def num_held(self) -> int:
         """Blocks that requests hold; a shared block counts for each of them."""

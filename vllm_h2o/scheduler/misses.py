@@ -12,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.request import Request
@@ -27,20 +26,11 @@ AGAIN = 4
 """Tokens of the answer, one after the other, by which it is known where such a prompt breaks."""
 
 
-class Cached(Protocol):
-    """The cache of an earlier request."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a request can still continue from it."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Answer:
     """An earlier request's tokens from where they may differ in a later turn.
 
     Args:
-        cached: its cache.
         name: the name of the tokens before ``start``.
         start: index of the first of ``tokens``.
         prompt_len: tokens of the prompt.
@@ -48,7 +38,6 @@ class _Answer:
 
     """
 
-    cached: Cached
     name: Name
     start: int
     prompt_len: int
@@ -80,10 +69,10 @@ class Misses:
     def __init__(self, names: Names) -> None:
         self._names = names
         self._answers: Prefixes[_Answer] = Prefixes(names)
-        self._of: dict[Cached, _Answer] = {}
+        self._of: dict[Hashable, _Answer] = {}
         self._has_reported = False
 
-    def add(self, cached: Cached, request: Request, length: int, same: Hashable) -> None:
+    def add(self, cached: Hashable, request: Request, length: int, same: Hashable) -> None:
         """Remember the answer of a request that leaves its cache.
 
         Args:
@@ -97,11 +86,11 @@ class Misses:
         start = max(prompt_len - HEAD, min(prompt_len, HEAD))
         name = self._names.name(request, start, same)
         tokens = array("i", request.all_token_ids[start:length])
-        answer = _Answer(cached, name, start, prompt_len, tokens)
+        answer = _Answer(name, start, prompt_len, tokens)
         self._answers.put(name, answer)
         self._of[cached] = answer
 
-    def forget(self, cached: Cached) -> None:
+    def forget(self, cached: Hashable) -> None:
         """Forget the answer of a cache that is gone."""
         answer = self._of.pop(cached, None)
         if answer is not None:
@@ -118,7 +107,7 @@ class Misses:
         """
         for answer in self._answers.longest_first(request, same, request.num_tokens):
             broken = answer.breaks_at(request)
-            if broken is not None and broken > num_begun and answer.cached.is_whole:
+            if broken is not None and broken > num_begun:
                 self._report(broken, answer)
                 return True
         return False
