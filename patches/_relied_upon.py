@@ -78,6 +78,11 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol("vllm.v1.core.block_pool:BlockPool._notify_reuse", "a3c83fbeba8f"),
     Symbol("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "df67f9d983f2"),
     Symbol("vllm.v1.core.block_pool:BlockPool.reset_prefix_cache", "ee9fe2283939"),
+    # An entry's event is queued as one of cached blocks; its medium is set after that.
+    Symbol(
+        "vllm.v1.core.block_pool:BlockPool.emit_cached_block_events",
+        {"0.32": "d367594fa78d", "0.33": "3bfbc54ce31e"},
+    ),
     # What make_stats() returns reaches record(), which asks the loggers in their order.
     Symbol(f"{_SCHEDULER}.make_stats", "9accb27a065c"),
     Symbol("vllm.v1.metrics.loggers:StatLoggerManager.record", "3a2ba9e58c58"),

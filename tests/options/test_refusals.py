@@ -59,7 +59,11 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("a KV connector", LLAMA, {"kv_transfer_config": CONNECTOR}),
     ("a KV connector", LLAMA, {"kv_offloading_size": 0.1}),
-    ("KV cache events without prefix caching", LLAMA, {"kv_events_config": EVENTS}),
+    (
+        "KV cache events with neither prefix caching nor continuation",
+        LLAMA,
+        {"kv_events_config": EVENTS},
+    ),
     (
         "speculative decoding other than by n-grams",
         LLAMA,
@@ -145,9 +149,15 @@ def test_platform_without_kernels_is_refused(models: Path, monkeypatch: pytest.M
     check_config(config, policy_of(config))
 
 
-def test_events_are_taken_with_prefix_caching(models: Path) -> None:
-    """Pages of prompts that a prefix finds are published like any others."""
-    asked = {"kv_policy": "snapkv", "enable_prefix_caching": True}
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"kv_policy": "snapkv", "enable_prefix_caching": True},
+        {"kv_policy": "h2o", "kv_policy_config": {"continuation": True}},
+    ],
+)
+def test_events_of_pages_or_entries_are_taken(models: Path, asked: dict[str, Any]) -> None:
+    """Pages of prompts that a prefix finds are published, and caches of ended requests."""
     assert engine_config(folder(models, LLAMA), kv_events_config=EVENTS, **asked)
 
 

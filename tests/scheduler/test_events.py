@@ -1,22 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache events, replayed by a router, equal the prefixes in the pool."""
+"""KV cache events, replayed by a router, equal the prefixes in the pool, and the entries."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from copy import copy
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.config import KVEventsConfig
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    get_request_block_hasher,
+    maybe_convert_block_hash,
+)
+from vllm.v1.request import Request
 
 from tests.draws import drawn, seen_by_all
-from tests.scheduler.harness import Simulation, vllm_config
-from tests.scheduler.schedules import PREFIXES, SNAPKV, Schedule, overlaps, schedules
+from tests.scheduler.conversations import (
+    ON,
+    TENANTS,
+    Talking,
+    Tenant,
+    conversations,
+    entries_of,
+    first_turn,
+)
+from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
+from tests.scheduler.schedules import (
+    OPTIONS,
+    PREFIXES,
+    SNAPKV,
+    Schedule,
+    overlaps,
+    schedules,
+    step_tokens,
+)
+from vllm_h2o.scheduler.events import MEDIUM
 
+GPU = "GPU"
+"""Medium of vLLM's prefix cache."""
 totals: Counter[str] = Counter()
+
+
+def with_events(config: VllmConfig) -> VllmConfig:
+    """The same engine, which publishes events."""
+    config = copy(config)  # others have it, too
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return config
 
 
 class Router(Simulation):
@@ -24,31 +63,85 @@ class Router(Simulation):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.known: Counter[object] = Counter()
+        self.known: Counter[tuple[str | None, object]] = Counter()
+        self.published: list[object] = []
         self.scheduler.kv_event_publisher.publish = self.replay
 
     def replay(self, batch: KVEventBatch) -> None:
         """Take in a batch of events."""
+        self.published += batch.events
         for event in batch.events:
-            totals[type(event).__name__] += 1
             match event:
-                case BlockStored():
-                    self.known.update(event.block_hashes)
-                case BlockRemoved():
-                    self.known.subtract(event.block_hashes)
                 case AllBlocksCleared():
+                    totals["AllBlocksCleared"] += 1
                     self.known.clear()
+                case BlockStored() | BlockRemoved():
+                    totals[f"{type(event).__name__} {event.medium}"] += 1
+                    sign = 1 if isinstance(event, BlockStored) else -1
+                    for block_hash in event.block_hashes:
+                        self.known[event.medium, block_hash] += sign
 
-    def deliver(self) -> None:
-        """Deliver the oldest step's tokens; then all that is published is what is there."""
-        super().deliver()
+    def compare(self) -> None:
+        """All that is published is what is there; nothing is removed twice."""
         self.replay(KVEventBatch(0.0, self.scheduler.kv_cache_manager.take_events() or []))
-        there: Counter[object] = Counter()
+        assert self.known == self.there()
+
+    def there(self) -> Counter[tuple[str | None, object]]:
+        """What vLLM's prefix cache holds."""
+        there: Counter[tuple[str | None, object]] = Counter()
         pool = self.scheduler.kv_cache_manager.block_pool
         for key, found in pool.cached_block_hash_to_block._cache.items():
             blocks = len(found) if isinstance(found, dict) else 1
-            there[maybe_convert_block_hash(get_block_hash(key))] += blocks
-        assert +self.known == there
+            there[GPU, maybe_convert_block_hash(get_block_hash(key))] += blocks
+        return there
+
+    def deliver(self) -> None:
+        """Deliver the oldest step's tokens."""
+        super().deliver()
+        self.compare()
+
+    def abort(self, request_ids: Any) -> None:
+        """Abort requests; their blocks go, or stay."""
+        super().abort(request_ids)
+        self.compare()
+
+    def reset(self) -> None:
+        """Reset the cache: nothing is there."""
+        super().reset()
+        self.compare()
+        assert not +self.known
+
+
+class TalkingRouter(Router, Talking):
+    """Knows the hashes that a router computes of the texts that have been said, by tenant."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hash = get_request_block_hasher(self.scheduler.block_manager.block_size, sha256)
+        self.prompts: dict[Tenant, list[list[BlockHash]]] = {}
+
+    def remember(self) -> None:
+        """Hash each new text as the prompt of a later turn."""
+        known = len(self.said)
+        super().remember()
+        for tenant, text in self.said[known:]:
+            later = Request("", text, SamplingParams(), None, cache_salt=tenant.salt)
+            later.lora_request = tenant.adapter and LoRARequest(tenant.adapter, 1, "/nowhere")
+            self.prompts.setdefault(tenant._replace(budget=None), []).append(self.hash(later))
+
+    def there(self) -> Counter[tuple[str | None, object]]:
+        """What the prefix cache holds, and the whole blocks of each entry."""
+        self.remember()
+        there = super().there()
+        for entry in entries_of(self)._entries.values():
+            num_blocks = entry.turn.logical_len // self.scheduler.block_manager.block_size
+            _, (last, _), _ = entry.name
+            every = (chain for chains in self.prompts.values() for chain in chains)
+            longer = (chain for chain in every if len(chain) >= num_blocks)
+            if num_blocks:
+                chain = next(chain for chain in longer if chain[num_blocks - 1] == last)
+                there.update((MEDIUM, maybe_convert_block_hash(h)) for h in chain[:num_blocks])
+        return there
 
 
 @drawn(200)
@@ -71,8 +164,7 @@ def random_schedules(
     overlap: tuple[int, bool],
 ) -> None:
     """Prompts that share beginnings, in pools that overflow."""
-    config = vllm_config(12, 20, 8, schedule.policy, overlap[1], options)
-    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    config = with_events(vllm_config(12, 20, 8, schedule.policy, overlap[1], options))
     totals.update(schedule.play(Router, config, schedule.num_blocks(num_pages), overlap[0]).count)
 
 
@@ -81,5 +173,111 @@ def test_events_replayed_equal_the_pool() -> None:
     totals.clear()
     random_schedules()
     least = seen_by_all(1)
-    for what in ("hit", "pack", "preempt", "BlockStored", "BlockRemoved", "AllBlocksCleared"):
+    events = (f"BlockStored {GPU}", f"BlockRemoved {GPU}", "AllBlocksCleared")
+    for what in ("hit", "pack", "preempt", *events):
         assert totals[what] >= least, totals
+
+
+@drawn(200)
+@given(
+    schedule=schedules(ops=conversations),
+    options=st.sampled_from([*OPTIONS, (PREFIXES, *SNAPKV, ("num_sink_tokens", 3))]),
+    num_pages=st.sampled_from([16, 20, 60]),
+    overlap=overlaps,
+)
+def random_conversations(
+    schedule: Schedule,
+    options: tuple[tuple[str, object], ...],
+    num_pages: int,
+    overlap: tuple[int, bool],
+) -> None:
+    """Turns of several tenants, in pools that hold all entries, or few."""
+    budget = 12
+    if ("evict_every", "page") in options:
+        budget, num_pages = 32, max(num_pages, 20)
+    tokens = step_tokens(20, options)
+    config = vllm_config(budget, tokens, 8, schedule.policy, overlap[1], (ON, *options))
+    num_blocks = schedule.num_blocks(num_pages)
+    router = schedule.play(TalkingRouter, with_events(config), num_blocks, overlap[0])
+    totals.update(router.count)
+
+
+def test_events_replayed_equal_the_entries() -> None:
+    """After every step, abort and reset; each kind of event did happen, beside vLLM's own."""
+    totals.clear()
+    random_conversations()
+    least = seen_by_all(1)
+    kinds = ("BlockStored", "BlockRemoved")
+    events = (f"{kind} {medium}" for kind in kinds for medium in (GPU, MEDIUM))
+    for what in ("continue", "preempt", "abort", "AllBlocksCleared", *events):
+        assert totals[what] >= least, totals
+
+
+def talk(num_blocks: int = 200) -> TalkingRouter:
+    """Conversations without prefix caching."""
+    return TalkingRouter(with_events(vllm_config(12, 64, 8, "fcfs", False, (ON,))), num_blocks, 1)
+
+
+@pytest.mark.parametrize("tenant", TENANTS)
+def test_entry_event_names_what_a_router_hashes(tenant: Tenant) -> None:
+    """One event of all whole blocks of its tokens, with salt and adapter where vLLM has them."""
+    router = talk()
+    text = first_turn(router, tenant)
+    (event,) = router.published
+    assert isinstance(event, BlockStored)
+    length = (len(text) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert event.token_ids == text[:length]
+    assert (event.parent_block_hash, event.block_size) == (None, BLOCK_SIZE)
+    assert (event.medium, event.group_idx) == (MEDIUM, 0)
+    assert event.kv_cache_spec_kind == "full_attention"
+    assert event.lora_name == tenant.adapter
+    keys = [key for key in (tenant.adapter, tenant.salt) if key]
+    assert event.extra_keys is not None
+    assert [*(event.extra_keys[0] or ())] == keys
+    assert [*(event.extra_keys[1] or ())] == [key for key in (tenant.adapter,) if key]
+
+
+def reuse(router: TalkingRouter) -> None:
+    """Take pages from the pool, the last of them an entry's."""
+    (entry,) = entries_of(router)._entries.values()
+    pool = router.scheduler.block_manager.block_pool
+    others = pool.get_num_free_blocks() - len(entry.blocks)
+    pool.free_blocks(pool.get_new_blocks(others))
+    assert entry in entries_of(router)._entries.values()
+    pool.free_blocks(pool.get_new_blocks(others + 1))
+
+
+def change(router: TalkingRouter) -> None:
+    """Replace the model's weights."""
+    entries_of(router).weights.call("reload_weights")
+
+
+GONE: dict[Callable[[TalkingRouter], None], list[type]] = {
+    reuse: [BlockRemoved],
+    change: [BlockRemoved],
+    TalkingRouter.reset: [BlockRemoved, AllBlocksCleared],
+}
+
+
+@pytest.mark.parametrize("act", GONE, ids=lambda act: act.__name__)
+def test_entry_that_goes_is_published_once(act: Callable[[TalkingRouter], None]) -> None:
+    """Its removal comes before the cache is cleared, and never again."""
+    router = talk()
+    first_turn(router)
+    router.published.clear()
+    act(router)
+    router.compare()
+    assert [type(event) for event in router.published] == GONE[act]
+    assert not +router.known
+    first_turn(router)  # other pages, or the same ones
+    reset = router.scheduler.reset_prefix_cache
+    assert reset() and reset()
+    router.compare()
+
+
+def test_events_off_leave_the_queue_empty() -> None:
+    """Nothing is hashed for them, queued or kept."""
+    talking = Talking(vllm_config(12, 64, 8, "fcfs", False, (ON,)), 200, 1)
+    first_turn(talking)
+    assert entries_of(talking)._events is None
+    assert not talking.scheduler.block_manager.block_pool.kv_event_queue

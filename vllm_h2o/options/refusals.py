@@ -226,14 +226,19 @@ REFUSALS: tuple[Refusal, ...] = (
         leave_out("kv_transfer_config", "kv_offloading_size", otherwise=ANOTHER_MODEL),
     ),
     Refusal(
-        "KV cache events without prefix caching",
+        "KV cache events with neither prefix caching nor continuation",
         lambda s: (
             not s.engine.cache_config.enable_prefix_caching
+            and not s.options.continuation
             and bool(events := s.engine.kv_events_config)
             and events.enable_kv_cache_events
         ),
         "no page holds a prefix that a router could send requests to",
-        leave_out("kv_events_config", otherwise=ANOTHER_MODEL, instead=", or use prefix caching"),
+        leave_out(
+            "kv_events_config",
+            otherwise=ANOTHER_MODEL,
+            instead=", or use prefix caching or continuation",
+        ),
     ),
     Refusal(
         "prefix caching and sliding windows",

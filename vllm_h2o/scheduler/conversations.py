@@ -26,6 +26,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.events import EntryEvents
 from vllm_h2o.scheduler.misses import Misses
 from vllm_h2o.scheduler.prefixes import Name, Names, Prefixes
 from vllm_h2o.scheduler.state import Left, RequestState
@@ -79,15 +80,17 @@ class Conversations:
 
     Args:
         pool: vLLM's pool.
+        group_id: of the policy's layers.
         hash_fn: vLLM's function of the prefix cache.
 
     """
 
-    def __init__(self, pool: BlockPool, hash_fn: Callable[[object], bytes]) -> None:
+    def __init__(self, pool: BlockPool, group_id: int, hash_fn: Callable[[object], bytes]) -> None:
         self._pool = pool
         self._names = Names(pool.hash_block_size, hash_fn)
         self._entries: Prefixes[Entry] = Prefixes(self._names)
         self._misses = Misses(self._names)
+        self._events = EntryEvents(pool, group_id) if pool.enable_kv_cache_events else None
         self.weights = Weights(self._drop_replaced)
 
     def _drop_replaced(self) -> None:
@@ -135,6 +138,8 @@ class Conversations:
         self._pool.unpin_blocks(reversed(blocks), lambda _: self._forget(entry))
         self._entries.put(name, entry)
         self._misses.add(entry, request, turn.logical_len, same)
+        if self._events:
+            self._events.stored(entry, request, turn.logical_len)
         return True
 
     def find(self, request: Request, budget: Budget) -> Entry | None:
@@ -181,6 +186,8 @@ class Conversations:
         """Drop an entry, unless it is dropped; its blocks keep their places in the pool's queue."""
         self._entries.drop(entry.name, entry)
         self._misses.forget(entry)
+        if self._events:
+            self._events.removed(entry)
 
 
 def _may_continue(request: Request) -> bool:

@@ -340,7 +340,8 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
     def _conversations(self) -> Conversations:
         activate_engine()
         hash_fn = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
-        return Conversations(self.block_manager.block_pool, hash_fn)
+        manager = self.block_manager
+        return Conversations(manager.block_pool, manager.kv_cache_group_id, hash_fn)
 
     def _log_start(self, config: KVPolicyConfig) -> None:
         manager, limits = self.block_manager, self.scheduler_config
