@@ -7,7 +7,8 @@ weighs::
     a[t, i] = relu(up[i] . x[t] + up_bias[i])
     y[t]    = down_bias + sum of a[t, i] * down[i], over i with a[t, i] != 0      (Deja Vu, eq. 1)
 
-A row that no token uses is not read. All sums are of float32.
+A row of ``down`` that no token uses is not read. A row of ``up`` is not read where its estimate
+(coarse.py) is so far below zero that it is hardly used. All sums are of float32.
 """
 
 from __future__ import annotations
@@ -16,11 +17,33 @@ from typing import Protocol
 
 import torch
 
+from vllm_h2o.kernels.coarse import Coarse, kept
+
 
 class NeuronKernels(Protocol):
     """The stages that a device computes; rows and tokens have one dtype."""
 
     name: str
+
+    def up(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        coarse: Coarse,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        """See :func:`up`.
+
+        Args:
+            x: [tokens, width].
+            rows: [neurons, width].
+            bias: [neurons], or None.
+            coarse: the copy of ``rows``.
+            counts: [2] of int64, which grows by the rows read and the rows there.
+
+        """
+        ...
 
     def down(
         self, x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor
@@ -35,6 +58,23 @@ class NeuronKernels(Protocol):
 
         """
         ...
+
+
+def up(
+    x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, coarse: Coarse
+) -> torch.Tensor:
+    """Return each token's products with the rows that it keeps, and zero for the others.
+
+    Args:
+        x: [tokens, width].
+        rows: [neurons, width].
+        bias: [neurons], or None.
+        coarse: the copy of ``rows``, which estimates the products.
+
+    """
+    y = x.float() @ rows.float().t()
+    y = y if bias is None else y + bias.float()
+    return y.where(kept(x, bias, coarse)[:, : len(rows)], 0).to(x.dtype)
 
 
 def down(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -7,6 +7,7 @@ import ctypes
 
 import torch
 
+from vllm_h2o.kernels.coarse import Coarse
 from vllm_h2o.kernels.native.layout import TYPES
 
 
@@ -21,8 +22,27 @@ class NativeNeurons:
 
     def __init__(self, variant: str, library: ctypes.CDLL) -> None:
         self.name = f"native ({variant})"
-        self._down = library.h2o_down
-        self._down.restype = ctypes.c_int64
+        self._up, self._down = library.h2o_up, library.h2o_down
+        self._up.restype = self._down.restype = ctypes.c_int64
+
+    def up(
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        coarse: Coarse,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        """Multiply each token by the rows that it keeps; a row that several keep is read once."""
+        y = x.new_empty(len(x), len(rows))
+        copy = (coarse.codes, coarse.scales, coarse.cuts, y)
+        used = self._up(
+            *_inputs(x, rows, bias),
+            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in copy),
+            *map(ctypes.c_int64, (len(x), *rows.shape)),
+        )
+        counts += torch.tensor([used, len(rows)])
+        return y
 
     def down(
         self, x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor
