@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.tiny_models import CONFIGS, engine_args, engine_config, folder
 from vllm_h2o.errors import SparsityError
-from vllm_h2o.sparsity.config import KEY, SparsityConfig
+from vllm_h2o.sparsity.config import KEY, MODES, SparsityConfig
 from vllm_h2o.sparsity.flags import add_sparsity_flags, fold_sparsity
 from vllm_h2o.sparsity.hooks import prepare_sparsity
 
@@ -33,6 +34,20 @@ def test_flags_reach_additional_config(opt: str) -> None:
     assert made.additional_config == wanted
     options = {"contextual_sparsity_config": {"max_tokens": 4}}
     assert engine_args(opt, contextual_sparsity="exact", **options).additional_config == wanted
+    predicted = engine_args(opt, contextual_sparsity="predicted", **options).additional_config
+    assert predicted == {KEY: {"mode": "predicted", "max_tokens": 4, "recall": 0.99}}
+    assert SparsityConfig.from_additional_config(predicted) == SparsityConfig("predicted", 4)
+
+
+def test_start_says_what_is_skipped(opt: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The mode, layers and kernels."""
+    with caplog.at_level(logging.INFO, "vllm.contextual_sparsity"):
+        for mode in MODES:
+            engine_config(opt, contextual_sparsity=mode)
+    exact, predicted = (record.getMessage() for record in caplog.records)
+    assert "exact, recall 1, 1 layers, kernels " in exact and exact.endswith("rows of fc2.")
+    assert "predicted, recall 0.99, 1 layers" in predicted
+    assert predicted.endswith("rows of fc1 and fc2.")
 
 
 def test_flags_say_their_modes() -> None:
@@ -58,7 +73,10 @@ def test_config_sets_quantization(opt: str) -> None:
         ("sometimes", None, "the modes are exact"),
         ("exact", {"max_tokens": 0}, "a whole number from 1 to 32"),
         ("exact", {"max_tokens": True}, "a whole number from 1 to 32"),
-        ("exact", {"rank": 8}, "the options are max_tokens"),
+        ("exact", {"rank": 8}, "the options are max_tokens, recall"),
+        ("exact", {"recall": 0.9}, "contextual_sparsity is exact"),
+        ("predicted", {"recall": 1}, "a number from 0.5 to 0.9999"),
+        ("predicted", {"recall": 0.1}, "a number from 0.5 to 0.9999"),
         ("exact", "{", "the options are max_tokens"),
         (None, {"max_tokens": 8}, "no contextual_sparsity is given"),
     ],

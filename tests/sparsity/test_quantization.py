@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam gives fc2 a linear method of its own, and every other layer stock's."""
+"""The seam gives the MLP linear methods of its own, and every other layer stock's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization import get_quantization_config
 
 from tests.tiny_models import engine_config, folder
+from vllm_h2o.kernels.coarse import coarsen
 from vllm_h2o.sparsity.config import KEY
-from vllm_h2o.sparsity.linear import SparseDown
-from vllm_h2o.sparsity.ops import down
+from vllm_h2o.sparsity.linear import SparseDown, SparseUp
+from vllm_h2o.sparsity.ops import down, up
 from vllm_h2o.sparsity.quantization import ContextualSparsity
 
 
-def test_fc2_alone_has_another_method(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_mlp_alone_has_other_methods(tmp_path_factory: pytest.TempPathFactory) -> None:
     """By the name that vLLM gives a layer."""
     opt = folder(tmp_path_factory.mktemp("models"), "OPTForCausalLM")
     assert get_quantization_config(KEY) is ContextualSparsity
@@ -26,6 +27,10 @@ def test_fc2_alone_has_another_method(tmp_path_factory: pytest.TempPathFactory) 
         assert type(method(linear, "layers.0.fc2")) is SparseDown
         assert type(method(linear, "layers.0.fc1")) is UnquantizedLinearMethod
         assert method(torch.nn.Identity(), "layers.0.attn") is None
+    with set_current_vllm_config(engine_config(opt, contextual_sparsity="predicted")):
+        assert type(method(linear, "layers.0.fc1")) is SparseUp
+        assert type(method(linear, "layers.0.fc2")) is SparseDown
+        assert type(method(linear, "layers.0.out_proj")) is UnquantizedLinearMethod
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(16)])
@@ -36,3 +41,18 @@ def test_steps_of_more_tokens_are_dense(bias: torch.Tensor | None) -> None:
     assert counts.tolist() == [0, 0]
     torch.testing.assert_close(down(x, rows, bias, counts, 5), dense)
     assert counts.tolist() == [5, 8]
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(16)])
+def test_first_products_of_more_tokens_are_dense(bias: torch.Tensor | None) -> None:
+    """Steps of fewer keep those above the cut as they are, and count rows."""
+    torch.manual_seed(0)
+    x, rows, counts = torch.randn(5, 8), torch.randn(16, 8), torch.zeros(2, dtype=torch.int64)
+    copy = vars(coarsen(rows, bias, 0.99)).values()
+    dense = up(x, rows, bias, *copy, counts, 4)
+    torch.testing.assert_close(dense, torch.nn.functional.linear(x, rows, bias))
+    assert counts.tolist() == [0, 0]
+    sparse = up(x, rows, bias, *copy, counts, 5)
+    assert counts[1] == 16
+    assert (sparse != 0).any() and (sparse == 0).any()
+    torch.testing.assert_close(sparse, dense.where(sparse != 0, 0))

@@ -13,10 +13,15 @@ from vllm_h2o.options.parsing import number
 
 KEY = "contextual_sparsity"
 """Key in ``additional_config``, and the name of the quantization that vLLM is given."""
-MODES = {"exact": "skip rows of fc2 whose input is zero after ReLU; loses nothing"}
+MODES = {
+    "exact": "skip rows of fc2 whose input is zero after ReLU; loses nothing",
+    "predicted": "also skip rows of fc1 that a 4-bit copy estimates to be unused",
+}
 """Values of ``--contextual-sparsity``."""
 MOST_TOKENS = 32
 """Most tokens of a step that skips rows."""
+RECALL = 0.99
+LEAST_RECALL, MOST_RECALL = 0.5, 0.9999
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class SparsityConfig:
     Args:
         mode: one of :data:`MODES`.
         max_tokens: steps with more tokens than this read every row.
+        recall: share of the used neurons that ``predicted`` finds; None: :data:`RECALL` where
+            neurons are predicted.
 
     Raises:
         SparsityError: for values that cannot be used.
@@ -34,6 +41,7 @@ class SparsityConfig:
 
     mode: str = "exact"
     max_tokens: int = 8
+    recall: float | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -51,10 +59,31 @@ class SparsityConfig:
                 "more tokens use nearly every row",
                 "give one of these, or leave max_tokens out",
             )
+        self._check_recall()
+
+    def _check_recall(self) -> None:
+        if self.mode != "predicted":
+            if self.recall is not None:
+                raise SparsityError(
+                    f"recall={self.recall!r}",
+                    f"contextual_sparsity is {self.mode}",
+                    "it finds every used neuron",
+                    "leave recall out, or give --contextual-sparsity predicted",
+                )
+            return
+        recall = RECALL if self.recall is None else self.recall
+        if not isinstance(recall, float) or not LEAST_RECALL <= recall <= MOST_RECALL:
+            raise SparsityError(
+                f"recall={recall!r}",
+                f"it is a number from {LEAST_RECALL} to {MOST_RECALL}",
+                "an estimate never finds every used neuron for certain",
+                "give one of these, or --contextual-sparsity exact",
+            )
+        object.__setattr__(self, "recall", recall)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain form that ``additional_config`` carries."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_options(cls, mode: str, options: object) -> SparsityConfig:

@@ -29,7 +29,8 @@ def add_sparsity_flags(parser: Any) -> Any:
         default=None,
         metavar="JSON",
         help="Options as JSON, or one by one: --contextual-sparsity-config.max_tokens 4\n"
-        "- max_tokens: Steps with more tokens read every row (default: 8)",
+        "- max_tokens: Steps with more tokens read every row (default: 8)\n"
+        "- recall: With predicted: share of the used neurons to find (default: 0.99)",
     )
     return parser
 

@@ -53,21 +53,14 @@ def check_sparsity(vllm_config: Any, config: SparsityConfig | None) -> Any:
     from vllm.platforms import current_platform
 
     hf = vllm_config.model_config.hf_config.to_dict()
-    if hf.get("model_type") != "opt" or hf.get("activation_function") != "relu":
-        found = hf.get("activation_function") or hf.get("hidden_act") or "no ReLU"
-        raise SparsityError(
-            f"contextual_sparsity={config.mode!r}",
-            f"the model is {hf.get('model_type')} with {found}",
-            "neurons are skipped that ReLU sets to zero between fc1 and fc2, as in OPT",
-            "use an OPT with ReLU, or run without --contextual-sparsity",
-        )
+    check_model(hf, config.mode)
     if hf.get("quantization_config") is not None:
         raise _quantized(config, "the checkpoint is quantized")
     if vllm_config.lora_config is not None:
         raise SparsityError(
             f"contextual_sparsity={config.mode!r}",
             "LoRA is enabled",
-            "an adapter of fc2 adds to what the skipped rows give",
+            "an adapter of the MLP adds to what the skipped rows give",
             "leave --enable-lora out, or run without --contextual-sparsity",
         )
     if not current_platform.is_cpu():
@@ -77,12 +70,37 @@ def check_sparsity(vllm_config: Any, config: SparsityConfig | None) -> Any:
             "its kernels compute on a CPU",
             "use a CPU build of vLLM, or run without --contextual-sparsity",
         )
+    from vllm_h2o.sparsity.ops import kernels_of
+
     logger.info(
-        "contextual sparsity: %s. Steps of up to %d tokens read the used rows of fc2 alone.",
+        "contextual sparsity: %s, recall %g, %d layers, kernels %s. Steps of up to %d tokens skip "
+        "unused rows of %s.",
         config.mode,
+        1 if config.recall is None else config.recall,
+        hf["num_hidden_layers"],
+        kernels_of("cpu").name,
         config.max_tokens,
+        "fc2" if config.recall is None else "fc1 and fc2",
     )
     return vllm_config
+
+
+def check_model(hf: dict[str, Any], mode: str) -> None:
+    """Refuse a model by its config, as a dictionary, if it has no ReLU between fc1 and fc2.
+
+    Raises:
+        SparsityError: for another model than OPT with ReLU.
+
+    """
+    if hf.get("model_type") == "opt" and hf.get("activation_function") == "relu":
+        return
+    found = hf.get("activation_function") or hf.get("hidden_act") or "no ReLU"
+    raise SparsityError(
+        f"contextual_sparsity={mode!r}",
+        f"the model is {hf.get('model_type')} with {found}",
+        "neurons are skipped that ReLU sets to zero between fc1 and fc2, as in OPT",
+        "use an OPT with ReLU, or run without --contextual-sparsity",
+    )
 
 
 def _quantized(config: SparsityConfig, found: str) -> SparsityError:

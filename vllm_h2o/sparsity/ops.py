@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_h2o.kernels.coarse import Coarse
 from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.native.neurons import NativeNeurons
 from vllm_h2o.kernels.neurons import NeuronKernels
@@ -24,6 +25,34 @@ def kernels_of(device: str) -> NeuronKernels:
             return TorchNeurons()
         return NativeNeurons(native.variant, native.library)
     return TorchNeurons()
+
+
+def _up(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    cuts: torch.Tensor,
+    counts: torch.Tensor,
+    max_tokens: int,
+) -> torch.Tensor:
+    if 0 < len(x) <= max_tokens:
+        return kernels_of(x.device.type).up(x, rows, bias, Coarse(codes, scales, cuts), counts)
+    return torch.nn.functional.linear(x, rows, bias)
+
+
+def _up_shape(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    cuts: torch.Tensor,
+    counts: torch.Tensor,
+    max_tokens: int,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], rows.shape[0])
 
 
 def _down(
@@ -48,6 +77,9 @@ def _down_shape(
     return x.new_empty(x.shape[0], rows.shape[1])  # len() would fix the number
 
 
+direct_register_custom_op("h2o_mlp_up", _up, mutates_args=["counts"], fake_impl=_up_shape)
+up = torch.ops.vllm.h2o_mlp_up
+"""[tokens, width] by [neurons, width], plus bias; zero where a token leaves a neuron out."""
 direct_register_custom_op("h2o_mlp_down", _down, mutates_args=["counts"], fake_impl=_down_shape)
 down = torch.ops.vllm.h2o_mlp_down
 """[tokens, neurons] by [neurons, width], plus bias; sparse for up to ``max_tokens`` tokens."""

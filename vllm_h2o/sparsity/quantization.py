@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam: a quantization of vLLM's registry that gives fc2 a linear method of its own.
+"""The seam: a quantization of vLLM's registry that gives the MLP linear methods of its own.
 
 Nothing is quantized. Importing this module registers it, in every process that reads a config
 which names it.
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_h2o.sparsity.config import KEY, SparsityConfig
-from vllm_h2o.sparsity.linear import SparseDown
+from vllm_h2o.sparsity.linear import SparseDown, SparseUp
 
 
 @register_quantization_config(KEY)
@@ -60,4 +60,6 @@ class ContextualSparsity(QuantizationConfig):
         config = SparsityConfig.from_additional_config(get_current_vllm_config().additional_config)
         if config is not None and prefix.endswith(".fc2"):
             return SparseDown(config.max_tokens)
+        if config is not None and config.recall is not None and prefix.endswith(".fc1"):
+            return SparseUp(config.max_tokens, config.recall)
         return UnquantizedLinearMethod()
