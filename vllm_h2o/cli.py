@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-h2o``: plan capacity, trace evictions, check chat templates."""
+"""``vllm-h2o``: plan capacity, trace evictions, check chat templates, count unused neurons."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import number
 from vllm_h2o.options.traits import FLOAT8
 from vllm_h2o.policy import policies
+from vllm_h2o.sparsity.config import RECALL
 
 _DTYPES = ("float32", "bfloat16", "float16")
-
 _BUDGETS = ("0.05", "0.1", "0.2", "0.5")
 _PURPOSE = """\
 vllm-h2o lets vLLM keep only the tokens of each sequence that receive attention, so that more
@@ -58,6 +58,11 @@ says at which token (counted from 0) each kind of answer breaks.
 With tool_choice required or a tool's name, some of vLLM's --tool-call-parser let the model generate
 bare JSON, others its own format. With the latter see "a tool call".
 """
+_SPARSITY = """\
+Run an OPT with ReLU on a text: the neurons it uses, what --contextual-sparsity saves and costs.
+
+    vllm-h2o sparsity MODEL --text story.txt
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_plan(commands)
     _add_trace(commands)
     _add_check_template(commands)
+    _add_sparsity(commands)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
@@ -366,6 +372,20 @@ def _check_template(arguments: argparse.Namespace) -> int:
     for each in found:
         print("\n".join(each.lines()))
     return int(not found[0].continues)
+
+
+def _add_sparsity(commands: Any) -> None:
+    parser = _command(commands, "sparsity", "count the neurons that a text uses", _SPARSITY)
+    parser.add_argument("model", metavar="MODEL", help="a folder or a name of an OPT")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text, as UTF-8")
+    parser.add_argument("--recall", type=float, default=RECALL, help=f"{RECALL} by default")
+    parser.set_defaults(run=_sparsity)
+
+
+def _sparsity(arguments: argparse.Namespace) -> int:
+    from vllm_h2o.sparsity import report
+
+    return report.run(arguments.model, read_text(arguments.text, "--text"), arguments.recall)
 
 
 def _config(arguments: argparse.Namespace, budget: str | None) -> KVPolicyConfig:
