@@ -40,7 +40,8 @@ class Oracle(Compared):
         waiting: layers of the running step, to be followed when its survivors are packed.
         drafted: steps with drafts, to be followed when it is known how many were accepted.
         order: of the running step's rows, the requests.
-        readings: queries of the running step's second reading, by layer name and request id.
+        readings: queries of the running step's second reading, and what they see of it, by layer
+            name and request id.
         sharing: heads that share slots from this step on, with the size of a page, and tenths.
         comparing: what is compared at the end of the running step.
 
@@ -54,7 +55,7 @@ class Oracle(Compared):
     waiting: list[Callable[[], None]] = field(default_factory=list)
     drafted: dict[Where, tuple[RequestPlan, tuple[torch.Tensor, ...]]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
-    readings: dict[tuple[str, str], list[torch.Tensor]] = field(default_factory=dict)
+    readings: dict[tuple[str, str], list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
     sharing: dict[tuple[str, str], tuple[list[WatchedHead], int, int]] = field(default_factory=dict)
     comparing: list[Callable[[], None]] = field(default_factory=list)
 
@@ -66,7 +67,7 @@ class Oracle(Compared):
             query, key, value, kv_cache, metadata, output = (*tensors, *kwargs.values())[:6]
             result = original(impl, layer, query, key, value, kv_cache, metadata, output)
             if metadata is not None and metadata.reading is not None:
-                self.take_reading(layer.layer_name, metadata.reading, query)
+                self.take_reading(impl, layer.layer_name, metadata.reading, query, key)
                 return result
             step = current_step() if metadata is not None else None
             if step is not None:
@@ -164,11 +165,26 @@ class Oracle(Compared):
         head = self.heads.get(where)
         return head is None or (plan.in_prompt and plan.logical_start < max(head.logical_len, 1))
 
-    def take_reading(self, layer_name: str, read: Reconstruction, query: torch.Tensor) -> None:
-        """The queries that a layer has when prompts are read again, in order of their tokens."""
+    def take_reading(
+        self,
+        impl: HeavyHitterImpl,
+        layer_name: str,
+        read: Reconstruction,
+        query: torch.Tensor,
+        key: torch.Tensor,
+    ) -> None:
+        """The queries that a layer has when prompts are read again, in order of their tokens.
+
+        With them goes the log-sum-exp of their logits of the block, read again up to each.
+        """
         for block in read.blocks:
-            rows = query[block.chunk.tokens].clone()
-            self.readings.setdefault((layer_name, block.request_id), []).append(rows)
+            rows = query[block.chunk.tokens].double()
+            keys = key[block.chunk.tokens].double()
+            grouped = rows.unflatten(1, (keys.shape[1], -1)) * impl.scale
+            logits = torch.einsum("thgd,lhd->hgtl", grouped, keys)
+            later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu_(1)
+            sums = logits.masked_fill_(later, -torch.inf).logsumexp(-1).flatten(0, 1).T
+            self.readings.setdefault((layer_name, block.request_id), []).append((rows, sums))
 
     def _next_turn(self, where: Where, plan: RequestPlan) -> WatchedHead:
         """Where conversations are continued: what came of an earlier request."""
@@ -263,7 +279,9 @@ class Oracle(Compared):
         terms = self._terms(head.ranking, plan, own, where)
         new = (own, key[:, where[1]], value[:, where[1]])
         size = self.scheduler.block_manager.block_size
-        out = head.step(*new, ends_prompt, terms, size, falls_back, plan.prompt_end)
+        again = any(term.queries == "reread" for term, _ in terms)
+        sums = self._reread(where, own.shape[1])[1] if again else None
+        out = head.step(*new, ends_prompt, terms, size, falls_back, plan.prompt_end, sums)
         head.merge = merge
         return out
 
@@ -284,12 +302,15 @@ class Oracle(Compared):
             elif term.queries == "rotated":
                 own = self._rotated(query, plan.num_new)
             else:
-                read = torch.cat(self.readings[where[0], where[2]]).double()
-                num_kv_heads = read.shape[1] // query.shape[1]
-                assert len(read) == len(own)
-                own = read.unflatten(1, (num_kv_heads, -1))[:, where[1]]
+                own, _ = self._reread(where, query.shape[1])
+                assert len(own) == len(query)
             asking.append((term, own))
         return [(term, own) for term, own in asking if len(own)]
+
+    def _reread(self, where: Where, group: int) -> list[torch.Tensor]:
+        """[T, G, D], a KV head's queries of the second reading, and [T, G], what they see of it."""
+        read = zip(*self.readings[where[0], where[2]], strict=True)
+        return [torch.cat(each).unflatten(1, (-1, group))[:, where[1]] for each in read]
 
     def _rotated(self, query: torch.Tensor, distance: int | torch.Tensor) -> torch.Tensor:
         """[..., D], at ``distance`` ([...]) positions later, by the model's own theta."""

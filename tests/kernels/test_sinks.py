@@ -123,8 +123,11 @@ def test_prefill_with_sinks_equals_torch(
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 @pytest.mark.parametrize("term", [Term("rotated", "sum"), *COMBINED.passes], ids=str)
-def test_term_scores_with_sinks_equal_torch(make: Callable[[Shape], Kernels], term: Term) -> None:
-    """Scores of a term; they differ from those without sinks."""
+@pytest.mark.parametrize("of_each", [False, True])
+def test_term_scores_with_sinks_equal_torch(
+    make: Callable[[Shape], Kernels], term: Term, of_each: bool
+) -> None:
+    """Scores of a term, with sinks of heads or of each query; they differ from those without."""
     chunks, owned = prompt_chunks(SHAPE, packs=False)
     chunks = [replace(c, first_window_query=max(c.num_tokens - 20, 0)) for c in chunks]
     chunks = [b for c in chunks for b in c.in_blocks(term, SHAPE.block_size)]
@@ -134,6 +137,7 @@ def test_term_scores_with_sinks_equal_torch(make: Callable[[Shape], Kernels], te
     torch.manual_seed(9)
     query = torch.randn(140, 6, 64)
     sinks = torch.where(SINKS < -100.0, 2.0, SINKS)  # by maximum the head without one wins
+    sinks = sinks + torch.randn(140, 6) if of_each else sinks
     tensors = StepTensors(query, query, query, query, 0.2, sinks)
     TorchKernels().score_term(theirs, chunks, tensors, term, by_age=True)
     make(SHAPE).score_term(ours, chunks, tensors, term, by_age=True)

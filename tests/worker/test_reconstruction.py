@@ -116,7 +116,7 @@ def test_reading_attends_to_first_page_and_block(
     found = reading(("a", prompt))
     again = tuple(torch.randn(x.shape) for x in (query, key, value))
     out = torch.full_like(query, torch.nan)
-    found.attend(cache, *again, 0.3, out)
+    others = found.attend(cache, *again, 0.3, out)
     assert max(numbers) <= most and (len(numbers) > 3) is (most == 300)
     held = [
         (view[cache.rows(TABLE)].flatten(1, 2)[:, :18].float() * scale).transpose(0, 1)
@@ -129,17 +129,19 @@ def test_reading_attends_to_first_page_and_block(
                 torch.cat([x[seen], y[start : i + 1]]).repeat_interleave(GROUP, 1)
                 for x, y in zip(held, again[1:], strict=True)
             )
-            probs = (torch.einsum("hd,lhd->hl", again[0][i], k) * 0.3).softmax(-1)
+            logits = torch.einsum("hd,lhd->hl", again[0][i], k) * 0.3
+            probs = logits.softmax(-1)
             torch.testing.assert_close(out[i], torch.einsum("hl,lhd->hd", probs, v))
+            torch.testing.assert_close(others[i], logits[:, len(seen) :].logsumexp(-1))
     # What is added counts with the observation window and without it, however much that gave.
     without, rows = cache.score_without_window, cache.rows(TABLE[:5])
     assert without is not None
     cache.score[rows], without[rows] = 0.0, 0.0
-    found.score(cache, replace(tensors, query=again[0]))
+    found.score(cache, replace(tensors, query=again[0], sink_logits=others))
     given = without[rows].clone()
     assert (given.flatten(1)[:, :18] > 0).all()
     assert torch.equal(cache.score[rows], given)
     cache.score[rows] = 1e6
-    found.score(cache, replace(tensors, query=again[0]))
+    found.score(cache, replace(tensors, query=again[0], sink_logits=others))
     assert torch.equal(without[rows], 2 * given)
     torch.testing.assert_close(cache.score[rows], 1e6 + given)

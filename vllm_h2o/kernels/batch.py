@@ -49,7 +49,8 @@ class StepTensors:
         value: [T, H, D], the model's dtype.
         out: [T, Hq, D], written: the model's dtype, or float32.
         scale: of the logits.
-        sink_logits: [Hq], float32, of the layer's attention sinks; None: it has none.
+        sink_logits: [Hq], float32, of the layer's attention sinks; None: it has none. For a term
+            [T, Hq], too, where queries see other keys than their chunk's.
         layer_index: the layer's place in the chunks' ``window_scores``.
 
     """

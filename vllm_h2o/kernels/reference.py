@@ -81,7 +81,7 @@ def score_term(
         term: what is added.
         by_age: whether scores are ranked as means.
         page_size: slots of a page; blocks are whole pages.
-        sink_logits: [G], as in :func:`attend_and_score`.
+        sink_logits: [G], as in :func:`attend_and_score`, or [T, G].
         end: one past the last position when the strip is next ranked: ages are those of then;
             None: after the newest token.
 
@@ -271,6 +271,7 @@ class Head:
         page_size: int = 1,
         falls_back: bool = False,
         prompt_end: int | None = None,
+        reread_sinks: SinkLogits = None,
     ) -> torch.Tensor:
         """Compute T tokens: a chunk of the prompt, or one token after it.
 
@@ -285,6 +286,7 @@ class Head:
             falls_back: whether a head that grows is cut to its budget after this step, for good.
             prompt_end: one past the prompt's last position. A reread term is ranked there, unless
                 chunks are evicted from, so that it does not depend on where they end.
+            reread_sinks: [T', G], of the reread queries: what they see of the second reading.
 
         Returns:
             [T, G, D].
@@ -303,8 +305,10 @@ class Head:
         for term, asking in terms:
             if term.lifetime:
                 self.strip.keep_scores()
-            waits = term.queries == "reread" and self.eviction.at != "chunk"
-            how = (self.ranking.by_age, page_size, self.sink_logits, prompt_end if waits else None)
+            again = term.queries == "reread"
+            end = prompt_end if again and self.eviction.at != "chunk" else None
+            sinks = reread_sinks if again else self.sink_logits
+            how = (self.ranking.by_age, page_size, sinks, end)
             score_term(asking, self.strip, self.scale, term, *how)
         self.grows = self.grows and not falls_back
         self._evict(ends_prompt, falls_back)

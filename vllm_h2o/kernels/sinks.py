@@ -3,6 +3,9 @@
 
 It has no V: it takes part in the sum of a softmax, and no token gets its share. gpt-oss has one for
 each head (arXiv 2508.10925). The first tokens of a sequence are called sinks, too; they are tokens.
+
+A query that sees other keys than those of its chunk has a logit of its own that stands for them:
+the logarithm of the sum of their exponentials. A second reading has such queries.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import torch
 
 SinkLogits = torch.Tensor | None
-"""[Hq], float32, of a layer's query heads, added to no product and scaled by nothing; or None."""
+"""[Hq], float32, of a layer's query heads, added to no product and scaled by nothing; or None.
+Where a term is scored, they may be [T, Hq], of each query."""
 
 
 def softmax(logits: torch.Tensor, sink_logits: SinkLogits) -> torch.Tensor:

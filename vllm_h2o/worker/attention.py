@@ -185,8 +185,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
     ) -> None:
         """Attend and score in the pass that reads prompts again."""
         asked = (tensors.query, tensors.key, tensors.value, self.scale, tensors.out)
-        reading.attend(cache, *asked)
-        reading.score(cache, tensors)
+        others = reading.attend(cache, *asked)
+        reading.score(cache, replace(tensors, sink_logits=others))
         if self.watch is not None:
             self.watch(name, cache, reading.prompts, reading.term)
 

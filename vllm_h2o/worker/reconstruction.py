@@ -152,7 +152,7 @@ class Reconstruction:
         value: torch.Tensor,
         scale: float,
         out: torch.Tensor,
-    ) -> None:
+    ) -> torch.Tensor:
         """Each block over what it sees of the prompt, and causally over itself, read again.
 
         Args:
@@ -163,7 +163,12 @@ class Reconstruction:
             scale: of the logits.
             out: [T, Hq, D], written.
 
+        Returns:
+            [T, Hq], float32: the log-sum-exp of each query's logits of the block, read again. It
+            stands for those keys where the query scores what it sees of the prompt.
+
         """
+        others = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for alike in self._alike(query):
             q, k, v = (x[alike.rows].transpose(1, 2) for x in (query, key, value))
             held = zip((cache.key, cache.value), cache.scales, strict=True)
@@ -173,10 +178,14 @@ class Reconstruction:
             )
             # Of one long block with many heads, some queries at a time.
             size = max(1, MAX_LOGITS // (q.shape[0] * q.shape[1] * k.shape[2]))
-            parts = zip(q.split(size, dim=2), alike.mask.split(size), strict=True)
+            parts = [*zip(q.split(size, dim=2), alike.mask.split(size), strict=True)]
             options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
             each = [scaled_dot_product_attention(p, k, v, mask, **options) for p, mask in parts]
             out[alike.rows] = torch.cat(each, dim=2).transpose(1, 2).to(out.dtype)
+            first = alike.attended_len
+            sums = [_log_sum_exp(p, k[:, :, first:], mask[:, first:], scale) for p, mask in parts]
+            others[alike.rows] = torch.cat(sums, dim=2).transpose(1, 2)
+        return others
 
     def _alike(self, query: torch.Tensor) -> list[Alike]:
         """The blocks by their shape, as many at once as :data:`MAX_LOGITS` allows; made once."""
@@ -196,7 +205,8 @@ class Reconstruction:
 
         Args:
             cache: scores are written.
-            tensors: of the second reading, a row for each of its tokens.
+            tensors: of the second reading, a row for each of its tokens; ``sink_logits`` are what
+                :meth:`attend` returned.
 
         """
         without = cache.score_without_window
@@ -213,6 +223,15 @@ class Reconstruction:
             given = cache.score[rows]
             without[rows] += given
             cache.score[rows] = score + given
+
+
+def _log_sum_exp(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """[n, Hq, T], float32, of the logits of queries [n, Hq, T, D] and keys [n, H, L, D]."""
+    grouped = query.unflatten(1, (key.shape[1], -1)).to(torch.float32) * scale
+    logits = grouped @ key[:, :, None].transpose(-1, -2).to(torch.float32)  # [n, H, G, T, L]
+    return logits.masked_fill_(~mask, -torch.inf).logsumexp(dim=-1).flatten(1, 2)
 
 
 def _read(held: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:

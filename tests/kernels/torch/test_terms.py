@@ -42,8 +42,12 @@ def test_term_scores_in_any_tiles_equal_the_reference(
     first_query: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reference's scores, in tiles of any size; slots after the chunk's stay as they were."""
+    """The reference's scores, in tiles of any size; slots after the chunk's stay as they were.
+
+    Reread queries also see other keys, each some of its own.
+    """
     term, query = TERMS[name], torch.randn(4 + num_tokens, 6, 64)
+    sinks = 3 * torch.randn(4 + num_tokens, 6) if term.queries == "reread" else None
     for tile in (7, prefill.QUERY_TILE):
         monkeypatch.setattr(prefill, "QUERY_TILE", tile)
         cache, chunk = shared(None, num_tokens)
@@ -51,12 +55,15 @@ def test_term_scores_in_any_tiles_equal_the_reference(
         chunk = replace(chunk, **first)
         before = strips(cache, BLOCKS, 64)
         for part in chunk.in_blocks(term, 16):
-            terms.score_term(cache, part, step(query), term, by_age)
+            terms.score_term(cache, part, replace(step(query), sink_logits=sinks), term, by_age)
         for head, strip in enumerate(strips(cache, BLOCKS, LENGTH)):
             expected = Strip(*(getattr(before[head], name)[:LENGTH] for name in VIEWS))
             own = query[chunk.tokens].double().unflatten(1, (2, 3))[:, head]
+            if sinks is not None:
+                of_head = sinks[chunk.tokens].unflatten(1, (2, 3))[first_query:, head]
             if first_query < num_tokens:
-                score_term(own[first_query:], expected, 0.2, term, by_age, 16)
+                how = (0.2, term, by_age, 16, None if sinks is None else of_head)
+                score_term(own[first_query:], expected, *how)
             torch.testing.assert_close(strip.score, expected.score, rtol=1e-5, atol=1e-6)
             after = strips(cache, BLOCKS, 64)[head].score[LENGTH:]
             torch.testing.assert_close(after, before[head].score[LENGTH:], equal_nan=True)

@@ -46,6 +46,7 @@ const H2oEntry* h2o_layout_entries() {
       H2O_FIELD(H2oTensors, key_stride),
       H2O_FIELD(H2oTensors, value_stride),
       H2O_FIELD(H2oTensors, out_stride),
+      H2O_FIELD(H2oTensors, sink_stride),
       H2O_FIELD(H2oTensors, num_heads),
       H2O_FIELD(H2oTensors, type),
       H2O_FIELD(H2oTensors, out_type),

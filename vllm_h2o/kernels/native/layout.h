@@ -52,11 +52,12 @@ struct H2oTensors {
   const char* key;           // [T, H, D]
   const char* value;         // [T, H, D]
   char* out;                 // [T, Hq, D]
-  const float* sink_logits;  // [Hq], or null: no attention sinks
+  const float* sink_logits;  // [Hq], of terms also [T, Hq]; or null: no attention sinks
   int64_t query_stride;
   int64_t key_stride;
   int64_t value_stride;
   int64_t out_stride;
+  int64_t sink_stride;  // 0: [Hq]
   int32_t num_heads;
   int32_t type;  // of query, key and value
   int32_t out_type;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from itertools import zip_longest
 
@@ -58,7 +58,7 @@ class H2oTensors(ctypes.Structure):
 
     _fields_ = _typed(
         pointers="query key value out sink_logits",
-        words="query_stride key_stride value_stride out_stride",
+        words="query_stride key_stride value_stride out_stride sink_stride",
         ints="num_heads type out_type",
         floats="scale out_scale",
     )
@@ -232,8 +232,9 @@ def tensors_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
         key.data_ptr(),
         value.data_ptr(),
         out.data_ptr(),
-        _sinks(tensors.sink_logits, query),
+        _sinks(tensors.sink_logits, query.shape[1:2]),
         *strides,
+        0,
         query.shape[1],
         TYPES[dtype],
         TYPES[out_dtype],
@@ -249,19 +250,24 @@ def query_bytes(cache: LayerCache, tensors: StepTensors) -> bytes:
     dtype = _computed(cache, query)
     if query.dtype is not dtype:
         raise ValueError(f"queries of {query.dtype} with a cache of {cache.key.dtype}")
-    scale, sinks = tensors.scale * cache.scales[0], _sinks(tensors.sink_logits, query)
-    sizes = (stride, 0, 0, 0, query.shape[1], TYPES[dtype], 0, scale, 1.0)
-    return _TENSORS.pack(query.data_ptr(), 0, 0, 0, sinks, *sizes)
+    sinks, num_heads = tensors.sink_logits, query.shape[1]
+    of_each = sinks is not None and sinks.dim() == 2
+    address = _sinks(sinks, query.shape[:2] if of_each else query.shape[1:2])
+    scale = tensors.scale * cache.scales[0]
+    strides = (stride, 0, 0, 0, num_heads if of_each else 0)
+    sizes = (*strides, num_heads, TYPES[dtype], 0, scale, 1.0)
+    return _TENSORS.pack(query.data_ptr(), 0, 0, 0, address, *sizes)
 
 
-def _sinks(sink_logits: SinkLogits, query: torch.Tensor) -> int:
-    """Check the logits of attention sinks, one for each query head; return their address."""
+def _sinks(sink_logits: SinkLogits, shape: Sequence[int]) -> int:
+    """Check the logits of attention sinks, of a shape; return their address."""
     if sink_logits is None:
         return 0
-    shape, is_plain = (query.shape[1],), sink_logits.is_contiguous()
+    is_plain = sink_logits.is_contiguous()
     if sink_logits.dtype is not torch.float32 or sink_logits.shape != shape or not is_plain:
         found = f"{sink_logits.dtype} {tuple(sink_logits.shape)}"
-        raise ValueError(f"sinks are {found} with strides {sink_logits.stride()}, not {shape}")
+        strides = sink_logits.stride()
+        raise ValueError(f"sinks are {found} with strides {strides}, not {tuple(shape)}")
     return sink_logits.data_ptr()
 
 

@@ -304,8 +304,11 @@ struct Prompt {
 
   // The logit of a row's attention sink, or null.
   const float* sink(const QueryTile& tile, int64_t r) const {
+    if (!tensors.sink_logits) return nullptr;
+    const H2oChunk& chunk = chunks[tile.chunk];
     const int64_t head = tile.head * group + tile.group_begin + r / tile_queries;
-    return tensors.sink_logits ? tensors.sink_logits + head : nullptr;
+    const int64_t query = std::min(tile.query_begin + r % tile_queries, chunk.num_tokens - 1);
+    return tensors.sink_logits + (chunk.token_start + query) * tensors.sink_stride + head;
   }
 
   // One row's logits [width] become weights.

@@ -119,7 +119,7 @@ def probabilities(
         key: [H, L, D], float32.
         last_seen: [T]: the last slot that each query sees.
         scale: of the logits.
-        sink_logits: [Hq], float32, of attention sinks.
+        sink_logits: [Hq] or [T, Hq], float32, of attention sinks.
 
     Returns:
         [H, G, T, L], float32: the queries of a GQA group side by side.
@@ -129,7 +129,9 @@ def probabilities(
     logits = torch.matmul(grouped.flatten(1, 2), key.transpose(1, 2))  # [H, G * T, L]
     logits = logits.unflatten(1, (-1, query.shape[0]))
     hidden = torch.arange(key.shape[1], device=key.device) > last_seen[:, None]
-    sinks = None if sink_logits is None else sink_logits.view(key.shape[0], -1, 1)
+    sinks = sink_logits
+    if sinks is not None:
+        sinks = sinks.expand(query.shape[:2]).T.unflatten(0, (key.shape[0], -1))  # [H, G, T]
     return softmax(logits.masked_fill_(hidden, float("-inf")), sinks)
 
 

@@ -54,7 +54,9 @@ def values(
         position: [H, attended_len], of the tokens.
 
     """
-    query = tensors.query[chunk.tokens]
+    query, sinks = tensors.query[chunk.tokens], tensors.sink_logits
+    if sinks is not None:
+        sinks = sinks.expand(tensors.query.shape[:2])[chunk.tokens]
     key = chunk_slots(cache, cache.key, chunk).to(torch.float32)
     value = torch.zeros(position.shape, device=query.device)
     for tile in tiles(chunk, query.shape[1], chunk.first_query(term)):
@@ -62,7 +64,8 @@ def values(
         last_seen = chunk.resident_start + index
         if term.sees_later:
             last_seen = torch.full_like(index, chunk.attended_len - 1)
-        seen = (key, last_seen, tensors.scale * cache.scales[0], tensors.sink_logits)
+        seen = (key, last_seen, tensors.scale * cache.scales[0])
+        seen += (None if sinks is None else sinks[tile],)
         each = probabilities(query[tile], *seen).pow(term.power)  # [H, G, tile, L]
         if term.skip:
             age = chunk.logical_start + index[:, None] - position[:, None, :]

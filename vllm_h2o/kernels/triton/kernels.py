@@ -225,13 +225,14 @@ class TritonKernels(RareStages):
         sent, query, out = self._sent(chunks), tensors.query, tensors.out
         by_query, _ = self._prompt_options(cache, query)
         key_scale, value_scale = cache.scales
-        sinks, has_sinks = self._sinks(tensors.sink_logits)
+        sinks, has_sinks = self._sinks(tensors.sink_logits, query.shape[0])
+        of_each = sinks.stride(0) if sinks.shape == (query.shape[0], self.num_heads) else 0
         lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
         prefill.attend[self._query_grid(sent, by_query)](
             query, cache.key, cache.value, sent.block_table, sent.fields, sinks, out, lse,
             tensors.scale * key_scale, value_scale,
-            query.stride(0), out.stride(0), lse.stride(0), cache.key.stride(0),
-            sent.block_table.stride(0), len(sent), cache.rows_per_block, cache.first_head,
+            query.stride(0), out.stride(0), lse.stride(0), of_each,
+            cache.key.stride(0), sent.block_table.stride(0), len(sent), cache.rows_per_block, cache.first_head,
             **by_query, **has_sinks, **prefill.asked(term), ATTENDS=term is None,
         )  # fmt: skip
         return lse
@@ -264,11 +265,20 @@ class TritonKernels(RareStages):
             return cache.score, {"MERGES": False}
         return cache.mass, {"MERGES": True}
 
-    def _sinks(self, sink_logits: SinkLogits) -> tuple[torch.Tensor, dict[str, bool]]:
-        """Logits of attention sinks, or what stands in their place; and whether there are any."""
+    def _sinks(
+        self, sink_logits: SinkLogits, num_queries: int | None = None
+    ) -> tuple[torch.Tensor, dict[str, bool]]:
+        """Logits of attention sinks, or what stands in their place; and whether there are any.
+
+        Args:
+            sink_logits: [Hq], or [T, Hq].
+            num_queries: T, where each query may have its own.
+
+        """
         if sink_logits is None:
             return self._partial_max_sum, {"HAS_SINKS": False}
-        if sink_logits.dtype != torch.float32 or sink_logits.shape != (self.num_heads,):
+        shapes = ((self.num_heads,), (num_queries, self.num_heads))
+        if sink_logits.dtype != torch.float32 or sink_logits.shape not in shapes:
             found = f"{sink_logits.dtype} {tuple(sink_logits.shape)}"
             raise ValueError(f"sinks are {found} where there are {self.num_heads} query heads")
         return sink_logits, {"HAS_SINKS": True}

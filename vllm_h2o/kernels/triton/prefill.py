@@ -112,14 +112,16 @@ def store_chunk(
         tl.store(mass_pages + words, tl.full([TILE], 1.0, tl.float32), mask=live)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "table_stride", "first_head", "lse_stride"])
+@triton.jit(
+    do_not_specialize=["num_chunks", "table_stride", "first_head", "lse_stride", "sink_stride"],
+)
 def attend(
     query_ptr,  # [T, Hq, D]
     key_pages,
     value_pages,  # read when ATTENDS
     block_table_ptr,
     fields_ptr,
-    sink_ptr,  # [Hq], float32; read when HAS_SINKS
+    sink_ptr,  # [Hq], or [T, Hq], float32; read when HAS_SINKS
     out_ptr,  # [T, Hq, D]: written when ATTENDS
     lse_ptr,  # [Hq, T], float32: written
     scale,
@@ -127,6 +129,7 @@ def attend(
     query_stride,
     out_stride,
     lse_stride,
+    sink_stride,  # 0: [Hq]
     page_stride,
     table_stride,
     num_chunks,
@@ -162,7 +165,8 @@ def attend(
     dim = tl.arange(0, D_PAD)
     query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)  # [TILE_Q, D_PAD]
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    row_max, row_sum = begin_softmax(sink_ptr, head, TILE_Q, HAS_SINKS)
+    sinks = sink_ptr + token * sink_stride + head
+    row_max, row_sum = begin_softmax(sinks, query_mask, TILE_Q, HAS_SINKS)
     out = tl.zeros([TILE_Q, D_PAD], tl.float32)
     visible = resident_start + num_tokens
     if not SEES_LATER:
