@@ -17,6 +17,7 @@ from vllm_h2o.policy.h2o2 import RECONSTRUCTION
 from vllm_h2o.worker.reconstruction import Block, Reader, Reconstruction
 
 PAGE, LONGEST = 16, 500
+POSITIONS = 512  # of the model; the engine has fewer
 TEXT = CHARACTERS * 2
 PROMPTS = [TEXT[7:407], TEXT[100:105], TEXT[300:557], TEXT[11:211], TEXT[900:1156]]
 Read = tuple[Block, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -52,7 +53,7 @@ def second_reading(model: Any, prompt: list[int], block: Block) -> torch.Tensor:
         cache.update(layer.keys[:, :, seen], layer.values[:, :, seen], index)
     num_new = block.end - block.start
     visible = torch.ones(num_new, len(seen) + num_new).tril(len(seen)) > 0
-    begin = min(block.end, LONGEST - num_new)
+    begin = min(block.end, POSITIONS - num_new)
     found = model.model(
         torch.tensor([prompt[block.start : block.end]]),
         past_key_values=cache,
@@ -96,7 +97,7 @@ def test_what_is_read(
         index = int(block.request_id.split("-")[0])
         prompt, num_new = PROMPTS[index], block.end - block.start
         assert ids.tolist() == prompt[block.start : block.end]
-        begin = min(block.end, LONGEST - num_new)
+        begin = min(block.end, POSITIONS - num_new)
         assert positions.tolist() == [*range(begin, begin + num_new)]
         torch.testing.assert_close(states, second_reading(model, prompt, block), atol=1e-4, rtol=0)
         tokens[index] += num_new

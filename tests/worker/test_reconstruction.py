@@ -37,12 +37,12 @@ def chunk(start: int, stop: int, row: int = 0, skip: int = 0) -> PromptChunk:
     )
 
 
-def reading(*prompts: tuple[str, PromptChunk], max_position: int = 64) -> Reconstruction:
+def reading(*prompts: tuple[str, PromptChunk]) -> Reconstruction:
     """Of these prompts, each ranked at its chunk's end, with nobody to read them."""
     each = [(request_id, chunk, chunk.logical_end) for request_id, chunk in prompts]
     blocks = list(blocks_of(each, TERM, PAGE))
     chunks = [each for _, each in prompts]
-    return Reconstruction(blocks, chunks, TorchKernels(), TERM, True, max_position)
+    return Reconstruction(blocks, chunks, TorchKernels(), TERM, True)
 
 
 def test_reading_goes_by_blocks_of_the_chunk() -> None:
@@ -59,7 +59,7 @@ def test_reading_goes_by_blocks_of_the_chunk() -> None:
 @pytest.mark.parametrize(("most", "starts"), [(64, [8, 10]), (11, [3, 9]), (8, [0, 6])])
 def test_reading_positions_follow_each_block(most: int, starts: list[int]) -> None:
     """After each block's end, or as far as positions reach."""
-    found = reading(("a", chunk(0, 10)), max_position=most).positions().tolist()
+    found = reading(("a", chunk(0, 10))).positions(most).tolist()
     assert found == [*range(starts[0], starts[0] + 8), *range(starts[1], starts[1] + 2)]
 
 

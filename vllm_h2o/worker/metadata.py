@@ -207,8 +207,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             for row, chunk in read.items()
         ]
         blocks = list(blocks_of(each, term, self.spec.block_size))
-        limit = self.vllm_config.model_config.max_model_len
-        own = (self.kernels, term, self.scoring.by_age, limit)
+        own = (self.kernels, term, self.scoring.by_age)
         reconstruction = Reconstruction(blocks, list(read.values()), *own)
         metadata = self._metadata(reading=reconstruction)
         return Rereading(reconstruction, metadata, self.layers.names, step.reader)

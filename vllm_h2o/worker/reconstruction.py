@@ -119,7 +119,6 @@ class Reconstruction:
         kernels: what scores.
         term: the ``reread`` term.
         by_age: whether scores are ranked as means.
-        max_position: positions that tokens may have.
 
     """
 
@@ -128,19 +127,24 @@ class Reconstruction:
     kernels: Kernels
     term: Term
     by_age: bool
-    max_position: int
     rows: list[PromptChunk] = field(default_factory=list, init=False)
     batches: list[Alike] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.rows.extend(block.chunk for block in self.blocks)
 
-    def positions(self) -> torch.Tensor:
-        """[T], int64, on the host: those after each block's end, or as far as positions reach."""
+    def positions(self, most: int) -> torch.Tensor:
+        """[T], int64, on the host: those after each block's end, or as far as positions reach.
+
+        Args:
+            most: positions that the model has. Of a block that is read where others are, queries
+                look at those instead.
+
+        """
         each = []
         for block in self.blocks:
             length = block.chunk.num_tokens
-            start = max(min(block.end, self.max_position - length), 0)
+            start = max(min(block.end, most - length), 0)
             each.append(torch.arange(start, start + length))
         return torch.cat(each)
 
@@ -281,7 +285,9 @@ class Reader:
         """Run one forward pass over all blocks of a step, with metadata by layer."""
         runner = self.worker.model_runner
         ids = torch.cat([self._tokens(block) for block in reconstruction.blocks])
-        positions = sent(reconstruction.positions(), runner.device)
+        # A prompt may fill the engine's positions; the model often has more.
+        most = max(self.worker.vllm_config.model_config.max_model_len, self.worker.num_positions)
+        positions = sent(reconstruction.positions(most), runner.device)
         with set_forward_context(metadata, self.worker.vllm_config, num_tokens=len(ids)):
             runner.model(
                 input_ids=ids,

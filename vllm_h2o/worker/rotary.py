@@ -236,6 +236,23 @@ def bind(model: torch.nn.Module, model_type: str, is_hybrid: bool = False) -> No
         impl.rotate = RopeShift(found[0])
 
 
+def num_positions(model: torch.nn.Module) -> int:
+    """Count the positions that a model's rotary embeddings have a rotation for.
+
+    Args:
+        model: vLLM's.
+
+    Returns:
+        Rows of the shortest table; 0 where there is none, or one that is not known.
+
+    """
+    modules = model.modules()
+    rotaries = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
+    if not all(isinstance(rotary, ROTARY) for rotary in rotaries):
+        return 0
+    return min((len(rotary.cos_sin_cache) for rotary in rotaries), default=0)
+
+
 def _adds_up(rotary: RotaryEmbeddingBase) -> bool:
     """Whether the rotation of position 0 is none: one that also scales would scale twice."""
     cos, sin = rotary.cos_sin_cache[0].chunk(2)
@@ -243,10 +260,16 @@ def _adds_up(rotary: RotaryEmbeddingBase) -> bool:
 
 
 class BindsRopeShift:
-    """Mixed into vLLM's worker class: finds what rotates queries, or keys, where something does."""
+    """Mixed into vLLM's worker class: finds what rotates queries, or keys, where something does.
+
+    Attributes:
+        num_positions: see :func:`num_positions`; known where prompts are read again.
+
+    """
 
     vllm_config: Any
     model_runner: Any
+    num_positions = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model; see :func:`bind` and :func:`bind_rotations`."""
@@ -256,5 +279,7 @@ class BindsRopeShift:
             found = self.vllm_config.model_config
             model_type, is_hybrid = found.hf_text_config.model_type, found.is_hybrid
             bind(self.model_runner.get_model(), model_type, is_hybrid)
+        if config is not None and config.ranking.term("reread"):
+            self.num_positions = num_positions(self.model_runner.get_model())
         if config is not None and config.position_limit is not None:
             bind_rotations(self.model_runner.get_model(), config.position_limit)
