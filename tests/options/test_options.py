@@ -252,7 +252,7 @@ def test_merge_by_default_gives_way_and_says_why(
 def test_defaults_follow_from_the_score() -> None:
     """The same policy, with another rule."""
     own, again = KVPolicyConfig("h2o2"), KVPolicyConfig(**AGAIN)
-    assert (own.effective_recent_ratio, again.effective_recent_ratio) == (0.5, 0.3)
+    assert (own.effective_recent_ratio, again.effective_recent_ratio) == (0.5, 0.1)
     assert own.resolve(1024, 16).recent_at(0) == 4
     assert again.resolve(1024, 16).recent_at(0) == again.resolve(1024, 16).num_recent > 4
 

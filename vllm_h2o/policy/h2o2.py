@@ -12,7 +12,8 @@ When the prompt ends, its last tokens compete with all others. The recent window
 output, and what is evicted during it is merged into what stays.
 
 With ``score=reconstruction`` the model reads the prompt again, and what that reading attends to
-takes the place of the rotated queries. Merging would cost what may be asked later.
+takes the place of the rotated queries. That counts most: what the prompt's own end looks at would
+take the slots of what may be asked later, and so would recent tokens in every head, and merging.
 """
 
 from dataclasses import replace
@@ -25,7 +26,9 @@ WINDOW = Term("window", "max", power=2, weight=0.3, reach=12, skip=16, lifetime=
 
 COMBINED = Ranking(PAID, Term("rotated", "max", power=2, weight=0.1, block=256), WINDOW)
 RECONSTRUCTION = Ranking(
-    PAID, Term("reread", "max", power=2, weight=0.1, block=256), replace(WINDOW, lifetime=128)
+    PAID,
+    Term("reread", "max", power=2, block=512),
+    replace(WINDOW, weight=0.03, lifetime=128),
 )
 
 H2O2 = Policy(
@@ -36,6 +39,6 @@ H2O2 = Policy(
     merge=0.8,
     score="combined",
     scores={
-        "reconstruction": Rule(ranking=RECONSTRUCTION, recent_ratio=0.3, split="layers"),
+        "reconstruction": Rule(ranking=RECONSTRUCTION, recent_ratio=0.1, split="layers"),
     },
 )
