@@ -16,7 +16,7 @@ from tests.tiny_models import CONFIGS, engine_args, engine_config, folder
 from vllm_h2o.errors import SparsityError
 from vllm_h2o.sparsity.config import KEY, MODES, SparsityConfig
 from vllm_h2o.sparsity.flags import add_sparsity_flags, fold_sparsity
-from vllm_h2o.sparsity.hooks import prepare_sparsity
+from vllm_h2o.sparsity.hooks import check_sparsity, prepare_sparsity
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,17 @@ def test_flags_reach_additional_config(opt: str) -> None:
     assert SparsityConfig.from_additional_config(predicted) == SparsityConfig("predicted", 4)
 
 
-def test_start_says_what_is_skipped(opt: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_says_what_is_skipped(
+    opt: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mode, layers and kernels."""
+    made = engine_config(opt)  # vLLM sets the levels of its loggers meanwhile
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, "vllm.contextual_sparsity"):
         for mode in MODES:
-            engine_config(opt, contextual_sparsity=mode)
-    exact, predicted = (record.getMessage() for record in caplog.records)
+            check_sparsity(made, SparsityConfig(mode))
+    lines = [r.getMessage() for r in caplog.records if r.name == "vllm.contextual_sparsity"]
+    exact, predicted = dict.fromkeys(lines)  # other tests may have left a second handler
     assert "exact, recall 1, 1 layers, kernels " in exact and exact.endswith("rows of fc2.")
     assert "predicted, recall 0.99, 1 layers" in predicted
     assert predicted.endswith("rows of fc1 and fc2.")

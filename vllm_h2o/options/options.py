@@ -62,7 +62,7 @@ class Options:
         "Fraction of the budget, beyond the sinks, that goes to the most recent tokens",
         fraction="[0, 1]",
         read_by="ranks",
-        shown="0.5; 0.3 with score=reconstruction",
+        shown="0.5; 0.1 with score=reconstruction",
     )
     num_sink_tokens: int | None = option(
         None,

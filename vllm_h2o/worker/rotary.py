@@ -247,10 +247,11 @@ def num_positions(model: torch.nn.Module) -> int:
 
     """
     modules = model.modules()
-    rotaries = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
-    if not all(isinstance(rotary, ROTARY) for rotary in rotaries):
+    all_kinds = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
+    known = [module for module in all_kinds if isinstance(module, ROTARY)]
+    if len(known) < len(all_kinds):
         return 0
-    return min((len(rotary.cos_sin_cache) for rotary in rotaries), default=0)
+    return min((len(rotary.cos_sin_cache) for rotary in known), default=0)
 
 
 def _adds_up(rotary: RotaryEmbeddingBase) -> bool:

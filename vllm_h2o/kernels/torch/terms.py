@@ -64,8 +64,8 @@ def values(
         last_seen = chunk.resident_start + index
         if term.sees_later:
             last_seen = torch.full_like(index, chunk.attended_len - 1)
-        seen = (key, last_seen, tensors.scale * cache.scales[0])
-        seen += (None if sinks is None else sinks[tile],)
+        others = None if sinks is None else sinks[tile]
+        seen = (key, last_seen, tensors.scale * cache.scales[0], others)
         each = probabilities(query[tile], *seen).pow(term.power)  # [H, G, tile, L]
         if term.skip:
             age = chunk.logical_start + index[:, None] - position[:, None, :]

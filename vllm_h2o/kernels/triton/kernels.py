@@ -231,8 +231,8 @@ class TritonKernels(RareStages):
         prefill.attend[self._query_grid(sent, by_query)](
             query, cache.key, cache.value, sent.block_table, sent.fields, sinks, out, lse,
             tensors.scale * key_scale, value_scale,
-            query.stride(0), out.stride(0), lse.stride(0), of_each,
-            cache.key.stride(0), sent.block_table.stride(0), len(sent), cache.rows_per_block, cache.first_head,
+            query.stride(0), out.stride(0), lse.stride(0), of_each, cache.key.stride(0),
+            sent.block_table.stride(0), len(sent), cache.rows_per_block, cache.first_head,
             **by_query, **has_sinks, **prefill.asked(term), ATTENDS=term is None,
         )  # fmt: skip
         return lse
