@@ -27,7 +27,7 @@ SPILLED: dict[int, dict[str, int]] = {
         "column_scores": 32,
         "reached_scores": 208,
     },  # fmt: skip
-    89: {"attend": 24, "column_scores": 24, "reached_scores": 288},
+    89: {"attend": 8, "column_scores": 24, "reached_scores": 288},
     90: {"attend": 48, "attend_split": 48, "reached_scores": 216},
 }
 """Bytes at most that do not fit into a thread's registers, of any shape; 0 of other kernels.

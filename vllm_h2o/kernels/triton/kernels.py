@@ -225,8 +225,8 @@ class TritonKernels(RareStages):
         sent, query, out = self._sent(chunks), tensors.query, tensors.out
         by_query, _ = self._prompt_options(cache, query)
         key_scale, value_scale = cache.scales
-        sinks, has_sinks = self._sinks(tensors.sink_logits, query.shape[0])
-        of_each = sinks.stride(0) if sinks.shape == (query.shape[0], self.num_heads) else 0
+        sinks, has_sinks = self._sinks(tensors.sink_logits, query.shape[0] if term else None)
+        of_each = sinks.stride(0) if sinks.dim() == 2 else 0
         lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
         prefill.attend[self._query_grid(sent, by_query)](
             query, cache.key, cache.value, sent.block_table, sent.fields, sinks, out, lse,
@@ -272,7 +272,7 @@ class TritonKernels(RareStages):
 
         Args:
             sink_logits: [Hq], or [T, Hq].
-            num_queries: T, where each query may have its own.
+            num_queries: T, where each query of a term may have its own.
 
         """
         if sink_logits is None:

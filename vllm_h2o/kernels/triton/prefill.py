@@ -161,12 +161,15 @@ def attend(
     resident_start = tl.load(fields + RESIDENT_START * num_chunks)
     i = t * TILE_Q + tl.arange(0, TILE_Q)
     query_mask = i < num_tokens
-    token = (tl.load(fields + TOKEN_START * num_chunks) + i).to(tl.int64)
+    token_start = tl.load(fields + TOKEN_START * num_chunks)
+    token = (token_start + i).to(tl.int64)
     dim = tl.arange(0, D_PAD)
     query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)  # [TILE_Q, D_PAD]
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
-    sinks = sink_ptr + token * sink_stride + head
-    row_max, row_sum = begin_softmax(sinks, query_mask, TILE_Q, HAS_SINKS)
+    sinks = sink_ptr + head
+    if not ATTENDS:  # queries of a term may each have their own; after the last come its again
+        sinks += (token_start + tl.minimum(i, num_tokens - 1)).to(tl.int64) * sink_stride
+    row_max, row_sum = begin_softmax(sinks, TILE_Q, HAS_SINKS)
     out = tl.zeros([TILE_Q, D_PAD], tl.float32)
     visible = resident_start + num_tokens
     if not SEES_LATER:

@@ -80,12 +80,15 @@ def load_head(tokens_ptr, token, live, head, dim, token_stride, D: tl.constexpr)
 
 
 @triton.jit
-def begin_softmax(sink_ptrs, mask, TILE_Q: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """(row_max, row_sum) before the first tile: of nothing, or of each query's attention sink."""
+def begin_softmax(sink_ptrs, TILE_Q: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """(row_max, row_sum) before the first tile: of nothing, or of attention sinks.
+
+    ``sink_ptrs`` is the address of the head's, or [TILE_Q], of each query's.
+    """
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
     if HAS_SINKS:
-        row_max = tl.load(sink_ptrs, mask=mask, other=0.0)
+        row_max = tl.zeros([TILE_Q], tl.float32) + tl.load(sink_ptrs)
         row_sum = tl.full([TILE_Q], 1.0, tl.float32)
     return row_max, row_sum
 
