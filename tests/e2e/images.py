@@ -174,12 +174,7 @@ def check(oracle: Oracle, probe: Probe, is_exact: bool) -> None:
 def test_policies_beside_images_equal_the_reference(
     policy: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second pass turns the queries of M-RoPE; the others ask for no scores.
-
-    In 16 bits, to which rotated queries are rounded, scores differ by more.
-    """
-    if not model_is_exact(model):
-        monkeypatch.setattr("tests.e2e.compared.TIE", 5e-3)
+    """The second pass turns the queries of M-RoPE; the others ask for no scores."""
     options: dict[str, Any] = {"budget": 32}
     own = settings(model)
     if policy == "h2o2":

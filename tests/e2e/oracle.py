@@ -237,7 +237,9 @@ class Oracle(Compared):
         if plan.packs_chunks:  # it may be computed again
             schedule = replace(schedule, at="chunk")
         if limit is not None:
-            rolling = Rolling(limit, lambda key, distance: self._rotated(key, -distance))
+            # Rotated keys are stored in the cache's dtype.
+            dtype = cache.key.dtype
+            rolling = Rolling(limit, lambda k, n: self._rotated(k, -n).to(dtype).double())
         return WatchedHead(
             Strip(
                 cache.key[at].double() * cache.scales[0],
@@ -300,7 +302,9 @@ class Oracle(Compared):
                 end = plan.logical_end if alone else plan.prompt_end
                 own = query[max(end - num_window - plan.logical_start, 0) :]
             elif term.queries == "rotated":
-                own = self._rotated(query, plan.num_new)
+                # Cosines, sines and what is rotated are of the model's dtype.
+                dtype = self.scheduler.vllm_config.model_config.dtype
+                own = self._rotated(query, plan.num_new, dtype).to(dtype).double()
             else:
                 own, _ = self._reread(where, query.shape[1])
                 assert len(own) == len(query)
@@ -312,7 +316,12 @@ class Oracle(Compared):
         read = zip(*self.readings[where[0], where[2]], strict=True)
         return [torch.cat(each).unflatten(1, (-1, group))[:, where[1]] for each in read]
 
-    def _rotated(self, query: torch.Tensor, distance: int | torch.Tensor) -> torch.Tensor:
+    def _rotated(
+        self,
+        query: torch.Tensor,
+        distance: int | torch.Tensor,
+        dtype: torch.dtype = torch.float64,
+    ) -> torch.Tensor:
         """[..., D], at ``distance`` ([...]) positions later, by the model's own theta."""
         hf_config = self.scheduler.vllm_config.model_config.hf_text_config
         if getattr(hf_config, "position_embedding_type", "rope") == "nope":
@@ -323,7 +332,8 @@ class Oracle(Compared):
         powers = torch.arange(half, dtype=torch.float64) / half
         angle = torch.as_tensor(distance)[..., None] * rope["rope_theta"] ** -powers
         a, b, rest = query.split([half, half, query.shape[-1] - 2 * half], dim=-1)
-        turned = [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]
+        cos, sin = (each.to(dtype).double() for each in (angle.cos(), angle.sin()))
+        turned = [a * cos - b * sin, b * cos + a * sin]
         return torch.cat([*turned, rest], dim=-1)
 
 

@@ -108,13 +108,9 @@ def test_every_step_is_the_references(
 
 
 def test_every_head_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without GQA; in 16 bits, where keys are rotated in float32 and stored rounded.
-
-    The reference does not round them, so scores differ, too: by a few thousandths.
-    """
-    monkeypatch.setattr("tests.e2e.compared.TIE", 1e-2)
+    """Without GQA; in 16 bits, where keys are rotated in float32 and stored rounded."""
     model = tiny_llama(tmp_path, 4, 4)
-    follow(monkeypatch, model, "h2o", {}, max_error=1e-1, max_ties=4e-3, dtype="bfloat16")
+    follow(monkeypatch, model, "h2o", {}, max_error=2e-2, max_ties=1e-3, dtype="bfloat16")
 
 
 def test_preempted_and_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

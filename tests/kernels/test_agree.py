@@ -185,7 +185,9 @@ def test_term_scores_equal_torch(make: Callable[[Shape], Kernels], name: str, sh
     ours = copied(theirs, shape)
     torch.manual_seed(9)
     query = torch.randn(140, 2 * shape.group, shape.head_size).to(shape.dtype)
-    tensors, before = StepTensors(query, query, query, query, 0.2), theirs.score.clone()
+    # Logits as large for each head size: their rounding is what the scores differ by.
+    scale, before = 1.6 * shape.head_size**-0.5, theirs.score.clone()
+    tensors = StepTensors(query, query, query, query, scale)
     for kernels, cache in ((TorchKernels(), theirs), (make(shape), ours)):
         kernels.score_term(cache, chunks, tensors, term, by_age)
     # Products of halves are exact in float32, and nothing is rounded to halves again.
