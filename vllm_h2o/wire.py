@@ -7,9 +7,9 @@ travels back, so the plan is the same for every tensor- and pipeline-parallel ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
@@ -175,16 +175,36 @@ class Continuation:
     """The copy of an earlier request's cache with which a request begins, before a step.
 
     Args:
-        source: ids of the earlier request's blocks.
+        source: ids of the earlier request's blocks; none where host memory holds it.
         blocks: ids of the request's own first blocks.
         num_slots: slots in use; every slot holds a token.
         restored_end: from now on the tokens [0, restored_end), a prompt's, are ranked without the
             term whose lifetime is over. 0: nothing changes.
+        number: of the copy in host memory; None: it is in blocks.
 
     """
 
     source: tuple[int, ...]
     blocks: tuple[int, ...]
+    num_slots: int
+    restored_end: int = 0
+    number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The copy of an ended request's cache to host memory, before a step takes its blocks.
+
+    Args:
+        number: names the copy.
+        source: ids of the blocks.
+        num_slots: slots in use.
+        restored_end: as in :class:`Continuation`.
+
+    """
+
+    number: int
+    source: tuple[int, ...]
     num_slots: int
     restored_end: int = 0
 
@@ -198,12 +218,16 @@ class ResidencyPlan:
         ongoing: requests whose plan repeats their last one, a token later.
         continued: requests that begin with a copy of another's cache. Copies come first, and all of
             them are read before any is written.
+        saved: caches that are copied to host memory, before those copies.
+        dropped: numbers of copies in host memory that end with this step, which may read them.
 
     """
 
     requests: Mapping[str, RequestPlan]
     ongoing: Iterable[str] = ()
     continued: Mapping[str, Continuation] = field(default_factory=dict)
+    saved: Sequence[Saved] = ()
+    dropped: Sequence[int] = ()
 
 
 class Plans:
@@ -234,7 +258,7 @@ class Plans:
                 raise IntegrityError(f"request {request_id} is ongoing, but has no plan")
             last.go_on()
             whole[request_id] = last
-        return ResidencyPlan(whole, continued=plan.continued)
+        return replace(plan, requests=whole, ongoing=())
 
 
 _PREFIX = "kv_policy:"

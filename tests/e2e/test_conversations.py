@@ -67,6 +67,31 @@ def test_conversations_are_one_request(
     assert oracle.max_error < 1e-4
 
 
+def test_conversations_go_on_from_host_memory(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pool that cannot hold them, each keeps what one request from the first turn on does."""
+    own = {"budget": 64, "continuation": 1}
+    tight = {**SMALL, "num_gpu_blocks_override": 30, "max_model_len": 400}
+    with monkeypatch.context() as patch, engine(model, "h2o", own, **tight) as llm:
+        probe = Probe(llm)
+        oracle = ConversationOracle(probe.scheduler).install(patch)
+        texts = [own_text(index, length) for index, length in enumerate((40, 63, 64, 90))]
+        others = [own_text(9, 90), own_text(10, 200)]
+        lengths = [0] * 4
+        for new in (0, 1, 30, 7):
+            for index, text in enumerate(texts):
+                text += own_text(100 * new + index, new)
+                (output,) = generate(llm, [text], 21)
+                assert output.num_cached_tokens == lengths[index]
+                lengths[index] = len(text) + 21 - 1
+                text += output.outputs[0].token_ids
+                generate(llm, others, 3)
+        fetched = probe.scheduler.conversations._on_host
+        assert fetched and probe.num_free == probe.num_total
+    assert oracle.num_turns >= 4 * 3 * 2 * 2
+    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
+    assert oracle.max_error < 1e-4
+
+
 CHAT = ROOT / "examples/chat.md"
 SMALL_SERVER = ("--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=16")
 

@@ -30,7 +30,7 @@ TAKEN: dict[str, list[Any]] = {
     "evict_every": [1, 64, "page"],
     "merge": [None, 0, 0.5, 0.999],
     "positions": ["original"],
-    "continuation": [True, False],
+    "continuation": [True, False, 1, 64],
     "kernels": ["auto", "native", "torch", "xformers"],
     "split": [None, "none", "heads", "layers"],
     "score": [None, "sum", "sum_squares", "mean", "mean_squares"],
@@ -50,7 +50,7 @@ REFUSED: dict[str, list[Any]] = {
     "split": [True, False, "all"],
     "merge": [1, 1.0, -0.1, True],
     "positions": ["relative", 0, -5, 1.5, None],
-    "continuation": ["False", 0, [], None],
+    "continuation": ["False", 0, -1, 0.5, [], None],
     "kernels": ["triton", None],
 }
 
@@ -92,7 +92,9 @@ def test_option_refusal_reads_as_sentences() -> None:
     )
     assert "budget takes a whole number from 1, a fraction in (0, 1] or full. " in refusal(budget=0)
     assert "merge takes a fraction in [0, 1). " in refusal(merge=1)
-    assert "continuation takes true or false. " in refusal(continuation="True")
+    assert "continuation takes a whole number from 1, true or false. " in refusal(
+        continuation="True"
+    )
 
 
 @pytest.mark.parametrize(

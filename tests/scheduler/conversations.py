@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from tests.scheduler.harness import MAX_MODEL_LEN, STOP, Simulation, vllm_config
 from tests.scheduler.shadow import ShadowPool
 from vllm_h2o.scheduler.conversations import Conversations
-from vllm_h2o.wire import Continuation, RequestPlan
+from vllm_h2o.wire import Continuation, RequestPlan, Saved
 
 
 class Tenant(NamedTuple):
@@ -39,6 +39,7 @@ class ConversationPool(ShadowPool):
         self.texts: dict[str, list[int]] = {}
         self.packed: dict[str, tuple[int, ...]] = {}
         self.requests: dict[str, Request] = {}
+        self.host: dict[int, list[Any]] = {}
 
     def _token(self, request_id: str, position: int) -> tuple[object, int]:
         text = tuple(self.texts[request_id][: position + 1])
@@ -59,7 +60,12 @@ class ConversationPool(ShadowPool):
         rows = {new.req_id: new.block_ids[0] for new in output.scheduled_new_reqs}
         granted = (ids and ids[0] for ids in cached.new_block_ids)
         rows |= dict(zip(cached.req_ids, granted, strict=True))
+        for saved in plan.saved:
+            assert saved.number not in self.host
+            self.host[saved.number] = self._in_slots(saved)
         read = {i: self._left(c, plan.requests[i]) for i, c in plan.continued.items()}
+        for number in plan.dropped:
+            del self.host[number]
         for request_id, tokens in read.items():
             each = plan.continued[request_id]
             assert list(each.blocks) == rows[request_id][: len(each.blocks)]
@@ -76,19 +82,28 @@ class ConversationPool(ShadowPool):
         super().execute(output)
 
     def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
+        """Tokens of slots before this step, or of host memory, in order of position."""
+        tokens = self._in_slots(each) if each.number is None else self.host[each.number]
+        assert len(tokens) == plan.resident_start
+        return tokens
+
+    def _in_slots(self, each: Continuation | Saved) -> list[Any]:
         """Tokens of slots before this step, in order of position."""
         size = self.block_size
         slots = range(each.num_slots)
         tokens = [self.slots[each.source[slot // size], slot % size] for slot in slots]
-        assert len(tokens) == plan.resident_start
         return sorted(tokens, key=lambda token: token[1])
 
 
 class Talking(Simulation):
     """A simulation whose requests go on from what others have said."""
 
+    num_host_slots = 0
+    """Slots of entries in host memory, which an option counts in GiB."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        entries_of(self).host.num_slots = self.num_host_slots
         draws = self.pool.random
         self.pool = ConversationPool(0, self.scheduler.block_manager.block_size)
         self.pool.random = draws
@@ -122,7 +137,11 @@ class Talking(Simulation):
     def step(self) -> SchedulerOutput:
         """One step, and what has been said when requests end in it."""
         output = super().step()
-        self.count["continue"] += len(output.residency_plan.continued)
+        plan = output.residency_plan
+        self.count["continue"] += len(plan.continued)
+        self.count["save"] += len(plan.saved)
+        self.count["drop"] += len(plan.dropped)
+        self.count["fetch"] += sum(turn.number is not None for turn in plan.continued.values())
         self.remember()
         return output
 
@@ -177,6 +196,21 @@ class Talking(Simulation):
         for _ in range(num):
             most = min(most, MAX_MODEL_LEN - len(prompt))
             self.say(prompt, most, own if tenant is None else TENANTS[tenant])
+
+
+class WithHost(Talking):
+    """Entries whose pages are taken go to host memory, which holds a few."""
+
+    num_host_slots = 60
+
+    def step(self) -> SchedulerOutput:
+        """One step, after which host memory holds what the scheduler counts."""
+        output = super().step()
+        assert not output.total_num_scheduled_tokens or (
+            self.pool.host.keys() == entries_of(self)._on_host.keys()
+        )
+        assert sum(map(len, self.pool.host.values())) <= self.num_host_slots
+        return output
 
 
 ON = ("continuation", True)

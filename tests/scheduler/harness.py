@@ -37,7 +37,7 @@ from tests.tiny_models import engine_config, folder
 from vllm_h2o.scheduler.resumption import fewest_pages
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
-from vllm_h2o.wire import Plans, RequestPlan, ResidencyPlan
+from vllm_h2o.wire import Plans, RequestPlan
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
@@ -219,7 +219,7 @@ class Simulation:
         whole = self.told.complete(output.residency_plan, output.finished_req_ids)
         # Plans of ongoing requests change in the next step, and outputs are read after it.
         copies = {request_id: copy(plan) for request_id, plan in whole.requests.items()}
-        output.residency_plan = ResidencyPlan(copies, continued=whole.continued)
+        output.residency_plan = replace(whole, requests=copies)
         self.count["preempt"] += len(before - {r.request_id for r in scheduler.running})
         self.count["resume"] += len(output.scheduled_cached_reqs.resumed_req_ids)
         plans = output.residency_plan.requests.values()

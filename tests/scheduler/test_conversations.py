@@ -17,6 +17,7 @@ from tests.scheduler.conversations import (
     TENANTS,
     Talking,
     Tenant,
+    WithHost,
     conversations,
     entries_of,
     first_turn,
@@ -49,6 +50,7 @@ totals: Counter[str] = Counter()
     max_batched=st.sampled_from([8, 20, 64]),
     num_pages=st.sampled_from([16, 18, 20, 60]),
     overlap=overlaps,
+    kind=st.sampled_from([Talking, WithHost]),
 )
 def random_conversations(
     schedule: Schedule,
@@ -57,16 +59,18 @@ def random_conversations(
     max_batched: int,
     num_pages: int,
     overlap: tuple[int, bool],
+    kind: type[Talking],
 ) -> None:
     """Each slot that a request attends to holds what it would have computed itself, or inherited.
 
     By text, tenant and the ends of turns; the pool is short for some, and wide enough for others.
+    Host memory keeps entries whose pages are taken, or nothing does.
     """
     if ("evict_every", "page") in options:
         budget, num_pages = 32, max(num_pages, 20)
     max_batched = step_tokens(max_batched, options)
     config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], (ON, *options))
-    talking = schedule.play(Talking, config, schedule.num_blocks(num_pages), overlap[0])
+    talking = schedule.play(kind, config, schedule.num_blocks(num_pages), overlap[0])
     totals.update(talking.count)
     totals["evict"] += talking.pool.num_evictions
 
@@ -76,7 +80,7 @@ def test_no_cache_is_another_s() -> None:
     totals.clear()
     random_conversations()
     events = "add chunk decode preempt resume abort finish pack evict reset continue page restore"
-    for event in events.split():
+    for event in f"{events} save fetch drop".split():
         assert totals[event] >= seen_by_all(20), (event, totals)
 
 
@@ -137,6 +141,46 @@ def _request_of(talking: Talking, prompt: list[int]) -> Request:
     request = talking.scheduler.requests[request_id]
     talking.abort([request_id])
     return request
+
+
+def with_host(num_host_slots: int, num_blocks: int = 13) -> Talking:
+    """A pool that holds one request at a time, and host memory."""
+    talking = Talking(vllm_config(12, 64, 8, "fcfs", False, (ON,)), num_blocks, 1)
+    entries_of(talking).host.num_slots = num_host_slots
+    return talking
+
+
+def test_entry_whose_page_is_taken_goes_on_from_host_memory() -> None:
+    """What was used least recently is gone; the pool shadows each token."""
+    talking = with_host(24)
+    texts = [first_turn(talking, tenant) for tenant in TENANTS[:3]]
+    talking.say(range(200, 240), 2, TENANTS[0])  # it takes the pages of the third
+    talking.drain()
+    assert (talking.count["save"], talking.count["drop"]) == (3, 1)
+    for index, fetched in ((2, 1), (1, 2), (0, 2)):
+        talking.say([*texts[index], 1], 1, TENANTS[index])
+        talking.drain()
+        assert talking.count["fetch"] == fetched
+    talking.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["reset", "weights"])
+def test_host_memory_is_emptied_with_the_pool(how: str) -> None:
+    """By a reset, and by new weights; workers drop what they hold with the next step."""
+    talking = with_host(100)
+    text = first_turn(talking)
+    talking.say(range(200, 240), 2, TENANTS[0])
+    talking.drain()
+    assert talking.pool.host
+    if how == "reset":
+        assert talking.scheduler.reset_prefix_cache()
+    else:
+        entries_of(talking).weights.call("reload_weights")
+    talking.say([*text, 1], 2, TENANTS[0])
+    talking.step()
+    assert talking.pool.host == {}
+    talking.drain()
+    assert talking.count["fetch"] == talking.count["continue"] == 0
 
 
 def test_a_reset_ends_them_all() -> None:

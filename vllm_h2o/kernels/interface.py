@@ -30,6 +30,9 @@ class Held(Protocol):
 
         """
 
+    def to(self, device: torch.device) -> Held:
+        """The same copy on a device."""
+
 
 class Kernels(Protocol):
     """One implementation of the policy's attention."""

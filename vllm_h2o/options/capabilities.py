@@ -192,7 +192,7 @@ OPTION_PARTS: tuple[Part, ...] = (
     ),
     Part(
         "continuation=true",
-        lambda s: s.options.continuation,
+        lambda s: bool(s.options.continuation),
         "leave continuation out",
         needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.ONE_GROUP, P.FINAL),
         breaks={P.PLACE: "stores the next prompt after the survivors of the last turn"},

@@ -118,8 +118,11 @@ class Options:
         words=("original", "rolling"),
         least=1,
     )
-    continuation: bool = option(
-        False, "Whether a conversation's next turn starts from the cache of its last turn"
+    continuation: int = option(
+        False,
+        "Whether a conversation's next turn starts from its last one's cache; N: with N GiB of "
+        "host memory",
+        least=1,
     )
     kernels: str = option(
         "auto",
@@ -183,6 +186,11 @@ class Options:
     def position_limit(self) -> int | None:
         """One past the last position, where positions roll and the limit is known."""
         return self.positions if isinstance(self.positions, int) else None
+
+    @property
+    def continuation_host_bytes(self) -> int:
+        """Host memory of each worker for caches of earlier turns, in bytes."""
+        return 0 if isinstance(self.continuation, bool) else self.continuation << 30
 
     @property
     def keeps_scores(self) -> bool:

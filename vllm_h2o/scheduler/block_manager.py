@@ -251,7 +251,8 @@ class HeavyHitterManager(FullAttentionManager):
         state = self.ledger.states[request_id]
         if entry:
             del self._entries[request_id]
-            self._continued[request_id] = entry.continued(new_blocks)
+            num_pages = self.ledger.num_pages(entry.turn.resident_len)
+            self._continued[request_id] = entry.continued(new_blocks[:num_pages])
         row_end = state.first_block_idx + self.ledger.num_pages(state.held_len)
         has_surplus = plan.pack_block_idx > 0 or len(self.req_to_blocks[request_id]) > row_end
         if has_surplus and not state.in_prompt:

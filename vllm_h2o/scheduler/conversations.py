@@ -3,7 +3,7 @@
 
 An *entry* is the cache of one request: its blocks, and the tokens that they stand for. The blocks
 are free, at the end of the pool's queue. The pool tells when it hands out one of them, or when the
-whole cache is reset: then the entry is forgotten.
+whole cache is reset: then the entry is forgotten, or it moves to host memory (host.py).
 
 A request that continues gets blocks of its own, and the workers copy. Steps run in the order of
 scheduling, so an entry needs no holder: its blocks may be taken in the same step, even by the
@@ -18,7 +18,7 @@ counted (misses.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -27,6 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.events import EntryEvents
+from vllm_h2o.scheduler.host import HostMemory
 from vllm_h2o.scheduler.misses import Misses
 from vllm_h2o.scheduler.prefixes import Name, Names, Prefixes
 from vllm_h2o.scheduler.state import Left, RequestState
@@ -48,9 +49,10 @@ class Entry:
 
     Args:
         turn: its lengths.
-        blocks: its blocks, in order.
+        blocks: its blocks, in order; none where host memory holds it.
         name: of its tokens.
         weights: that computed it.
+        number: of its copy in host memory; None: it is in blocks.
 
     """
 
@@ -58,21 +60,22 @@ class Entry:
     blocks: tuple[KVCacheBlock, ...]
     name: Name
     weights: Identity
+    number: int | None = None
+
+    @property
+    def source(self) -> tuple[int, ...]:
+        """Ids of its blocks."""
+        return tuple(block.block_id for block in self.blocks)
 
     def continued(self, blocks: Sequence[KVCacheBlock]) -> Continuation:
         """The copy that the workers make.
 
         Args:
-            blocks: blocks of the request that continues, from its first slot on.
+            blocks: first blocks of the request that continues, as many as the slots need.
 
         """
-        turn = self.turn
-        return Continuation(
-            source=tuple(block.block_id for block in self.blocks),
-            blocks=tuple(block.block_id for block in blocks[: len(self.blocks)]),
-            num_slots=turn.resident_len,
-            restored_end=turn.restored_end,
-        )
+        turn, ids = self.turn, tuple(block.block_id for block in blocks)
+        return Continuation(self.source, ids, turn.resident_len, turn.restored_end, self.number)
 
 
 class Conversations:
@@ -82,13 +85,22 @@ class Conversations:
         pool: vLLM's pool.
         group_id: of the policy's layers.
         hash_fn: vLLM's function of the prefix cache.
+        num_host_slots: most slots of entries in host memory.
 
     """
 
-    def __init__(self, pool: BlockPool, group_id: int, hash_fn: Callable[[object], bytes]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        group_id: int,
+        hash_fn: Callable[[object], bytes],
+        num_host_slots: int = 0,
+    ) -> None:
         self._pool = pool
         self._names = Names(pool.hash_block_size, hash_fn)
         self._entries: Prefixes[Entry] = Prefixes(self._names)
+        self._on_host: dict[int, Entry] = {}
+        self.host = HostMemory(num_host_slots)
         self._misses = Misses(self._names)
         self._events = EntryEvents(pool, group_id) if pool.enable_kv_cache_events else None
         self.weights = Weights(self._drop_replaced)
@@ -135,11 +147,11 @@ class Conversations:
         if before := self._entries.get(name):
             self._forget(before)
         entry = Entry(turn, tuple(blocks), name, weights)
-        self._pool.unpin_blocks(reversed(blocks), lambda _: self._forget(entry))
+        self._pool.unpin_blocks(reversed(blocks), lambda _: self._leave_blocks(entry))
         self._entries.put(name, entry)
-        self._misses.add(entry, request, turn.logical_len, same)
+        self._misses.add(name, request, turn.logical_len, same)
         if self._events:
-            self._events.stored(entry, request, turn.logical_len)
+            self._events.stored(name, request, turn.logical_len)
         return True
 
     def find(self, request: Request, budget: Budget) -> Entry | None:
@@ -154,7 +166,10 @@ class Conversations:
         if not self._entries or weights is None or not _may_continue(request):
             return None
         longest = request.num_tokens - 1
-        return next(self._entries.longest_first(request, (budget, weights), longest), None)
+        found = next(self._entries.longest_first(request, (budget, weights), longest), None)
+        if found is not None and found.number is not None:
+            self.host.use(found.number)
+        return found
 
     def is_miss(self, request: Request, budget: Budget, num_begun: int) -> bool:
         """Whether a request might have continued from more tokens than it does.
@@ -174,20 +189,48 @@ class Conversations:
         """Check that the blocks of entries are free.
 
         Raises:
-            IntegrityError: when a request holds one.
+            IntegrityError: when a request holds one, or host memory is miscounted.
 
         """
+        self.host.check_integrity(
+            {entry.number for entry in self._entries.values() if entry.number is not None}
+        )
         blocks = (block for entry in self._entries.values() for block in entry.blocks)
         held = [block.block_id for block in blocks if block.ref_cnt]
         if held:
             raise IntegrityError(f"blocks {held} belong to an entry, but a request holds them")
 
-    def _forget(self, entry: Entry) -> None:
-        """Drop an entry, unless it is dropped; its blocks keep their places in the pool's queue."""
-        self._entries.drop(entry.name, entry)
-        self._misses.forget(entry)
+    def clear(self) -> None:
+        """Forget all entries, after a reset of the whole cache has left some in host memory."""
         if self._events:
-            self._events.removed(entry)
+            self._events.clear()
+        for entry in list(self._entries.values()):
+            self._forget(entry)
+        self.host.forget_copies()
+
+    def _leave_blocks(self, entry: Entry) -> None:
+        """Move an entry whose blocks are taken to host memory, or forget it."""
+        if self._entries.get(entry.name) is not entry:
+            return
+        turn = entry.turn
+        if turn.resident_len > self.host.num_slots:
+            self._forget(entry)
+            return
+        for number in self.host.too_many(turn.resident_len):
+            self._forget(self._on_host[number])
+        number = self.host.save(entry.source, turn.resident_len, turn.restored_end)
+        self._on_host[number] = moved = replace(entry, blocks=(), number=number)
+        self._entries.put(entry.name, moved)
+
+    def _forget(self, entry: Entry) -> None:
+        """Drop an entry that is known; its blocks keep their places in the pool's queue."""
+        self._entries.drop(entry.name, entry)
+        self._misses.forget(entry.name)
+        if self._events:
+            self._events.removed(entry.name)
+        if entry.number is not None:
+            del self._on_host[entry.number]
+            self.host.drop(entry.number)
 
 
 def _may_continue(request: Request) -> bool:

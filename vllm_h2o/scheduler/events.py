@@ -49,6 +49,10 @@ class EntryEvents:
             event.medium = MEDIUM
             self._hashes[entry] = event.block_hashes
 
+    def clear(self) -> None:
+        """Forget what was published: vLLM publishes that all is gone."""
+        self._hashes.clear()
+
     def removed(self, entry: Hashable) -> None:
         """Publish that an entry is gone, if it was published."""
         if hashes := self._hashes.pop(entry, None):

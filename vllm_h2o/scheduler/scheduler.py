@@ -109,7 +109,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             splits=config.splits,
             num_drafts=self.num_spec_tokens,
             position_limit=config.position_limit,
-            continues=config.continuation,
+            continues=bool(config.continuation),
         )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -119,8 +119,19 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         output = super().schedule(throttle_prefills)
         plan = self.ledger.take_step(output.num_scheduled_tokens)
         # A liberty: an attribute added to vLLM's object, which reaches every worker.
-        output.residency_plan = replace(plan, continued=self.block_manager.take_continued())
+        output.residency_plan = plan = replace(plan, continued=self.block_manager.take_continued())
+        # Workers do nothing in a step without tokens: what it takes is still unwritten in the next.
+        if self.conversations is not None and output.total_num_scheduled_tokens:
+            saved, dropped = self.conversations.host.take()
+            output.residency_plan = replace(plan, saved=saved, dropped=dropped)
         return output
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Reset the cache, and drop what host memory holds."""
+        is_reset = super().reset_prefix_cache(*args, **kwargs)
+        if is_reset and self.conversations is not None:
+            self.conversations.clear()
+        return is_reset
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -320,7 +331,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         config = self.policy_config
         alone = (
             (self._prefix_caching and not bounds_hits(self.vllm_config))
-            or config.continuation
+            or bool(config.continuation)
             or config.rolls
             or config.splits_layers
             or config.ranking.term("reread") is not None
@@ -340,8 +351,12 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
     def _conversations(self) -> Conversations:
         activate_engine()
         hash_fn = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
-        manager = self.block_manager
-        return Conversations(manager.block_pool, manager.kv_cache_group_id, hash_fn)
+        manager, group_id = self.block_manager, self.block_manager.kv_cache_group_id
+        num_layers = len(self.kv_cache_config.kv_cache_groups[group_id].layer_names)
+        page_bytes = num_layers * manager.kv_cache_spec.page_size_bytes
+        host_bytes = self.policy_config.continuation_host_bytes
+        num_host_slots = host_bytes // page_bytes * manager.block_size
+        return Conversations(manager.block_pool, group_id, hash_fn, num_host_slots)
 
     def _log_start(self, config: KVPolicyConfig) -> None:
         manager, limits = self.block_manager, self.scheduler_config

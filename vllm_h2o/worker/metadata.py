@@ -32,7 +32,7 @@ from vllm_h2o.worker.reconstruction import Reconstruction, Rereading, blocks_of,
 from vllm_h2o.worker.renumbering import Rolled, renumber
 from vllm_h2o.worker.selector import select_kernels
 from vllm_h2o.worker.step import Step, current_step
-from vllm_h2o.worker.turns import begin_turns
+from vllm_h2o.worker.turns import Turns
 
 Chunked = Mapping[int, PromptChunk]
 """Chunks by row, of requests with more than one new token, or with survivors to pack."""
@@ -96,7 +96,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         config = KVPolicyConfig.required(vllm_config)
         self.spec, self.position_limit = kv_cache_spec, config.position_limit
         context = vllm_config.compilation_config.static_forward_context
-        self.layers = Layers(layer_names, context)
+        self.layers, self.turns = Layers(layer_names, context), Turns()
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.ranking = self._computed(config.ranking)
         self.scoring = Scoring.of(self.ranking, config.schedule.by_page, config.merge_above)
@@ -167,8 +167,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
 
     def _before(self, step: Step, rows: Rows, common: CommonAttentionMetadata) -> None:
         """Before the forward pass: next turns get their copies, and positions roll."""
-        continued = step.plan.continued.values()
-        begin_turns(continued, self.layers, self.kernels, self.device)
+        self.turns.begin(step.plan, self.layers, self.kernels, self.device)
         if self.position_limit is None:
             return
         for plan, table_row in zip(rows.plans, rows.block_table, strict=False):

@@ -1,41 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before a step: a conversation's next turn gets a copy of what the last one held."""
+"""Before a step: a conversation's next turn gets a copy of what the last one held.
+
+What ended requests held is copied to host memory before a step takes their pages, where the plan
+says so, and from there to the turns that continue from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import torch
 
-from vllm_h2o.kernels.interface import Kernels
-from vllm_h2o.wire import Continuation
+from vllm_h2o.kernels.interface import Held, Kernels
+from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
 from vllm_h2o.worker.after_step import Layers
 from vllm_h2o.worker.reconstruction import sent
 
+HOST = torch.device("cpu")
 
-@torch.inference_mode()
-def begin_turns(
-    continued: Collection[Continuation], layers: Layers, kernels: Kernels, device: torch.device
-) -> None:
-    """Copy, in every layer, in order of position: all is read before anything is written.
+
+@dataclass
+class Turns:
+    """Copies caches of ended requests.
 
     Args:
-        continued: what begins with this step.
-        layers: whose caches hold it.
-        kernels: what copies.
-        device: of the caches.
+        host: copies in host memory by number, each of all layers, in order.
 
     """
-    if not continued:
-        return
-    tables = [
-        tuple(sent(torch.tensor(blocks), device) for blocks in (each.source, each.blocks))
-        for each in continued
-    ]
-    for cache in layers.caches():
-        held = [
-            kernels.hold(cache, source, each.num_slots, each.restored_end)
-            for each, (source, _) in zip(continued, tables, strict=True)
-        ]
-        for (_, blocks), tokens in zip(tables, held, strict=True):
-            tokens.store(cache, blocks)
+
+    host: dict[int, list[Held]] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def begin(
+        self, plan: ResidencyPlan, layers: Layers, kernels: Kernels, device: torch.device
+    ) -> None:
+        """Copy, in every layer, in order of position: all is read before anything is written.
+
+        Args:
+            plan: of the step that begins.
+            layers: whose caches hold what is copied.
+            kernels: what copies.
+            device: of the caches.
+
+        """
+        if not (plan.saved or plan.continued or plan.dropped):
+            return
+        each: list[Saved | Continuation] = [*plan.saved, *plan.continued.values()]
+        sources = [sent(torch.tensor(copied.source), device) for copied in each]
+        turns = list(plan.continued.values())
+        rows = [sent(torch.tensor(turn.blocks), device) for turn in turns]
+        self.host |= {saved.number: [] for saved in plan.saved}
+        for layer, cache in enumerate(layers.caches()):
+            held: list[Held] = []
+            for copied, source in zip(each, sources, strict=True):
+                if isinstance(copied, Continuation) and copied.number is not None:
+                    held.append(self.host[copied.number][layer].to(device))
+                    continue
+                tokens = kernels.hold(cache, source, copied.num_slots, copied.restored_end)
+                if isinstance(copied, Saved):
+                    self.host[copied.number].append(tokens.to(HOST))
+                else:
+                    held.append(tokens)
+            for blocks, tokens in zip(rows, held, strict=True):
+                tokens.store(cache, blocks)
+        for number in plan.dropped:
+            del self.host[number]

@@ -41,6 +41,10 @@ class HeldTokens:
         for view, held in zip(_views(cache), self.views, strict=True):
             view[at] = held
 
+    def to(self, device: torch.device) -> HeldTokens:
+        """The same copy on a device."""
+        return HeldTokens(tuple(view.to(device) for view in self.views))
+
 
 class RareStages:
     """The last four of :class:`~vllm_h2o.kernels.interface.Kernels`."""

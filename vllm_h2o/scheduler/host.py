@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the slots of entries in the workers' host memory, and says what to copy there and drop.
+
+The scheduler keeps the book alone, in integers, so that all ranks hold the same entries. A worker
+copies an entry before the step that takes one of its pages, and drops others after it: see
+worker/turns.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.wire import Saved
+
+
+class HostMemory:
+    """Entries by number, least recently used first.
+
+    Args:
+        num_slots: most slots of all of them.
+
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._num_used = 0
+        self._numbers = count()
+        self._sizes: dict[int, int] = {}
+        self._saved: dict[int, Saved] = {}
+        self._dropped: list[int] = []
+
+    def too_many(self, num_slots: int) -> Iterator[int]:
+        """Name entries until there is room for another one; the caller drops each.
+
+        Args:
+            num_slots: of the other one, at most :attr:`num_slots`.
+
+        """
+        while self._num_used + num_slots > self.num_slots:
+            yield next(iter(self._sizes))
+
+    def save(self, source: tuple[int, ...], num_slots: int, restored_end: int) -> int:
+        """Have an entry copied before the next step.
+
+        Args:
+            source: ids of its blocks.
+            num_slots: its slots in use.
+            restored_end: as in :class:`~vllm_h2o.wire.Continuation`.
+
+        Returns:
+            Its number.
+
+        """
+        number = next(self._numbers)
+        self._sizes[number] = num_slots
+        self._num_used += num_slots
+        self._saved[number] = Saved(number, source, num_slots, restored_end)
+        return number
+
+    def use(self, number: int) -> None:
+        """Make an entry the most recently used one."""
+        self._sizes[number] = self._sizes.pop(number)
+
+    def drop(self, number: int) -> None:
+        """Have an entry dropped after the next step, which may still read it."""
+        self._num_used -= self._sizes.pop(number)
+        self._dropped.append(number)
+
+    def forget_copies(self) -> None:
+        """Have nothing copied that is not copied yet, once all entries are dropped."""
+        self._dropped = [number for number in self._dropped if number not in self._saved]
+        self._saved.clear()
+
+    def take(self) -> tuple[tuple[Saved, ...], tuple[int, ...]]:
+        """Take what a step copies, and what it drops."""
+        saved, dropped = tuple(self._saved.values()), tuple(self._dropped)
+        self._saved.clear()
+        self._dropped.clear()
+        return saved, dropped
+
+    def check_integrity(self, numbers: set[int]) -> None:
+        """Compare the book with the entries that are known.
+
+        Args:
+            numbers: of these entries.
+
+        Raises:
+            IntegrityError: when one is not counted, or not known, or slots are miscounted.
+
+        """
+        num_used = sum(self._sizes.values())
+        if numbers != self._sizes.keys() or not num_used == self._num_used <= self.num_slots:
+            raise IntegrityError(
+                f"host memory counts entries {sorted(self._sizes)} with {self._num_used} of "
+                f"{self.num_slots} slots; known are {sorted(numbers)} with {num_used}"
+            )
