@@ -108,6 +108,9 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol("vllm.v1.worker.block_table:BlockTable.add_row", "9ca5a501b121"),
     Symbol(f"{_RUNNER_V2}.execute_model", {"0.32": "72976ab315e4", "0.33": "60c35dfe24b9"}),
     Symbol(f"{_RUNNER_V2}.gather_batch_req_state", "beaf91514f56"),
+    # Survivors are packed after this: it leaves rows, block tables and tokens of prompts alone.
+    Symbol(f"{_RUNNER_V1}.sample_tokens", "5009bc8636a4"),
+    Symbol(f"{_RUNNER_V2}.sample_tokens", {"0.32": "1afa8f4d90da", "0.33": "d2e621dcdd96"}),
     Symbol("vllm.v1.worker.gpu.attn_utils:build_attn_metadata", "9bdd0e85fa1b"),
     # Next to layers with a sliding window, those of full attention alone get the policy's backend.
     Symbol(f"{_SELECTOR}:get_attn_backend", {"0.32": "1ed83dc629a5", "0.33": "134a9494e609"}),

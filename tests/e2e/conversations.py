@@ -34,11 +34,11 @@ class ConversationOracle(Oracle):
         """One layer of one step, and how far it came."""
         super().follow(step, *args)
         for request_id, plan in step.plan.requests.items():
-            self.computed[request_id] = self.scheduler.requests[request_id], plan.logical_end
+            self.computed[request_id] = self.requests[request_id], plan.logical_end
 
     def _next_turn(self, where: Where, plan: RequestPlan) -> WatchedHead:
         layer, head, request_id = where
-        text = self.scheduler.requests[request_id].all_token_ids[: plan.logical_start]
+        text = self.requests[request_id].all_token_ids[: plan.logical_start]
         earlier = [
             self.heads[layer, head, other]
             # Ahead of the tokens the last one was not known when it was computed.

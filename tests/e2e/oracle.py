@@ -37,6 +37,7 @@ class Oracle(Compared):
         num_rejected: drafts that were rejected.
         num_scaled: steps of heads whose K and V have scales.
         max_error: largest difference of an attention output from the reference's.
+        requests: those that were scheduled so far, by id.
         waiting: layers of the running step, to be followed when its survivors are packed.
         drafted: steps with drafts, to be followed when it is known how many were accepted.
         order: of the running step's rows, the requests.
@@ -52,6 +53,7 @@ class Oracle(Compared):
     num_rejected: int = 0
     num_scaled: int = 0
     max_error: float = 0.0
+    requests: dict[str, Any] = field(default_factory=dict)
     waiting: list[Callable[[], None]] = field(default_factory=list)
     drafted: dict[Where, tuple[RequestPlan, tuple[torch.Tensor, ...]]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -81,12 +83,13 @@ class Oracle(Compared):
 
         def order(step: Step, common: CommonAttentionMetadata) -> list[str]:
             self.order = order_of(step, common)
+            self.requests |= self.scheduler.requests
             return self.order
 
-        run_step = PublishesSteps.execute_model
+        finish = PublishesSteps.finish_step
 
-        def execute_model(worker: PublishesSteps, scheduler_output: Any) -> Any:
-            result = run_step(worker, scheduler_output)
+        def finish_step(worker: PublishesSteps) -> Any:
+            result = finish(worker)
             waiting, self.waiting = self.waiting, []
             for follow in waiting:
                 follow()
@@ -101,7 +104,7 @@ class Oracle(Compared):
 
         monkeypatch.setattr(HeavyHitterImpl, "forward", forward)
         monkeypatch.setattr(Step, "order", order)
-        monkeypatch.setattr(PublishesSteps, "execute_model", execute_model)
+        monkeypatch.setattr(PublishesSteps, "finish_step", finish_step)
         return self
 
     def follow(

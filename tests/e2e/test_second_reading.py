@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from vllm import SamplingParams
 
 from tests.e2e.harness import CHARACTERS, Probe, engine, generate, shrink_terms, tiny_llama
 from tests.e2e.oracle import follow
 from vllm_h2o.policy.h2o2 import RECONSTRUCTION
+from vllm_h2o.worker.after_step import Packing
 from vllm_h2o.worker.reconstruction import Block, Reader, Reconstruction
 
 PAGE, LONGEST = 16, 500
@@ -102,6 +104,33 @@ def test_what_is_read(
         torch.testing.assert_close(states, second_reading(model, prompt, block), atol=1e-4, rtol=0)
         tokens[index] += num_new
     assert list(tokens.values()) == [len(p) if len(p) > 32 else 0 for p in PROMPTS]
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [2048, 200])
+def test_first_token_is_out_before_its_chunk_is_read_again(
+    max_num_batched_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt in one step, and in chunks: nothing waits for the last one's second reading."""
+    events: list[str] = []
+    for kind, name in ((Reader, "__call__"), (Packing, "run")):
+        run = vars(kind)[name]
+
+        def noted(self: Any, *args: Any, run: Any = run, name: str = kind.__name__) -> None:
+            events.append(name)
+            run(self, *args)
+
+        monkeypatch.setattr(kind, name, noted)
+    options = {"budget": 32, "score": "reconstruction"}
+    settings: dict[str, Any] = {"block_size": PAGE, "max_model_len": LONGEST, "max_num_seqs": 8}
+    settings["max_num_batched_tokens"] = max_num_batched_tokens
+    with engine(tiny_llama(tmp_path, 4, 2), "h2o2", options, **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
+        llm.llm_engine.add_request("0", {"prompt_token_ids": PROMPTS[0]}, params)
+        while llm.llm_engine.has_unfinished_requests():
+            events += ["token"] * len(llm.llm_engine.step())
+    assert events[-5:] == ["token", "Reader", "Packing", "token", "token"]
+    chunks = len(PROMPTS[0]) // 96 + 1 if max_num_batched_tokens < 400 else 1
+    assert events[:-5] == ["Reader"] * (chunks - 1)
 
 
 def test_kept_tokens_do_not_depend_on_the_size_of_a_step(

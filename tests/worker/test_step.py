@@ -27,6 +27,15 @@ from vllm_h2o.worker.step import (
     v2_row_order,
 )
 
+
+@pytest.fixture(autouse=True)
+def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers here have no process group."""
+    monkeypatch.setattr(
+        "vllm_h2o.worker.step.get_pp_group", lambda: SimpleNamespace(is_last_rank=True)
+    )
+
+
 NO_OUTPUT: Any = None
 """V1's order does not depend on the schedule."""
 
@@ -232,25 +241,89 @@ def test_publish_is_undone_after_an_error() -> None:
     nothing_is_published()
 
 
-def test_after_step_runs_in_one_order_once() -> None:
-    """Work for the end of a step runs when vLLM is through; each kind is there once."""
-    done: list[str] = []
+class Leaving(Stock):
+    """vLLM's worker, whose steps leave work behind that is noted when it is done."""
 
-    class Runs(Stock):
-        def execute_model(self, scheduler_output: Any) -> Any:
-            step = current_step()
-            assert step is not None
-            for name in ("unroll", "restore", "pack", "reread"):
-                step.after.add(name, SimpleNamespace(run=partial(done.append, name)))
-            with pytest.raises(IntegrityError, match="two pieces of work to pack"):
-                step.after.add("pack", SimpleNamespace())
-            assert done == []
-            return "answer"
+    def __init__(self) -> None:
+        self.done: list[str] = []
 
-    class Leaving(PublishesSteps, Runs):
-        use_v2_model_runner = False
-        model_runner = Worker(False).model_runner
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A step, which fails where its schedule says so."""
+        step = current_step()
+        self.done.append("forward")
+        if step is None or not step.plan.requests:
+            return "empty"
+        for name in ("restore", "pack", "reread", "unroll"):
+            step.after.add(name, SimpleNamespace(run=partial(self.done.append, name)))
+        with pytest.raises(IntegrityError, match="two pieces of work to pack"):
+            step.after.add("pack", SimpleNamespace())
+        assert self.done[-1] == "forward"
+        return None
 
-    worker = Leaving()
-    assert worker.execute_model(scheduled(plans(a=1))) == "answer"
-    assert done == ["reread", "pack", "restore", "unroll"]
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Which needs what the forward pass gave, and no more."""
+        self.done.append("sample")
+        return "tokens"
+
+    def execute_dummy_batch(self) -> Any:
+        """With metadata of its own."""
+        self.done.append("dummy")
+
+    def sleep(self, level: int = 1) -> Any:
+        """Give the pages back."""
+        self.done.append(f"sleep {level}")
+
+
+class LeavingWorker(PublishesSteps, Leaving):
+    """A worker with a policy."""
+
+    use_v2_model_runner = False
+    model_runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a"]))
+
+
+NOW, LATER = ["forward", "unroll"], ["reread", "pack", "restore"]
+
+
+def test_a_step_is_finished_when_the_next_begins() -> None:
+    """Tokens are sampled and handed out before anything is packed, and before the next forward."""
+    worker = LeavingWorker()
+    for _ in range(2):
+        assert worker.execute_model(scheduled(plans(a=1))) is None
+        assert worker.done[-2:] == NOW
+        assert worker.sample_tokens(None) == "tokens"
+    assert worker.done == [*NOW, "sample", *LATER, *NOW, "sample"]
+    # A step of no tokens, after which vLLM does not sample.
+    assert worker.execute_model(scheduled(plans())) == "empty"
+    assert worker.done[-4:] == [*LATER, "forward"]
+    assert worker.execute_model(scheduled(plans())) == "empty"
+    assert worker.done[-1] == "forward"
+
+
+def test_a_step_that_is_not_sampled_is_finished() -> None:
+    """The next one finishes it all the same, once."""
+    worker = LeavingWorker()
+    worker.execute_model(scheduled(plans(a=1)))
+    worker.execute_model(scheduled(plans(a=1)))
+    assert worker.done == [*NOW, *LATER, *NOW]
+
+
+def test_a_step_is_finished_before_its_pages_or_tables_go() -> None:
+    """A dummy batch overwrites the runner's tables, and sleep frees the cache."""
+    worker = LeavingWorker()
+    for end, last in ((worker.execute_dummy_batch, "dummy"), (worker.sleep, "sleep 1")):
+        worker.execute_model(scheduled(plans(a=1)))
+        end()
+        assert worker.done == [*NOW, *LATER, last]
+        worker.done.clear()
+
+
+def test_a_stage_that_samples_nothing_finishes_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token waits there, and the next stage computes meanwhile."""
+    monkeypatch.setattr(
+        "vllm_h2o.worker.step.get_pp_group", lambda: SimpleNamespace(is_last_rank=False)
+    )
+    worker = LeavingWorker()
+    worker.execute_model(scheduled(plans(a=1)))
+    assert worker.done == [*NOW, *LATER]
+    worker.execute_model(scheduled(plans()))
+    assert worker.done == [*NOW, *LATER, "forward"]

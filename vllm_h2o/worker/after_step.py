@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work after the forward pass, in the one order in which it runs.
 
-It follows the forward pass, whether that was called or captured in a graph, and precedes the next
-step::
+The first piece precedes sampling. The others precede the next step's forward pass, and no token
+waits for them::
 
-    1 reread     the model reads the step's prompts a second time: scores are complete
-    2 pack       survivors move to the first slots, or out of pages that other requests read
-    3 restore    where a term's lifetime ends, tokens get the scores that they have without it
-    4 unroll     positions that rolled are given back to the model runner, as indices
+    1 unroll     positions that rolled are given back to the model runner, as indices
+    2 reread     the model reads the step's prompts a second time: scores are complete
+    3 pack       survivors move to the first slots, or out of pages that other requests read
+    4 restore    where a term's lifetime ends, tokens get the scores that they have without it
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Work(Protocol):
 class AfterStep:
     """The work of one step, in order; None where a step has none of a kind."""
 
+    unroll: Work | None = None
     reread: Work | None = None
     pack: Work | None = None
     restore: Work | None = None
-    unroll: Work | None = None
 
     def add(self, name: str, work: Work | None) -> None:
         """Enter work of one kind.
@@ -56,9 +56,14 @@ class AfterStep:
             raise IntegrityError(f"a step has two pieces of work to {name}")
         setattr(self, name, work)
 
+    def run_before_sampling(self) -> None:
+        """Give positions back: the sampler and the next step's preparation read the runner's."""
+        if self.unroll is not None:
+            self.unroll.run()
+
     def run(self) -> None:
-        """Run all of it."""
-        for work in (self.reread, self.pack, self.restore, self.unroll):
+        """Run the rest."""
+        for work in (self.reread, self.pack, self.restore):
             if work is not None:
                 work.run()
 

@@ -18,13 +18,12 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
-from vllm_h2o.wire import RequestPlan
+from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.terms import PromptTerms
 
@@ -113,25 +112,27 @@ class RecordsPages:
                 "they do not say which tokens of the text these are",
                 "record with --kv-policy-config.positions original",
             )
+        self.finish_step()
         self._recorder, self._terms = Recorder(every), PromptTerms()
         for layer in self._recorded_layers().values():
             layer.impl.watch = self._terms.add
 
     def take_recording(self) -> list[Frame]:
         """Stop, and hand out what was recorded, the last step of each request included."""
+        self.finish_step()
         recorder, self._recorder, self._terms = self._recorder, None, PromptTerms()
         for layer in self._recorded_layers().values():
             layer.impl.watch = None
         return [] if recorder is None else [*recorder.frames, *recorder.latest.values()]
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Run one step, and read the pages after it while a recording is on."""
-        result = super().execute_model(scheduler_output)  # type: ignore[misc]
-        if self._recorder is not None:
-            for request_id, plan in scheduler_output.residency_plan.requests.items():
+    def finish_step(self) -> ResidencyPlan | None:
+        """Finish a step, and read the pages after it while a recording is on."""
+        finished: ResidencyPlan | None = super().finish_step()  # type: ignore[misc]
+        if self._recorder is not None and finished is not None:
+            for request_id, plan in finished.requests.items():
                 due = self._recorder.is_due(request_id, plan)
                 self._recorder.add(self._frame(request_id, plan), due)
-        return result
+        return finished
 
     def _frame(self, request_id: str, plan: RequestPlan) -> Frame:
         layers = self._recorded_layers()

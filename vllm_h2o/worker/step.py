@@ -4,6 +4,10 @@
 ``Worker.execute_model`` is the one place that both model runners pass through with a real schedule.
 Profiling, warm-up and graph capture have no plan, and are published as what they are: attention
 metadata that is built outside both is an error.
+
+A step ends when the next one begins: survivors are packed then, and the worker has handed out the
+tokens that it sampled. Workers get steps in order, however many are in flight, so packing precedes
+whatever reads or takes the pages. If no other step comes, no request is left that needs them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_pp_group
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -38,7 +43,7 @@ class Step:
     Args:
         plan: of the step.
         row_order: of the batch.
-        after: what is done after the forward pass.
+        after: work that follows the forward pass.
         draft_queries: of earlier steps; those of this one are added.
         reader: what reads prompts again.
 
@@ -143,6 +148,7 @@ class PublishesSteps:
     vllm_config: VllmConfig
     _draft_queries: DraftQueries | None = None
     _plans: Plans | None = None
+    _unfinished: Step | None = None
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """The layers' pages, which depend on the policy: vLLM asks without a current config."""
@@ -165,6 +171,7 @@ class PublishesSteps:
         """
         if isinstance(_STEP.get(), WarmUp):
             return super().execute_model(scheduler_output)  # type: ignore[misc]
+        self.finish_step()
         if not hasattr(scheduler_output, "residency_plan"):
             raise IntegrityError(
                 "a step reached the worker without a plan: HeavyHitterScheduler did not schedule it"
@@ -181,8 +188,26 @@ class PublishesSteps:
         step = Step(plan, order, draft_queries=self._draft_queries, reader=Reader(self))
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
-        step.after.run()
+        step.after.run_before_sampling()
+        self._unfinished = step
+        if not get_pp_group().is_last_rank:  # it samples nothing that would wait
+            self.finish_step()
         return result
+
+    def finish_step(self) -> ResidencyPlan | None:
+        """Reread, pack and restore, unless the last step is finished.
+
+        The model runner's block table and tokens must still be those of the step.
+
+        Returns:
+            The plan of the step that this has finished.
+
+        """
+        step, self._unfinished = self._unfinished, None
+        if step is None:
+            return None
+        step.after.run()
+        return step.plan
 
     def determine_available_memory(self) -> Any:
         """Profile, without a plan, and with what layers will allocate."""
@@ -195,6 +220,12 @@ class PublishesSteps:
             return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     def execute_dummy_batch(self) -> Any:
-        """Keep step with other engines, without a plan."""
+        """Keep step with other engines, without a plan; it overwrites the last step's tables."""
+        self.finish_step()
         with publish(WarmUp()):
             return super().execute_dummy_batch()  # type: ignore[misc]
+
+    def sleep(self, level: int = 1) -> Any:
+        """Finish the step before its pages go."""
+        self.finish_step()
+        return super().sleep(level)  # type: ignore[misc]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,13 +12,17 @@ from unittest import mock
 import numpy as np
 import pytest
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.config import VllmConfig
 
 from tests.e2e.conversations import ConversationOracle
 from tests.e2e.gpu_runner import graphs
 from tests.e2e.harness import Probe, engine
 from vllm_h2o.kernels.triton.kernels import TritonKernels
+from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker import batching
 from vllm_h2o.worker.after_step import Packing
+from vllm_h2o.worker.seeds import KeepsSeeds
+from vllm_h2o.worker.step import PublishesSteps
 
 SETTINGS: dict[str, Any] = {
     "block_size": 16,
@@ -59,6 +63,7 @@ class Job:
         follow: compare with the reference after every step.
         record: return what the pages held.
         forgetful: fill a batch's buffer anew for each step, where no graph looks.
+        depth: steps that may be in flight; 0: as many as vLLM allows.
 
     """
 
@@ -74,6 +79,7 @@ class Job:
     follow: bool = False
     record: bool = False
     forgetful: bool = False
+    depth: int = 0
 
 
 @dataclass
@@ -96,6 +102,7 @@ class Outcome:
         rejected: drafts that were rejected.
         replays: of graphs.
         packed_after_graphs: packings of steps that replayed one.
+        known: by request index, the first token as it lay on the host before its prompt was packed.
         pages: free in the end, and in all.
 
     """
@@ -114,6 +121,7 @@ class Outcome:
     rejected: int
     replays: int
     packed_after_graphs: int
+    known: dict[str, int]
     pages: list[int]
 
 
@@ -126,6 +134,8 @@ def run(job: Job) -> Outcome:
             patch.setattr("vllm_h2o.worker.metadata.select_kernels", _triton)
         if job.forgetful:
             stack.enter_context(_forgetful())
+        if job.depth:
+            patch.setattr(VllmConfig, "max_concurrent_batches", job.depth)
         settings = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 64, **job.settings}
         llm = stack.enter_context(engine(job.model, job.policy, job.options, **settings))
         probe = Probe(llm)
@@ -154,6 +164,7 @@ def run(job: Job) -> Outcome:
             rejected=oracle.num_rejected,
             replays=graphs.Graph.num_replays - replays,
             packed_after_graphs=watch.packed_after_graphs,
+            known=watch.known,
             pages=[probe.num_free, probe.num_total],
         )
 
@@ -170,10 +181,16 @@ def on_v1(job: Job, **changes: Any) -> Outcome:
 
 
 class _Watch:
-    """Counts steps between their schedule and their tokens, and packings in steps with a graph."""
+    """Counts steps between their schedule and their tokens, and packings in steps with a graph.
+
+    And reads the tokens that the worker has handed out of a step when its survivors are packed.
+    """
 
     def __init__(self, scheduler: Any, patch: pytest.MonkeyPatch) -> None:
         self.now = self.most = self.replays = self.packed_after_graphs = 0
+        self.known: dict[str, int] = {}
+        self.sampled: Any = None
+        sample, finish = KeepsSeeds.sample_tokens, PublishesSteps.finish_step
         schedule, update, pack = scheduler.schedule, scheduler.update_from_output, Packing.run
 
         def counted_schedule(*args: Any, **kwargs: Any) -> Any:
@@ -191,8 +208,29 @@ class _Watch:
             self.packed_after_graphs += graphs.Graph.num_replays > self.replays
             pack(packing)
 
+        def kept_sample(worker: Any, grammar_output: Any) -> Any:
+            self.sampled = sample(worker, grammar_output)
+            return self.sampled
+
+        def read_finish(worker: Any) -> Any:
+            step, sampled, self.sampled = worker._unfinished, self.sampled, None
+            if step is not None and sampled is not None and step.after.pack is not None:
+                self._read(step.plan.requests, sampled)
+            return finish(worker)
+
         scheduler.schedule, scheduler.update_from_output = counted_schedule, counted_update
         patch.setattr(Packing, "run", counted_pack)
+        patch.setattr(KeepsSeeds, "sample_tokens", kept_sample)
+        patch.setattr(PublishesSteps, "finish_step", read_finish)
+
+    def _read(self, plans: Mapping[str, RequestPlan], sampled: Any) -> None:
+        """The tokens of prompts that end in a step and are evicted from, on the host."""
+        order = vars(sampled).get("model_runner_output", sampled).req_ids
+        for row, request_id in enumerate(order):
+            plan = plans[request_id]
+            if plan.num_survivors and plan.logical_end == plan.prompt_end:
+                index = request_id.split("-")[0]
+                self.known[index] = int(sampled.sampled_token_ids[row][0])
 
 
 def _ask(llm: LLM, job: Job) -> list[RequestOutput | None]:

@@ -83,6 +83,21 @@ def test_a_second_reading(make: Callable[[Path], str], v2: OtherProcess, tmp_pat
     assert_followed(v2.run(job_of(make(tmp_path), options, "h2o2", arrivals=[0, 3, 4, 9])))
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_first_token_is_on_the_host_before_its_prompt_is_packed(
+    depth: int, v2: OtherProcess, tmp_path: Path
+) -> None:
+    """With other steps in flight; three are as many as two stages have."""
+    options = {"budget": 16, "score": "reconstruction", "observation_window": 4}
+    job = job_of(tiny_llama(tmp_path, 4, 4), options, "h2o2", arrivals=[0, 3, 4, 9], depth=depth)
+    prompts = [CHARACTERS[n : n + 50] for n in range(0, 200, 50)]
+    ours = v2.run(replace(job, prompts=prompts))
+    assert_followed(ours, in_flight=depth)
+    assert ours.known == {str(index): tokens[0] for index, tokens in enumerate(ours.tokens)}
+    theirs = on_v1(replace(job, prompts=prompts, depth=0))
+    assert ours.tokens == theirs.tokens and theirs.known == ours.known
+
+
 def test_one_step_at_a_time(v2: OtherProcess, tmp_path: Path) -> None:
     """Without asynchronous scheduling."""
     job = job_of(tiny_llama(tmp_path, 4, 4), {"budget": 16}, settings={"async_scheduling": False})
