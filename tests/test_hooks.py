@@ -7,13 +7,12 @@ import dataclasses
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import CompilationConfig, SchedulerConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -22,7 +21,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.tiny_models import engine_args, engine_config, folder
 from vllm_h2o import patches
 from vllm_h2o.errors import ConfigError, PatchError
-from vllm_h2o.hooks import check_config, finish, prepare
+from vllm_h2o.hooks import check_config, prepare
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.flags import fold_policy
 from vllm_h2o.patches import _with_policy
@@ -318,63 +317,6 @@ def test_without_a_policy_the_config_is_stock(llama: str, options: dict[str, Any
     assert with_plugin.attention_config.backend is None
     assert with_plugin.attention_config.backend_per_kind == {}
     assert "H2o" not in repr(with_plugin) and "h2o" not in repr(with_plugin)
-
-
-CAPTURED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-"""vLLM's default sizes."""
-
-
-def captures(args: EngineArgs, **scheduler: int) -> CompilationConfig:
-    """Return the sizes that a finished config captures on a device with CUDA graphs."""
-    compilation = CompilationConfig(
-        cudagraph_capture_sizes=CAPTURED, max_cudagraph_capture_size=CAPTURED[-1]
-    )
-    config = args.create_engine_config()
-    limits = SchedulerConfig.default_factory(max_model_len=64, **scheduler)
-    config.compilation_config, config.scheduler_config = compilation, limits
-    finish(config, args, KVPolicyConfig.of(config))
-    return compilation
-
-
-@pytest.mark.parametrize(
-    ("limits", "most"),
-    [
-        ({"max_num_seqs": 1024, "max_num_batched_tokens": 8192}, 1024),
-        ({"max_num_seqs": 1001, "max_num_batched_tokens": 8192}, 1001),
-        ({"max_num_seqs": 1024, "max_num_batched_tokens": 1024}, 1024),
-        ({"max_num_seqs": 500, "max_num_batched_tokens": 8192}, 512),
-    ],
-    ids=str,
-)
-def test_steps_of_all_sequences_are_captured(llama: str, limits: dict[str, int], most: int) -> None:
-    """By sixteen sequences from vLLM's largest size."""
-    found = captures(engine_args(llama, kv_policy="h2o"), **limits)
-    sizes = found.cudagraph_capture_sizes
-    assert found.max_cudagraph_capture_size == most == sizes[-1]
-    assert sizes[: len(CAPTURED)] == CAPTURED
-    assert all(0 < after - before <= 16 for before, after in pairwise(sizes))
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"max_cudagraph_capture_size": 512},
-        {"cudagraph_capture_sizes": CAPTURED},
-        {"compilation_config": {"max_cudagraph_capture_size": 512}},
-        {"compilation_config": {"cudagraph_capture_sizes": CAPTURED}},
-        {"compilation_config": {"compile_sizes": [8]}},
-        {
-            "kv_policy_config": {"budget": 64, "evict_every": 4},
-            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
-        },
-    ],
-    ids=lambda asked: " ".join(asked),
-)
-def test_captures_of_a_user_stay(llama: str, asked: dict[str, Any]) -> None:
-    """In every form; and with drafts, where a step has several tokens per sequence."""
-    args = engine_args(llama, kv_policy="h2o", **asked)
-    found = captures(args, max_num_seqs=1024, max_num_batched_tokens=8192)
-    assert found.cudagraph_capture_sizes == CAPTURED
 
 
 def test_check_config_without_a_policy_reads_nothing() -> None:

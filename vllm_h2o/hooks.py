@@ -116,10 +116,11 @@ def finish(
         ``vllm_config``.
 
     """
-    if config is not None and not _chooses_captures(engine_args):
-        _widen_captures(vllm_config)
     asked = engine_args.max_model_len if config is not None and config.rolls else None
-    return check_config(vllm_config, config, asked, given)
+    check_config(vllm_config, config, asked, given)
+    if config is not None and not _chooses_captures(engine_args):
+        _widen_captures(vllm_config, config)
+    return vllm_config
 
 
 def _chooses_captures(engine_args: Any) -> bool:
@@ -136,20 +137,47 @@ def _chooses_captures(engine_args: Any) -> bool:
     )
 
 
-def _widen_captures(vllm_config: Any) -> None:
-    """Capture steps with up to max_num_seqs sequences, where graphs are on.
+def _widen_captures(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Capture steps with up to max_num_seqs sequences, where graphs are on and memory has room.
 
-    vLLM captures at most 512, which is enough for sequences that keep every token. With drafts
-    a step has several tokens per sequence, and vLLM chooses the sizes accordingly.
+    vLLM captures at most 512, which is enough for sequences that keep every token. While it
+    captures, it holds a page for each sequence next to the weights. With drafts a step has several
+    tokens per sequence, and vLLM chooses the sizes accordingly.
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     largest = compilation.max_cudagraph_capture_size
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     if not largest or most <= largest or vllm_config.speculative_config:
         return
+    most = min(most, _num_fitting(vllm_config, config))
+    if most <= largest:
+        return
     sizes = {*compilation.cudagraph_capture_sizes, *range(largest, most, CAPTURE_STEP), most}
     compilation.cudagraph_capture_sizes = sorted(sizes)
     compilation.max_cudagraph_capture_size = most
+
+
+def _num_fitting(vllm_config: Any, config: KVPolicyConfig) -> int:
+    """Count the sequences at their budgets that a device's memory has room for.
+
+    At most as many fit in the end: the bytes of weights are not known before they are loaded.
+    """
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    from vllm_h2o.scheduler.footprint import CacheShape
+
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    memory = cache.kv_cache_memory_bytes
+    if memory is None:
+        memory = int(current_platform.get_device_total_memory() * cache.gpu_memory_utilization)
+    element_size = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model).itemsize
+    heads = (model.get_num_kv_heads(parallel), model.get_head_size())
+    shape = CacheShape(model.get_num_layers(parallel), *heads, element_size)
+    budget = config.resolve(model.max_model_len, page_size(vllm_config))
+    pool = shape.pool(memory, page_size(vllm_config), shape.slot_bytes(config.extra_words))
+    return pool.num_sequences(min(budget.capacity, model.max_model_len))
 
 
 def of_trained_length(engine_args: Any, config: KVPolicyConfig | None) -> Any:
