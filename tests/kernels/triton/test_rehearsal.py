@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_h2o.kernels.batch import Scoring, StepTensors
+from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.kernels.triton.rehearsal import rehearse
@@ -52,9 +52,17 @@ def test_rehearsal_runs_every_prompt_kernel(
     num_layers: int,
 ) -> None:
     """Each stage of a prompt, for every kind of page, and with attention sinks; where layers share
-    slots survivors move in all; and the pool is left alone.
+    slots survivors move in all; and the pool is left alone. A first and a later chunk are attended.
     """
+    attended: list[int] = []
     kernels = TritonKernels(torch.device("cpu"), 4, GROUP * HEADS, HEADS, HEAD_SIZE)
+    own = kernels.prompt_attention
+
+    def attend(cache: LayerCache, chunks: Sequence[PromptChunk], step: StepTensors) -> torch.Tensor:
+        attended.extend(chunk.resident_start for chunk in chunks)
+        return own(cache, chunks, step)
+
+    monkeypatch.setattr(kernels, "prompt_attention", attend)
     words = 2 + kinds[1] + kinds[2]
     content = 2 * HEAD_SIZE + 4 * words // dtype.itemsize
     layout = (3, num_layers * HEADS, BLOCK_SIZE, content)
@@ -70,7 +78,8 @@ def test_rehearsal_runs_every_prompt_kernel(
     sinks = torch.zeros(GROUP * HEADS) if has_sinks else None
     step = StepTensors(query, key, key, query, 1.0, sinks)
     rehearse(kernels, cache, step, scoring, terms)
-    once = {"prefill": 1, "score_term": 2, "pack_survivors": 1 + kinds[0]}
+    assert attended == ([] if has_sinks else [0, 2])
+    once = {"prefill": 2, "score_term": 2, "pack_survivors": 1 + kinds[0]}
     assert ran == once | ({"joined": 1} if num_layers > 1 else {})
     assert torch.equal(pool.view(torch.uint8), before)
     if num_layers > 1:  # which do not go with prefix caching

@@ -34,13 +34,7 @@ def rehearse(
 
     """
     device, num_kv_heads, head_size = cache.key.device, cache.num_kv_heads, cache.key.shape[-1]
-    content = cache.key.stride(0) // cache.block_size  # elements of a slot
-    layout = (4, cache.rows_per_block, cache.block_size, content)
-    blocks = torch.zeros(layout, dtype=cache.key.dtype, device=device)
-    kv_cache = blocks[:, cache.first_head : cache.first_head + num_kv_heads]
-    splits = cache.first_rows is not None
-    kinds = (splits, cache.mass is not None, cache.score_without_window is not None)
-    own = LayerCache.of(kv_cache, head_size, *kinds, scales=cache.scales)
+    own, splits = _pages_like(cache), cache.first_rows is not None
     key = torch.zeros(2, num_kv_heads, head_size, dtype=step.key.dtype, device=device)
     query = key.repeat(1, step.query.shape[1] // num_kv_heads, 1)
     chunk = PromptChunk(
@@ -52,7 +46,11 @@ def rehearse(
         recent_start=1,
     )
     tensors = StepTensors(query, key, key, torch.empty_like(query), 1.0, step.sink_logits)
-    kernels.prefill(own, [chunk], tensors, scoring)
+    # FlashAttention reads the keys of a later chunk from the pages: for some devices it compiles
+    # another kernel then, when it is first asked for one.
+    for start in (0, chunk.num_tokens):
+        where = replace(chunk, resident_start=start, logical_start=start)
+        kernels.prefill(own, [where], tensors, scoring)
     for term in terms:
         kernels.score_term(own, [chunk], tensors, term, scoring.by_age)
     kernels.pack_survivors([own], [chunk], scoring)
@@ -74,3 +72,14 @@ def rehearse(
         away = replace(packed, destination_blocks=chunk.block_table + 2)
         scores = torch.zeros(1, num_kv_heads, packed.attended_len, device=device)
         kernels.copy_survivors([own], away, scoring, scores)
+
+
+def _pages_like(cache: LayerCache) -> LayerCache:
+    """Four empty pages of the same kind."""
+    content = cache.key.stride(0) // cache.block_size  # elements of a slot
+    layout = (4, cache.rows_per_block, cache.block_size, content)
+    blocks = torch.zeros(layout, dtype=cache.key.dtype, device=cache.key.device)
+    kv_cache = blocks[:, cache.first_head : cache.first_head + cache.num_kv_heads]
+    splits, merges = cache.first_rows is not None, cache.mass is not None
+    kinds = (splits, merges, cache.score_without_window is not None)
+    return LayerCache.of(kv_cache, cache.key.shape[-1], *kinds, scales=cache.scales)
