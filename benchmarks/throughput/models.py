@@ -29,6 +29,14 @@ OPT_6_7B = {
     "pad_token_id": 1,
     "torch_dtype": "float16",
 }
+OPT_30B = OPT_6_7B | {
+    "hidden_size": 7168,
+    "word_embed_proj_dim": 7168,
+    "ffn_dim": 28672,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 56,
+    "max_position_embeddings": 8192,  # the paper's longest sequence; OPT's own are of 2,048
+}
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -68,12 +76,20 @@ MODELS = {
     "smollm2": Model(None, 2 * 64 * 2),
     "smollm2-float32": Model(None, 2 * 64 * 4, "float32"),
     "opt-6.7b": Model(OPT_6_7B, 2 * 128 * 2),
+    "opt-6.7b-long": Model(OPT_6_7B | {"max_position_embeddings": 8192}, 2 * 128 * 2),
+    "opt-30b": Model(OPT_30B, 2 * 128 * 2),
     "llama-8b": Model(LLAMA_8B, 2 * 128 * 2),
 }
 
 
-def folder_of(name: str) -> tuple[Path, list[str]]:
-    """The model's folder, made when it is missing, and the options that it wants."""
+def folder_of(name: str, has_bfloat16: bool = True) -> tuple[Path, list[str]]:
+    """The model's folder, made when it is missing, and the options that it wants.
+
+    Args:
+        name: of :data:`MODELS`.
+        has_bfloat16: whether the device has it; where not, shapes take float16.
+
+    """
     model = MODELS[name]
     if model.config is None:
         from benchmarks.smollm2 import model_dir
@@ -83,7 +99,8 @@ def folder_of(name: str) -> tuple[Path, list[str]]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model.config))
     write_tokenizer(folder, model.config["vocab_size"])
-    return folder, ["--load-format", "dummy", "--dtype", model.config["torch_dtype"]]
+    dtype = model.config["torch_dtype"] if has_bfloat16 else "float16"
+    return folder, ["--load-format", "dummy", "--dtype", dtype]
 
 
 def write_random(config: PretrainedConfig, folder: Path, std: float = 0.15) -> str:

@@ -58,6 +58,8 @@ class Profile:
         sides: the one that is measured, and the one that it is divided by; others after these.
         figure: ``tokens`` per second, or ``step`` (time per output token, its inverse ratio).
         block_size: tokens of a page.
+        extra: further options of every engine.
+        card: GB of the smallest card that the model and the pool are for; 0: any.
 
     """
 
@@ -71,6 +73,7 @@ class Profile:
     figure: str = "tokens"
     block_size: int = 32
     extra: Mapping[str, Any] = field(default_factory=dict)
+    card: int = 0
 
     @property
     def max_model_len(self) -> int:
@@ -234,43 +237,71 @@ QUICK_PRESSURE = (pressed(2, (64, 64), 4, 64),)
 
 _T4, _A100, _L4 = 2304, 112_000, 42_000
 """Tokens of KV cache beside the weights on cards of 16 and 80 GB (OPT-6.7B) and 24 GB (8B)."""
+_OPT_30B, _8B_80, _8B_H200 = 8_800, 420_000, 545_000
+"""The same on cards of 80 GB (OPT-30B, 8B), and 1,024 sequences of 512 slots on 141 GB (8B)."""
+_8B: dict[str, Any] = {"model": "llama-8b", "block_size": 16}
+_SHORT = tight(0.2, _L4)
+
+
+def of_paper(model: str, name: str, card: int, pool: int, work: tuple[int, int, int]) -> Profile:
+    """OPT's shape with a budget of 20 %, in a pool of ``pool`` tokens."""
+    i, o, num = work
+    what = f"{name}'s shape, {i:,} + {o:,} tokens, a card of {card} GB"
+    id_ = f"{'OPT-30B' if model == 'opt-30b' else f'OPT-{card}'}-{i}+{o}"
+    return Profile(id_, what, model, i, o, num, tight(0.2, pool), block_size=16, card=card)
+
+
 GPU = (
     *(
-        Profile(
-            f"OPT-{size}-{i}+{o}", f"OPT-6.7B's shape, {i} + {o} tokens, a card of {size} GB",
-            "opt-6.7b", i, o, num, tight(0.2, pool), block_size=16,
-        )
-        for size, pool, num in ((16, _T4, 64), (80, _A100, 512))
+        of_paper("opt-6.7b", "OPT-6.7B", card, pool, (i, o, num))
+        for card, pool, num in ((16, _T4, 64), (80, _A100, 512))
         for i, o in ((512, 512), (512, 1024), (1024, 992))
+    ),
+    of_paper("opt-6.7b", "OPT-6.7B", 16, _T4, (512, 32, 64)),
+    of_paper("opt-6.7b-long", "OPT-6.7B", 80, _A100, (2048, 2048, 256)),
+    *(
+        of_paper("opt-30b", "OPT-30B", 80, _OPT_30B, (i, o, num))
+        for i, o, num in ((512, 32, 64), (512, 512, 64), (512, 1024, 64), (7000, 1024, 8))
     ),
     Profile(
         "8B-1/64", "8B shape, 6,000 + 500 tokens, budget 102, a card of 24 GB",
-        "llama-8b", 6000, 500, 96,
-        tight(102, _L4), block_size=16,
+        input_len=6000, output_len=500, num_prompts=96, sides=tight(102, _L4), card=24, **_8B,
     ),
     Profile(
         "8B-1/8", "8B shape, 6,000 + 500 tokens, budget 816, a card of 24 GB",
-        "llama-8b", 6000, 500, 96,
-        tight(816, _L4), block_size=16,
+        input_len=6000, output_len=500, num_prompts=96, sides=tight(816, _L4), card=24, **_8B,
+    ),
+    Profile(
+        "8B-32k", "8B shape, 32,000 + 2,000 tokens, budget 4,096, a card of 80 GB",
+        input_len=32000, output_len=2000, num_prompts=64, sides=tight(4096, _8B_80), card=80, **_8B,
+    ),
+    Profile(
+        "8B-1024", "8B shape, 1,024 sequences of 512 slots, a card of 141 GB",
+        input_len=1024, output_len=1024, num_prompts=1024, sides=tight(512, _8B_H200), card=141,
+        **_8B,
+    ),
+    Profile(
+        "8B-short", "8B shape, 128 + 128 tokens, a card of 24 GB",
+        input_len=128, output_len=128, num_prompts=512, card=24,
+        sides=(*_SHORT, replace(_SHORT[0], name="h2o2", policy="h2o2")), **_8B,
     ),
     Profile(
         "tight-200", "8B shape, 200 requests of 128 + 1,024 tokens, memory for 42",
-        "llama-8b", 128, 1024, 200,
-        tight(0.2, 50_000), block_size=16,
+        input_len=128, output_len=1024, num_prompts=200, sides=tight(0.2, 50_000), card=80, **_8B,
     ),
     Profile(
         "batch-32", "8B shape, one step of 32 requests of 8,000 tokens, budget 2,048",
-        "llama-8b", 8000, 128, 32,
-        free(2048, 32, 8128), "step", block_size=16,
+        input_len=8000, output_len=128, num_prompts=32, sides=free(2048, 32, 8128), figure="step",
+        card=80, **_8B,
     ),
     Profile(
         "free-100", "8B shape, 128 requests, memory for all, nothing evicted",
-        "llama-8b", 1024, 512, 128,
-        free(1.0, 128, 1536), block_size=16,
+        input_len=1024, output_len=512, num_prompts=128, sides=free(1.0, 128, 1536), card=80, **_8B,
     ),
     Profile(
-        "free-tracked", "the same, every token scored", "llama-8b", 1024, 512, 128,
-        free(1520, 128, 1536), block_size=16,
+        "free-tracked", "the same, every token scored",
+        input_len=1024, output_len=512, num_prompts=128, sides=free(1520, 128, 1536), card=80,
+        **_8B,
     ),
 )  # fmt: skip
 """Shapes of real models with random weights: for speed alone, never for quality."""

@@ -42,7 +42,7 @@ def run(
         compiled: on a CPU, too.
 
     """
-    folder, options = folder_of(profile.model)
+    folder, options = folder_of(profile.model, device == "cpu" or _has_bfloat16())
     options += profile.options(side, MODELS[profile.model].bytes_per_slot)
     environment = {**os.environ, **ENVIRONMENT}
     if device == "cpu":
@@ -58,6 +58,13 @@ def run(
             print(*command, file=file, flush=True)
             subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=True)
         return dict(json.loads(out.read_text()))
+
+
+def _has_bfloat16() -> bool:
+    """Whether the GPU has bfloat16: vLLM refuses it before 8.0."""
+    import torch
+
+    return torch.cuda.get_device_capability()[0] >= 8
 
 
 def row_of(
