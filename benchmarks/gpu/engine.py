@@ -122,8 +122,8 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
     return {"kv_policy": args.policy, "kv_policy_config": config}
 
 
-def main() -> None:
-    """Generate, and write the tokens."""
+def parser_of() -> argparse.ArgumentParser:
+    """The options of an engine."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("shape", choices=SHAPES)
@@ -144,7 +144,12 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--dtype", default="float16")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Generate, and write the tokens."""
+    args = parser_of().parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # pool_bytes goes to the worker
     if args.v1:

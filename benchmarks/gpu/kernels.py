@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the Triton kernels on a device: against the torch ones, and in a captured graph."""
+"""Check the Triton kernels on a device: against the torch ones there, and in a captured graph.
+
+All tensors stay on the device. The host gets figures alone.
+"""
 
 from __future__ import annotations
 
@@ -76,14 +79,22 @@ ODD = (
 """Other heads, groups and pages."""
 LONG = Size(1, 1 << 17, 32, 8, 128, 16, torch.bfloat16)
 """A prompt whose survivors are chosen of 128k tokens."""
+PROMPTS = 2
+"""Requests of a check of prompts."""
 SMALL = (Size(3, 100, 6, 2, 64, 16, torch.float32), Size(2, 64, 4, 4, 64, 16, torch.float16))
 
 
-def filled(size: Size, device: torch.device) -> LayerCache:
-    """Random pages for all requests; positions are those of prompts."""
+def filled(size: Size, device: torch.device, copies: int = 0) -> LayerCache:
+    """Random pages for all requests; positions are those of prompts.
+
+    Args:
+        size: of the check.
+        device: of the pages.
+        copies: requests for whose survivors there are as many pages more.
+
+    """
     content = 2 * size.head_size + 8 // size.dtype.itemsize
-    # And as many for copies of two requests' survivors.
-    blocks = (size.requests + 2) * size.pages + 1
+    blocks = (size.requests + copies) * size.pages + 1
     shape = (blocks, size.num_kv_heads, size.block_size, content)
     cache = LayerCache.of(torch.zeros(shape, dtype=size.dtype, device=device), size.head_size)
     cache.key.normal_()
@@ -96,11 +107,9 @@ def filled(size: Size, device: torch.device) -> LayerCache:
     return cache
 
 
-def on_cpu(cache: LayerCache) -> LayerCache:
-    """The same tokens, in float32, for the torch kernels."""
-    views = {name: getattr(cache, name).cpu().clone() for name in VIEWS}
-    exact = {name: views[name].float().clone() for name in ("key", "value")}
-    return replace(cache, **{**views, **exact})
+def twin_of(cache: LayerCache) -> LayerCache:
+    """The same tokens, in the same types: the torch kernels compute in float32 all the same."""
+    return replace(cache, **{name: getattr(cache, name).clone() for name in VIEWS})
 
 
 def full_batch(size: Size, device: torch.device, evicts: int = 1) -> DecodeBatch:
@@ -130,9 +139,8 @@ def step_tensors(size: Size, num_tokens: int, device: torch.device) -> StepTenso
 
 
 def exact_tensors(tensors: StepTensors) -> StepTensors:
-    """The same in float32, for the torch kernels; ``out`` is a tensor of its own."""
-    query, key, value = (t.float().cpu() for t in (tensors.query, tensors.key, tensors.value))
-    return StepTensors(query, key, value, torch.empty(query.shape), tensors.scale)
+    """The same with an ``out`` of its own, in float32."""
+    return replace(tensors, out=torch.empty_like(tensors.out, dtype=torch.float32))
 
 
 def make(size: Size, device: torch.device, attention: PromptAttention | None) -> TritonKernels:
@@ -144,18 +152,19 @@ def make(size: Size, device: torch.device, attention: PromptAttention | None) ->
 def check_decode(size: Size, device: torch.device) -> Iterator[tuple[str, float, float]]:
     """Yields (what, largest error, allowed)."""
     cache, batch = filled(size, device), full_batch(size, device)
-    twin = on_cpu(cache)
+    twin = twin_of(cache)
     blocks = (cache.num_blocks, size.num_kv_heads)
     victims = torch.randint(0, size.tokens // 2, blocks, dtype=torch.int32, device=device)
-    theirs = victims.cpu().clone()
+    theirs = victims.clone()
     tensors = step_tensors(size, size.requests, device)
     expected = exact_tensors(tensors)
     make(size, device, None).decode(cache, batch, victims, tensors, Scoring())
-    twin_batch = DecodeBatch(batch.block_table.cpu(), batch.fields.cpu())
-    TorchKernels().decode(twin, twin_batch, theirs, expected, Scoring())
+    for i in range(size.requests):  # one by one: the torch kernels copy K and V in float32
+        one = DecodeBatch(batch.block_table[i : i + 1], batch.fields[:, i : i + 1])
+        TorchKernels().decode(twin, one, theirs, expected, Scoring())
     yield from _compare(cache, twin, tensors.out, expected.out, size)
-    written = batch.first_block_ids.cpu().long()
-    yield "victims that differ", float((victims.cpu() != theirs)[written].float().mean()), 1e-3
+    written = batch.first_block_ids.long()
+    yield "victims that differ", float((victims != theirs)[written].float().mean()), 1e-3
 
 
 def asked(size: Size, chunks: list[PromptChunk], term: Term) -> list[PromptChunk]:
@@ -170,35 +179,34 @@ def check_prompt(
 
     FlashAttention reads keys from the pages where any chunk is a later one, else from the step.
     """
-    half = size.tokens // 2
+    half, size = size.tokens // 2, replace(size, requests=PROMPTS)
     cache = filled(size, device)
-    twin = on_cpu(cache)
+    twin = twin_of(cache)
     chunks = [
         chunk_of(size, 0, slice(0, half), 0, device),
         chunk_of(size, 1, slice(half, size.tokens), half if later else 0, device),
     ]
-    twin_chunks = [replace(chunk, block_table=chunk.block_table.cpu()) for chunk in chunks]
     tensors = step_tensors(size, size.tokens, device)
     expected = exact_tensors(tensors)
     kernels = make(size, device, attention)
     kernels.prefill(cache, chunks, tensors, Scoring())
-    TorchKernels().prefill(twin, twin_chunks, expected, Scoring())
+    TorchKernels().prefill(twin, chunks, expected, Scoring())
     yield from _compare(cache, twin, tensors.out, expected.out, size)
     for what, term in TERMS.items():
-        seen, twins = (asked(size, each, term) for each in (chunks, twin_chunks))
+        seen = asked(size, chunks, term)
         kernels.score_term(cache, seen, tensors, term, by_age=True)
-        TorchKernels().score_term(twin, twins, expected, term, by_age=True)
+        TorchKernels().score_term(twin, seen, expected, term, by_age=True)
         yield f"score of {what}, relative", _score_error(cache, twin), 1e-3
     yield _check_pack(cache, chunks, kernels)
     yield _check_pack(cache, _by_page(size, chunks), kernels, by_page=True)
     yield from _check_copies(size, chunks, kernels, device)
 
 
-def check_long(device: torch.device) -> Iterator[tuple[str, float, float]]:
+def check_long(size: Size, device: torch.device) -> Iterator[tuple[str, float, float]]:
     """The survivors of a very long prompt."""
-    cache = filled(LONG, device)
-    chunks = [chunk_of(LONG, 0, slice(0, LONG.tokens), 0, device)]
-    yield _check_pack(cache, chunks, make(LONG, device, None))
+    cache = filled(size, device)
+    chunks = [chunk_of(size, 0, slice(0, size.tokens), 0, device)]
+    yield _check_pack(cache, chunks, make(size, device, None))
 
 
 def _by_page(size: Size, chunks: list[PromptChunk]) -> list[PromptChunk]:
@@ -216,12 +224,10 @@ def _check_pack(
 ) -> tuple[str, float, float]:
     # The same scores on both sides: what is compared is the choice and the move.
     scoring = Scoring(by_page=by_page)
-    ours = replace(cache, **{name: getattr(cache, name).clone() for name in VIEWS})
-    twin = on_cpu(cache)
-    twin_chunks = [replace(chunk, block_table=chunk.block_table.cpu()) for chunk in chunks]
+    ours, twin = twin_of(cache), twin_of(cache)
     kernels.pack_survivors([ours], chunks, scoring)
-    TorchKernels().pack_survivors([twin], twin_chunks, scoring)
-    kept = _positions(ours, chunks), _positions(twin, twin_chunks)
+    TorchKernels().pack_survivors([twin], chunks, scoring)
+    kept = _kept(ours, chunks, "position"), _kept(twin, chunks, "position")
     what = "survivors by page that differ" if by_page else "survivors that differ"
     return what, float((kept[0] != kept[1]).float().mean()), 0.0
 
@@ -230,49 +236,31 @@ def _check_copies(
     size: Size, chunks: list[PromptChunk], kernels: TritonKernels, device: torch.device
 ) -> Iterator[tuple[str, float, float]]:
     """Survivors that leave pages which others read: copies of the same bytes, and those pages."""
-    cache = filled(size, device)
-    before = on_cpu(cache)
-    places = torch.arange(2 * size.pages, dtype=torch.int32, device=device).view(2, -1)
-    targets = list(places + size.requests * size.pages)
-    twin_targets = [target.cpu() for target in targets]
-    copied = [
-        replace(chunk, destination_blocks=target)
-        for chunk, target in zip(chunks, targets, strict=True)
-    ]
-    twin = on_cpu(cache)
-    twin_chunks = [
-        replace(chunk, block_table=chunk.block_table.cpu(), destination_blocks=target)
-        for chunk, target in zip(chunks, twin_targets, strict=True)
-    ]
-    for chunk, twin_chunk in zip(copied, twin_chunks, strict=True):
+    cache = filled(size, device, copies=PROMPTS)
+    before, twin = twin_of(cache), twin_of(cache)
+    places = torch.arange(PROMPTS * size.pages, dtype=torch.int32, device=device)
+    targets = (places + size.requests * size.pages).view(PROMPTS, -1)
+    for chunk, target in zip(chunks, targets, strict=True):
+        copied = replace(chunk, destination_blocks=target)
         score = torch.rand(1, size.num_kv_heads, chunk.attended_len, device=device)
-        TorchKernels().copy_survivors([twin], twin_chunk, Scoring(), score.cpu())
-        kernels.copy_survivors([cache], chunk, Scoring(), score)
-    at = [
-        replace(chunk, block_table=target)
-        for chunk, target in zip(chunks, twin_targets, strict=True)
-    ]
+        TorchKernels().copy_survivors([twin], copied, Scoring(), score)
+        kernels.copy_survivors([cache], copied, Scoring(), score)
+    at = [replace(chunk, block_table=target) for chunk, target in zip(chunks, targets, strict=True)]
     for name in VIEWS:
-        ours, theirs = (_kept(held, at, name) for held in (on_cpu(cache), twin))
+        ours, theirs = (_kept(held, at, name) for held in (cache, twin))
         yield f"copied survivors: {name} that differs", float((ours != theirs).sum()), 0.0
     own = slice(0, size.requests * size.pages * size.num_kv_heads)
     changed = sum(
-        int((getattr(on_cpu(cache), name)[own] != getattr(before, name)[own]).sum())
-        for name in VIEWS
+        int((getattr(cache, name)[own] != getattr(before, name)[own]).sum()) for name in VIEWS
     )
     yield "copied survivors: what changes in the pages that they leave", float(changed), 0.0
 
 
-def _positions(cache: LayerCache, chunks: list[PromptChunk]) -> torch.Tensor:
-    """Positions of all survivors."""
-    return _kept(cache, chunks, "position")
-
-
 def _kept(cache: LayerCache, chunks: list[PromptChunk], name: str) -> torch.Tensor:
     """One of :data:`VIEWS` of all survivors, flat."""
-    view = getattr(cache, name).cpu()
-    pages = view.view(cache.num_blocks, cache.num_kv_heads, *view.shape[1:])
-    strips = [pages[c.block_table.cpu().long()].transpose(0, 1).flatten(1, 2) for c in chunks]
+    view = getattr(cache, name)
+    pages = view.unflatten(0, (cache.num_blocks, cache.num_kv_heads))
+    strips = [pages[c.block_table.long()].transpose(0, 1).flatten(1, 2) for c in chunks]
     kept = [s[:, : c.num_survivors].flatten() for s, c in zip(strips, chunks, strict=True)]
     return torch.cat(kept)
 
@@ -297,7 +285,7 @@ def chunk_of(
 
 
 def _score_error(cache: LayerCache, twin: LayerCache) -> float:
-    error = (cache.score.cpu() - twin.score).abs() / twin.score.abs().clamp(min=1e-3)
+    error = (cache.score - twin.score).abs() / twin.score.abs().clamp(min=1e-3)
     return float(error.max())
 
 
@@ -305,9 +293,9 @@ def _compare(
     cache: LayerCache, twin: LayerCache, out: torch.Tensor, expected: torch.Tensor, size: Size
 ) -> Iterator[tuple[str, float, float]]:
     rough = 1e-5 if size.dtype == torch.float32 else 2e-2
-    yield "output", float((out.float().cpu() - expected).abs().max()), rough
+    yield "output", float((out.float() - expected).abs().max()), rough
     yield "score, relative", _score_error(cache, twin), 1e-3
-    moved = (cache.position.cpu() != twin.position).float().mean()
+    moved = (cache.position != twin.position).float().mean()
     yield "positions that differ", float(moved), 0.0
 
 

@@ -10,25 +10,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.soak.server import VLLM, Server, write_model
 from benchmarks.throughput.models import MODELS, folder_of
-from benchmarks.throughput.profiles import GPU, Profile, tight
+from benchmarks.throughput.profiles import Profile, tight
 
 PERCENTILES = (50, 99)
-PROFILE = next(profile for profile in GPU if profile.id == "OPT-16-512+512")
-"""Which takes its requests one after another."""
 SMALL = Profile("small", "", "", 64, 32, 8, tight(0.5, 2 * 128))
 Figures = dict[str, float]
 
 
 def measure(
-    profile: Profile, requests_per_s: float, small: bool = False
+    profile: Profile, requests_per_s: float, half: torch.dtype, small: bool = False
 ) -> Iterator[tuple[str, Figures]]:
-    """Measure stock vLLM and the policy with the bench, one after the other.
+    """Measure all sides with the bench, one after the other, the first of the profile last.
 
     Args:
         profile: model, lengths, requests and pool.
         requests_per_s: on average; they come at random.
+        half: the device's 16-bit type.
         small: a model that is made on the spot, not the profile's.
 
     """
@@ -38,10 +39,10 @@ def measure(
         if small:
             write_model(folder, profile.max_model_len)
         else:
-            folder, options = folder_of(profile.model)
+            folder, options = folder_of(profile.model, half == torch.bfloat16)
             bytes_per_slot = MODELS[profile.model].bytes_per_slot
         requests = [*profile.requests(), "--request-rate", str(requests_per_s)]
-        for side in reversed(profile.sides[:2]):
+        for side in reversed(profile.sides):
             flags = [*options, *profile.engine(side, bytes_per_slot)]
             with Server(folder, Path(made) / f"{side.name}.log", flags) as server:
                 yield side.name, _figures(_bench(server, requests, Path(made) / "figures.json"))

@@ -30,6 +30,8 @@ SIZES = tuple(
     for requests, tokens in ((64, 2048), (8, 2048), (256, 512), (1, 8192), (8, 8192))
 )
 """Sizes that are timed: batches and slots as :mod:`benchmarks.gpu.roofline` predicts them."""
+PREDICTED = ("decode_ms", "decode_of_copy", "decode_scoring_adds", "prompt_scoring_adds")
+"""Figures that it predicts."""
 
 
 def seconds(action: Callable[[], Any], repeats: int = 20, captured: bool = True) -> float:
@@ -84,6 +86,7 @@ def speed(size: Size, device: torch.device, attention: PromptAttention | None) -
     packed = seconds(lambda: kernels.pack_survivors([cache], chunk, Scoring()), captured=False)
     return {
         "copy_GB_per_s": copy / 1e9,
+        "decode_GB": moved / 1e9,
         "decode_GB_per_s": moved / scored / 1e9,
         "decode_of_copy": moved / scored / copy,
         "decode_ms": scored * 1e3,
