@@ -40,9 +40,6 @@ from tests.house_rules import (
 
 IMPORTED_BY_NO_TEST = {
     "vllm_h2o.kernels.torch.merge": "tests/kernels/test_agree.py calls its caller",
-    "vllm_h2o.kernels.triton.decode": "tests/kernels/test_agree.py calls its launcher",
-    "vllm_h2o.kernels.triton.merge": "tests/kernels/test_agree.py calls its launcher",
-    "vllm_h2o.kernels.triton.strips": "every kernel of a decode finds its slots with it",
     "vllm_h2o.kernels.triton.tiles": "every kernel of a prompt loads its tiles with it",
     "vllm_h2o.options.checks": "tests/options/test_config.py meets each of its refusals",
     "vllm_h2o.planner.show": "tests/test_cli.py reads what it prints",

@@ -32,10 +32,12 @@ from vllm_h2o.kernels.triton import decode, merge, pack, prefill, score, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
     SELECT_TILE,
+    SPLIT_SLOTS,
     STORE_TILE,
     decode_tile,
     few_registers,
     kv_shape,
+    merge_registers,
     padded_group,
     page_parts,
     precision,
@@ -195,12 +197,13 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
     sizes, paged, size = shape.sizes, shape.paged, shape.dtype.itemsize
     tile = decode_tile(sizes["D_PAD"], size, shape.group)
     grouped = {"G": shape.group, "G_PAD": padded_group(shape.group), "TILE": tile}
-    split = {"CAN_SPLIT": not paged}
+    split = {
+        "CAN_SPLIT": not paged, "MAX_KV_SPLITS": MAX_KV_SPLITS, "SPLIT_SLOTS": SPLIT_SLOTS,
+    }  # fmt: skip
     if merges:
         yield merge.nearest_key, "*i64", {**sizes, **split, "TILE": tile}
         yield merge.take_victim_in, "*i64", {
-            **sizes, **split, "TILE": tile, "MAX_KV_SPLITS": MAX_KV_SPLITS,
-            "POWER": 2, "BY_AGE": not paged,
+            **sizes, **split, "TILE": tile, "POWER": 2, "BY_AGE": not paged,
         }  # fmt: skip
     yield decode.attend_split, "*i64", {
         **sizes, **grouped, **split, **few_registers(sizes["D_PAD"], size),
@@ -208,8 +211,8 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
     }  # fmt: skip
     yield score.merge_and_score, "*i64", {
         **sizes, **grouped, **split, **page_parts(shape.block),
-        "MAX_KV_SPLITS": MAX_KV_SPLITS, "POWER": 2 if paged else 1,
-        "BY_AGE": not paged, "HAS_SINKS": shape.has_sinks,
+        **merge_registers(sizes["D_PAD"], size, shape.group),
+        "POWER": 2 if paged else 1, "BY_AGE": not paged, "HAS_SINKS": shape.has_sinks,
     }  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def _played(profile_id: str, side_name: str, limit: int, token_budget: int) -> C
 
 @cache
 def _decode(device: Device, shape: Shape, batch: int, slots: int, scored: bool) -> float:
-    return roofline.step(device, shape, batch, slots, scored)
+    return roofline.step(device, shape, [slots] * batch, scored)
 
 
 @cache

@@ -7,16 +7,17 @@ Usage::
 
 The model is small on purpose. A kernel takes the time of its bytes at the rate of a copy, stretched
 by the last wave of programs that does not fill the device; or that of its longest program, if that
-is more; and what a launch in a graph takes. Constants are estimates; figures of kernels (registers,
-shared memory) are the compiler's, see :data:`KERNELS`. Where a measurement is off by more than a
-third, the model is wrong or the kernel is: either is worth knowing.
+is more; and what a launch in a graph takes. Lengths of a batch may differ. Constants are estimates;
+figures of kernels (registers, shared memory) are the compiler's, see :data:`KERNELS`. Where a
+measurement is off by more than a third, the model is wrong or the kernel is: either is worth
+knowing.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from benchmarks.record import append_rows
 from vllm_h2o.kernels.triton.sizes import (
     PAGE_LANES,
     decode_tile,
+    num_spare,
     num_splits,
     programs_per_processor,
+    splits_of,
 )
 
 COPY = 0.92
@@ -76,21 +79,24 @@ class Device:
         )
         return self.processors * max(min(limits), 1)
 
-    def seconds(self, kernel: Kernel, programs: int, num_bytes: float, longest: float) -> float:
+    def seconds(
+        self, kernel: Kernel, programs: float, num_bytes: float, longest: float, idle: float = 0.0
+    ) -> float:
         """Seconds of one launch.
 
         Args:
             kernel: its needs.
-            programs: how many it is launched with.
+            programs: how many it is launched with, if each were as long as the longest.
             num_bytes: that all of them read and write.
-            longest: seconds of one program alone.
+            longest: seconds of the longest program alone.
+            idle: seconds in which programs that have no work take the places of others.
 
         """
         at_once = self.programs(kernel)
         waves = programs / at_once
         tail = math.ceil(waves) / waves if waves > 1 else 1.0
         moved = num_bytes / (COPY * self.bytes_per_s) * tail
-        return LAUNCH + max(moved + LOAD, math.ceil(waves) * longest)
+        return LAUNCH + max(moved + LOAD + idle, math.ceil(waves) * longest)
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,8 @@ OPT = Shape("OPT-6.7B", 32, 32, 128, 32, 6.7e9)
 LLAMA = Shape("8B", 32, 8, 128, 32, 8.0e9)
 SHAPES = (OPT, LLAMA)
 BATCHES, SLOTS = (1, 8, 64, 256), (512, 2048, 8192)
+MIXED = (24576,) + 65 * (1024,)
+"""Slots of a batch in which one request is long."""
 
 KERNELS: Mapping[tuple[str, bool], Kernel] = {
     ("attend_split", False): Kernel(128, 33408),
@@ -196,31 +204,58 @@ class Decode:
         return self.least / self.total
 
 
-def decode(device: Device, shape: Shape, batch: int, slots: int, scores: bool = True) -> Decode:
-    """Predict one layer's step; without ``scores`` nothing is scored and no victim chosen."""
-    strips, grouped = batch * shape.num_kv_heads, shape.is_grouped
-    cached = strips * slots * 4 * shape.head_size
+def decode(
+    device: Device,
+    shape: Shape,
+    lengths: Sequence[int],
+    scores: bool = True,
+    divides: bool = True,
+) -> Decode:
+    """Predict one layer's step, of a batch whose requests have so many slots.
+
+    Without ``scores`` nothing is scored and no victim chosen; unless it ``divides``, long requests
+    have no more splits than short ones.
+    """
+    grouped, heads, slots = shape.is_grouped, shape.num_kv_heads, shape.num_kv_heads * sum(lengths)
+    cached = slots * 4 * shape.head_size
     at_once = programs_per_processor(shape.head_size, 2, device.shared) * device.processors
-    splits = num_splits(at_once, strips, slots)
-    tiles = math.ceil(slots / splits / decode_tile(shape.head_size, 2, shape.group))
-    logits = 4 * strips * slots * shape.group if scores else 0
-    words = 12 * strips * slots if scores else 0  # scores twice, positions once
-    parts = min(splits, math.ceil(slots / PAGE_LANES))
-    serial = math.ceil(slots / PAGE_LANES / parts) * SCORE_TILE if scores else 0.0
-    # Candidates are left, counted and read by the last.
-    elect = 3 * LOAD if scores and parts > 1 else 0.0
+    each = num_splits(at_once, len(lengths) * heads, max(lengths))
+    spare = num_spare(at_once, heads, each, max(lengths)) if divides else 0
+    splits = splits_of(lengths, each, spare)
+    logits = 4 * slots * shape.group if scores else 0
+    words = 12 * slots if scores else 0  # scores twice, positions once
+    # Half of the device looks for the splits of long requests; what has them adds three loads.
+    look = 3 * LOAD if spare else 0.0
+    tile = decode_tile(shape.head_size, 2, shape.group)
     # The program that stores the new token loads it, its row and its slot before it waits.
+    attends = [
+        (6 + math.ceil(length / num / tile)) * LOAD + look * (num > each)
+        for length, num in zip(lengths, splits, strict=True)
+    ]
+    parts = splits if spare else [min(each, math.ceil(max(lengths) / PAGE_LANES))] * len(lengths)
+    merges = []
+    for length, num in zip(lengths, parts, strict=True):
+        serial = math.ceil(length / PAGE_LANES / num) * SCORE_TILE if scores else 0.0
+        # Candidates are left, counted and read by the last.
+        elect = 3 * LOAD if scores and num > 1 else 0.0
+        own = (4 + math.ceil(shape.group / num)) * LOAD + look * (num > each)
+        merges.append(own + serial + elect)
     attend = device.seconds(
-        KERNELS["attend_split", grouped], strips * splits, cached + logits, (6 + tiles) * LOAD
-    )
+        KERNELS["attend_split", grouped],
+        heads * _as_longest(attends, splits), cached + logits, max(attends), look / 2,
+    )  # fmt: skip
     score = device.seconds(
         KERNELS["merge_and_score", grouped],
-        strips * parts,
-        logits + words,
-        4 * LOAD + math.ceil(shape.group / parts) * LOAD + serial + elect,
-    )
-    least = (cached + 8 * strips * slots) / (COPY * device.bytes_per_s)
+        heads * _as_longest(merges, parts), logits + words, max(merges), look / 2,
+    )  # fmt: skip
+    least = (cached + 8 * slots) / (COPY * device.bytes_per_s)
     return Decode(attend, score, least)
+
+
+def _as_longest(seconds: Sequence[float], programs: Sequence[int]) -> float:
+    """Programs of all requests, each of which takes so long, if all were as long as the longest."""
+    each = zip(seconds, programs, strict=True)
+    return sum(one * num for one, num in each) / max(seconds)
 
 
 @dataclass(frozen=True)
@@ -251,12 +286,18 @@ def prompt(device: Device, shape: Shape, tokens: int) -> Prompt:
     return Prompt(attention, scores)
 
 
-def step(device: Device, shape: Shape, batch: int, slots: int, scores: bool = True) -> float:
+def step(
+    device: Device,
+    shape: Shape,
+    lengths: Sequence[int],
+    scores: bool = True,
+    divides: bool = True,
+) -> float:
     """Seconds of a whole step: weights once, attention of each layer, and ten launches more."""
     weights = 2 * shape.parameters
-    products = 2 * shape.parameters * batch / (MATRIX * device.flops)
+    products = 2 * shape.parameters * len(lengths) / (MATRIX * device.flops)
     read = weights / (COPY * device.bytes_per_s)
-    attention = decode(device, shape, batch, slots, scores).total
+    attention = decode(device, shape, lengths, scores, divides).total
     return max(read, products) + shape.num_layers * (attention + 10 * LAUNCH)
 
 
@@ -273,8 +314,9 @@ def rows(device: Device) -> Iterator[dict[str, Any]]:
     for shape in SHAPES:
         for batch in BATCHES:
             for slots in SLOTS:
-                found = decode(device, shape, batch, slots)
-                plain = decode(device, shape, batch, slots, scores=False)
+                lengths = [slots] * batch
+                found = decode(device, shape, lengths)
+                plain = decode(device, shape, lengths, scores=False)
                 where = {"device": device.name, "shape": shape.name, "batch": batch, "size": slots}
                 yield {**where, "figure": "decode_ms", "predicted": 1e3 * found.total}
                 yield {**where, "figure": "decode_of_copy", "predicted": found.share}
@@ -283,8 +325,16 @@ def rows(device: Device) -> Iterator[dict[str, Any]]:
                 yield {
                     **where,
                     "figure": "step_ms",
-                    "predicted": 1e3 * step(device, shape, batch, slots),
+                    "predicted": 1e3 * step(device, shape, lengths),
                 }
+        where = {"device": device.name, "shape": shape.name, "batch": len(MIXED)}
+        for divides in (True, False):
+            name = "mixed" if divides else "mixed_undivided"
+            found = decode(device, shape, MIXED, divides=divides)
+            milliseconds = 1e3 * step(device, shape, MIXED, divides=divides)
+            mixed = {**where, "size": max(MIXED)}
+            yield {**mixed, "figure": f"{name}_decode_ms", "predicted": 1e3 * found.total}
+            yield {**mixed, "figure": f"{name}_step_ms", "predicted": milliseconds}
         for tokens in (2048, 4096, 32768):
             found_prompt = prompt(device, shape, tokens)
             yield {
@@ -303,9 +353,16 @@ def table(device: Device) -> str:
     lines = [f"{device.name}: decode, share of a copy's rate at batch {batches}"]
     for shape in SHAPES:
         for slots in SLOTS:
-            shares = (decode(device, shape, batch, slots).share for batch in BATCHES)
+            shares = (decode(device, shape, [slots] * batch).share for batch in BATCHES)
             percent = " / ".join(f"{100 * share:.0f}" for share in shares)
             lines.append(f"  {shape.name:8} {slots:5} slots: {percent} %")
+        divided, whole = (
+            1e3 * step(device, shape, MIXED, divides=divides) for divides in (True, False)
+        )
+        lines.append(
+            f"  {shape.name:8} {MIXED[0]} slots and {len(MIXED) - 1} x {MIXED[1]}: "
+            f"{divided:.1f} ms a step, {whole:.1f} undivided"
+        )
     return "\n".join(lines)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import roofline
-from benchmarks.gpu.roofline import BATCHES, DEVICES, LLAMA, OPT, SHAPES, SLOTS, Kernel
+from benchmarks.gpu.roofline import BATCHES, DEVICES, LLAMA, MIXED, OPT, SHAPES, SLOTS, Kernel
+from vllm_h2o.kernels.triton.sizes import decode_tile
 
 H100 = DEVICES["H100"]
 PREDICTED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-predicted.csv"
@@ -39,11 +40,26 @@ def test_roofline_decode_is_never_faster_than_memory(device: roofline.Device) ->
     """More slots reach more of it; scores cost something."""
     for shape in SHAPES:
         for batch in BATCHES:
-            found = [roofline.decode(device, shape, batch, slots) for slots in SLOTS]
+            found = [roofline.decode(device, shape, [slots] * batch) for slots in SLOTS]
             assert all(0 < one.share < 1 for one in found)
             assert found == sorted(found, key=lambda one: one.total)
             for slots, one in zip(SLOTS, found, strict=True):
-                assert roofline.decode(device, shape, batch, slots, scores=False).total < one.total
+                plain = roofline.decode(device, shape, [slots] * batch, scores=False)
+                assert plain.total < one.total
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
+def test_roofline_divided_long_request_does_not_hold_up_the_others(
+    device: roofline.Device,
+) -> None:
+    """One long request takes its own time unless it has more splits; then the bytes' time is."""
+    long = len(range(0, max(MIXED), decode_tile(128, 2, LLAMA.group))) * roofline.LOAD
+    divided, whole = (roofline.decode(device, LLAMA, MIXED, divides=d) for d in (True, False))
+    assert whole.attend >= long
+    assert divided.total <= whole.total + 4 * roofline.LOAD  # half of two launches looks for work
+    if device is H100:
+        assert divided.attend < 0.6 * whole.attend
+        assert divided.share > 0.8
 
 
 def test_roofline_scores_are_half_of_attention() -> None:

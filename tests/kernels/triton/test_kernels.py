@@ -120,14 +120,14 @@ def test_lives_in_parts(name: str, count: Count, monkeypatch: pytest.MonkeyPatch
     num_blocks = pool_size(lives, shape.block_size, share=0.7)
     layer = Layer(shape, policy, num_blocks, kernels=triton_kernels(shape))
     live(layer, lives, count, output_atol=OUTPUT_ATOL if shape.dtype == FP32 else 2e-3)
-    assert max(programs) >= 3
+    assert max(programs) > 2 * len(lives)  # three of a request, at least
 
 
 def many_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Launches as a device with many multiprocessors has them, and tiles of 16 slots.
 
     Returns:
-        How many programs score each (request, KV head), launch by launch.
+        How many programs score each KV head of all requests, launch by launch.
 
     """
     monkeypatch.setattr("vllm_h2o.kernels.triton.kernels.PROCESSORS", 64)
@@ -137,8 +137,8 @@ def many_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launch, programs = score.merge_and_score, list[int]()
 
     class Counted:
-        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-            programs.append(grid[2])
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            programs.append(grid[1])
             return launch[grid]
 
     monkeypatch.setattr(score, "merge_and_score", Counted())

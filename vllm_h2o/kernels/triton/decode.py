@@ -16,7 +16,9 @@ Raw logits pass through a scratch buffer, one float32 for each query head and sl
 no place in it belongs to two requests, and a split's end needs no bookkeeping. Twins of
 ``reference.attend_and_score`` (arXiv 2306.14048, Algorithm 1).
 
-Every request is one row of programs; those of padding (``attended_len`` = 0) write zeros and leave.
+A long request beside short ones has more splits than they: see ``strips.split_of``. The grid
+follows from the batch's shape alone, so that a captured graph keeps it. Programs of padding
+(``attended_len`` = 0) write zeros and leave.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from vllm_h2o.kernels.triton.strips import (
     SCORES,
     TOKEN,
     new_slot,
+    split_of,
     split_size,
     strip_of,
 )
@@ -74,7 +77,7 @@ def store_token(
         tl.store(mass_pages + row * word_stride + offset, 1.0)
 
 
-@triton.jit(do_not_specialize=["num_kv_splits", "first_head"])
+@triton.jit(do_not_specialize=["first_head", "num_requests", "num_kv_splits", "num_spare"])
 def attend_split(
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [T, H, D]
@@ -89,23 +92,31 @@ def attend_split(
     victims_ptr,  # [num_blocks, H], int32
     first_rows_ptr,  # [num_blocks, H + 1], int32; read when CAN_SPLIT
     logits_ptr,  # [R, G, N], float32: written
-    partial_out_ptr,  # [B, H, splits, G, D], float32: written, each split's own mean of V
-    partial_max_sum_ptr,  # [B, H, splits, G, 2], float32: written, largest logit and sum of exp
+    partial_out_ptr,  # [programs, H, G, D], float32: written, each split's own mean of V
+    partial_max_sum_ptr,  # [programs, H, G, 2], float32: written, largest logit and sum of exp
     scale,
     out_scale,  # of V as it is stored
     key_factor,  # of K as it is stored, float8: 1 / scale
     value_factor,
     query_stride, key_stride, value_stride, page_stride, word_stride, table_stride, field_stride,
-    request_stride, num_kv_heads, rows_per_block, first_head, num_kv_splits,
+    request_stride, num_kv_heads, rows_per_block, first_head, num_requests, num_kv_splits,
+    num_spare,
     N: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr,
     TILE: tl.constexpr, KEEPS_LOGITS: tl.constexpr, PRECISION: tl.constexpr,
-    CAN_SPLIT: tl.constexpr, MERGES: tl.constexpr,
+    CAN_SPLIT: tl.constexpr, MERGES: tl.constexpr, MAX_KV_SPLITS: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of (request, KV head), the new token stored in it, if its slot is there.
 
     G_PAD = 1 multiplies without matrix units.
     """
-    b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    h, program = tl.program_id(0), tl.program_id(1)
+    b, s, num_splits, _ = split_of(
+        fields_ptr, field_stride, request_stride, num_requests, num_kv_splits, num_spare, program,
+        MAX_KV_SPLITS, SPLIT_SLOTS,
+    )  # fmt: skip
+    if b == num_requests:
+        return
     fields = fields_ptr + b * request_stride
     if tl.load(fields + ATTENDED_LEN * field_stride) == 0:
         return
@@ -114,7 +125,7 @@ def attend_split(
         fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, rows_per_block,
         first_head, N, CAN_SPLIT,
     )  # fmt: skip
-    size = split_size(length, num_kv_splits, TILE)
+    size = split_size(length, num_splits, TILE)
     begin = s * size
     if begin >= length:
         return
@@ -176,7 +187,7 @@ def attend_split(
         out = out * rescale[:, None] + more
     if G_PAD == 1:
         out = tl.sum(out, axis=0)[None, :]
-    partial = ((b * num_kv_heads + h).to(tl.int64) * num_kv_splits + s) * G + group
+    partial = (program * num_kv_heads + h).to(tl.int64) * G + group
     mean = out * out_scale / row_sum[:, None]
     tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], mean, mask=group_mask)
     tl.store(partial_max_sum_ptr + partial * 2, row_max, mask=group < G)

@@ -21,10 +21,13 @@ from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
     PAGE_LANES,
     PROGRAMS,
+    SPLIT_SLOTS,
     STORE_TILE,
     decode_tile,
     few_registers,
     kv_shape,
+    merge_registers,
+    num_spare,
     num_splits,
     padded_group,
     page_parts,
@@ -84,8 +87,8 @@ class TritonKernels(RareStages):
             self._processors = found.multi_processor_count
             self._shared_memory = found.shared_memory_per_multiprocessor
             self._capability = 10 * found.major + found.minor
-        # (requests x KV heads x splits) is below this for every batch: see _num_kv_splits.
-        max_splits = PROGRAMS * self._processors + max_requests * num_kv_heads
+        # (programs of a KV head x KV heads) is below this for every batch: see _num_programs.
+        max_splits = 3 * PROGRAMS * self._processors // 2 + max_requests * num_kv_heads
         self._partial_out = torch.empty(max_splits * self.group, head_size, device=device)
         self._partial_max_sum = torch.empty(max_splits * self.group, 2, device=device)
         self._nearest = torch.empty(max_splits, 2, device=device)
@@ -113,25 +116,26 @@ class TritonKernels(RareStages):
         can_split = {"CAN_SPLIT": cache.first_rows is not None}
         first_rows = victims if cache.first_rows is None else cache.first_rows
         request_args = (batch.block_table, batch.fields, victims, first_rows)
+        num_slots, size = max_pages * cache.block_size, query.element_size()
+        num_kv_splits, spare = self._num_programs(num_requests, num_slots, size)
         strides = (
             batch.block_table.stride(0), *batch.fields.stride(), num_kv_heads,
-            cache.rows_per_block, cache.first_head,
+            cache.rows_per_block, cache.first_head, num_requests, num_kv_splits, spare,
         )  # fmt: skip
         page_stride, word_stride = cache.key.stride(0), cache.score.stride(0)
-        size = query.element_size()
-        num_kv_splits = self._num_kv_splits(num_requests, max_pages * cache.block_size, size)
         tile = decode_tile(self.padded_head, size, self.group)
-        grid = (num_requests, num_kv_heads, num_kv_splits)
+        grid = (num_kv_heads, spare + num_requests * num_kv_splits)
+        splits = {"MAX_KV_SPLITS": MAX_KV_SPLITS, "SPLIT_SLOTS": SPLIT_SLOTS}
         masses, merges = self._masses(cache)
         if cache.mass is not None:
             merge.nearest_key[grid](
-                cache.key, *request_args, self._nearest, page_stride, *strides, num_kv_splits,
-                **shape, **can_split, TILE=tile,
+                cache.key, *request_args, self._nearest, page_stride, *strides,
+                **shape, **can_split, **splits, TILE=tile,
             )  # fmt: skip
-            merge.take_victim_in[grid[:2]](
+            merge.take_victim_in[num_kv_heads, num_requests](
                 cache.key, cache.value, cache.score, cache.position, cache.mass, self._nearest,
-                *request_args, scoring.merge, page_stride, word_stride, *strides, num_kv_splits,
-                **shape, **can_split, TILE=tile, MAX_KV_SPLITS=MAX_KV_SPLITS,
+                *request_args, scoring.merge, page_stride, word_stride, *strides,
+                **shape, **can_split, **splits, TILE=tile,
                 POWER=scoring.power, BY_AGE=scoring.by_age,
             )  # fmt: skip
         group = {"G": self.group, "G_PAD": padded_group(self.group), "TILE": tile}
@@ -140,20 +144,20 @@ class TritonKernels(RareStages):
             *request_args, self._logits, self._partial_out, self._partial_max_sum,
             tensors.scale * cache.scales[0], cache.scales[1],
             *(1.0 / scale for scale in cache.scales), query.stride(0), key.stride(0),
-            value.stride(0), page_stride, word_stride, *strides, num_kv_splits,
-            **shape, **group, **can_split, **merges, **few_registers(self.padded_head, size),
+            value.stride(0), page_stride, word_stride, *strides,
+            **shape, **group, **can_split, **merges, **splits,
+            **few_registers(self.padded_head, size),
             KEEPS_LOGITS=scoring.power > 0, PRECISION=precision(query.dtype),
         )  # fmt: skip
-        num_parts = min(num_kv_splits, triton.cdiv(max_pages * cache.block_size, PAGE_LANES))
+        num_parts = num_kv_splits if spare else min(num_kv_splits, -(-num_slots // PAGE_LANES))
         sinks, has_sinks = self._sinks(tensors.sink_logits)
-        merge_grid = (*grid[:2], num_parts)
-        score.merge_and_score[merge_grid](
+        score.merge_and_score[num_kv_heads, spare + num_requests * num_parts](
             out, cache.score, cache.position, *request_args, sinks,
             self._logits, self._partial_out, self._partial_max_sum, *self._candidates,
-            out.stride(0), word_stride, *strides, num_kv_splits,
-            **shape, **group, **page_parts(cache.block_size),
-            MAX_KV_SPLITS=MAX_KV_SPLITS, POWER=scoring.power, BY_AGE=scoring.by_age, **can_split,
-            **has_sinks,
+            out.stride(0), word_stride, *strides,
+            **shape, **group, **page_parts(cache.block_size), **splits,
+            **merge_registers(self.padded_head, size, self.group),
+            POWER=scoring.power, BY_AGE=scoring.by_age, **can_split, **has_sinks,
         )  # fmt: skip
 
     def prefill(
@@ -317,11 +321,17 @@ class TritonKernels(RareStages):
         self._chunks = [new, *self._chunks[: MAX_SENT - 1]]
         return new
 
-    def _num_kv_splits(self, num_requests: int, num_slots: int, element_size: int) -> int:
-        """Known from shapes alone, since a captured graph keeps it."""
+    def _num_programs(
+        self, num_requests: int, num_slots: int, element_size: int
+    ) -> tuple[int, int]:
+        """Splits of every request, and spare programs of a KV head for further ones of long ones.
+
+        Known from shapes alone, since a captured graph keeps them.
+        """
         at_once = programs_per_processor(self.padded_head, element_size, self._shared_memory)
-        strips = num_requests * self.num_kv_heads
-        return num_splits(at_once * self._processors, strips, num_slots)
+        at_once *= self._processors
+        splits = num_splits(at_once, num_requests * self.num_kv_heads, num_slots)
+        return splits, num_spare(at_once, self.num_kv_heads, splits, num_slots)
 
     def _prepare(
         self, cache: LayerCache, tensors: StepTensors, scoring: Scoring, num_requests: int

@@ -17,20 +17,22 @@ from vllm_h2o.kernels.triton.strips import (
     LOGICAL_START,
     OVERWRITES,
     new_slot,
+    program_of,
+    split_of,
     split_size,
     strip_of,
 )
 from vllm_h2o.kernels.triton.tiles import load_slots, page_row
 
 
-@triton.jit(do_not_specialize=["num_kv_splits", "first_head"])
+@triton.jit(do_not_specialize=["first_head", "num_requests", "num_kv_splits", "num_spare"])
 def nearest_key(
     key_pages,  # [R, N, D]
     block_table_ptr,  # [B, P], int32
     fields_ptr,  # [len(DECODE_FIELDS), B], int64
     victims_ptr,  # [num_blocks, H], int32
     first_rows_ptr,  # [num_blocks, H + 1], int32; read when CAN_SPLIT
-    nearest_ptr,  # [B, H, splits, 2], float32: written, the best square and its slot
+    nearest_ptr,  # [programs, H, 2], float32: written, the best square and its slot
     page_stride,
     table_stride,
     field_stride,
@@ -38,15 +40,25 @@ def nearest_key(
     num_kv_heads,
     rows_per_block,
     first_head,
+    num_requests,
     num_kv_splits,
+    num_spare,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
     CAN_SPLIT: tl.constexpr,
+    MAX_KV_SPLITS: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr,
 ):
     """The key nearest to the victim's in one split of (request, KV head), if any has a victim."""
-    b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    h, program = tl.program_id(0), tl.program_id(1)
+    b, s, num_splits, _ = split_of(
+        fields_ptr, field_stride, request_stride, num_requests, num_kv_splits, num_spare, program,
+        MAX_KV_SPLITS, SPLIT_SLOTS,
+    )  # fmt: skip
+    if b == num_requests:
+        return
     fields = fields_ptr + b * request_stride
     has_victim = tl.load(fields + OVERWRITES * field_stride) != 0
     if (tl.load(fields + ATTENDED_LEN * field_stride) == 0) | (has_victim == 0):
@@ -56,7 +68,7 @@ def nearest_key(
         fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, rows_per_block,
         first_head, N, CAN_SPLIT,
     )  # fmt: skip
-    size = split_size(length, num_kv_splits, TILE)
+    size = split_size(length, num_splits, TILE)
     begin = s * size
     if begin >= length:
         return
@@ -83,7 +95,7 @@ def nearest_key(
         best_slot = tl.where(better, slot, best_slot)
     largest = tl.max(best, axis=0)
     nearest = tl.min(tl.where(best == largest, best_slot, 2147483647), axis=0)
-    partial = nearest_ptr + (((b * num_kv_heads + h).to(tl.int64) * num_kv_splits) + s) * 2
+    partial = nearest_ptr + (program * num_kv_heads + h).to(tl.int64) * 2
     tl.store(partial, largest)
     tl.store(partial + 1, nearest.to(tl.float32))  # exact up to 2 ** 24 slots
 
@@ -95,14 +107,14 @@ def attention_paid(score_pages, position_pages, word, end, POWER: tl.constexpr):
     return tl.sqrt(mean) if POWER == 2 else mean
 
 
-@triton.jit(do_not_specialize=["num_kv_splits", "first_head"])
+@triton.jit(do_not_specialize=["first_head", "num_requests", "num_kv_splits", "num_spare"])
 def take_victim_in(
     key_pages,  # [R, N, D]
     value_pages,  # [R, N, D]
     score_pages,  # [R, N], float32; read when BY_AGE
     position_pages,  # [R, N], int32; read when BY_AGE
     mass_pages,  # [R, N], float32
-    nearest_ptr,  # [B, H, splits, 2], float32: see nearest_key
+    nearest_ptr,  # [programs, H, 2], float32: see nearest_key
     block_table_ptr,
     fields_ptr,
     victims_ptr,
@@ -116,18 +128,21 @@ def take_victim_in(
     num_kv_heads,
     rows_per_block,
     first_head,
+    num_requests,
     num_kv_splits,
+    num_spare,
     N: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
     MAX_KV_SPLITS: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr,
     POWER: tl.constexpr,
     BY_AGE: tl.constexpr,
     CAN_SPLIT: tl.constexpr,
 ):
     """Write K, V and mass of the slot nearest to the victim's, of all splits, if near enough."""
-    b, h = tl.program_id(0), tl.program_id(1)
+    h, b = tl.program_id(0), tl.program_id(1)
     fields = fields_ptr + b * request_stride
     has_victim = tl.load(fields + OVERWRITES * field_stride) != 0
     if (tl.load(fields + ATTENDED_LEN * field_stride) == 0) | (has_victim == 0):
@@ -143,12 +158,16 @@ def take_victim_in(
         block_table, victim // N, victim >= 0, first_row, row_step, rows_per_block, CAN_SPLIT
     )
     offset, dim = victim % N, tl.arange(0, D_PAD)
-    num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
-    nearest = nearest_ptr + (b * num_kv_heads + h).to(tl.int64) * num_kv_splits * 2
+    _, _, num_splits, first = split_of(
+        fields_ptr, field_stride, request_stride, num_requests, num_kv_splits, num_spare,
+        num_spare + b * num_kv_splits, MAX_KV_SPLITS, SPLIT_SLOTS,
+    )  # fmt: skip
     split = tl.arange(0, MAX_KV_SPLITS)
-    live = split < num_splits
-    squares = tl.load(nearest + split * 2, mask=live, other=-1.0)
-    slots = tl.load(nearest + split * 2 + 1, mask=live, other=0.0)
+    live = split < tl.cdiv(length, split_size(length, num_splits, TILE))
+    program = program_of(b, split, first, num_kv_splits, num_spare)
+    nearest = nearest_ptr + (program * num_kv_heads + h).to(tl.int64) * 2
+    squares = tl.load(nearest, mask=live, other=-1.0)
+    slots = tl.load(nearest + 1, mask=live, other=0.0)
     largest = tl.max(squares, axis=0)
     slot = tl.min(tl.where(squares == largest, slots, float("inf")), axis=0).to(tl.int32)
     mask, at = dim < D, row * page_stride + offset * D + dim

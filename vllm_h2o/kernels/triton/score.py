@@ -19,6 +19,8 @@ from vllm_h2o.kernels.triton.strips import (
     SCORES,
     SELECTS,
     TOKEN,
+    program_of,
+    split_of,
     split_size,
     strip_of,
 )
@@ -52,7 +54,7 @@ def lse_of_splits(
 @triton.jit
 def merge_splits(
     outs,  # [G, D], of the KV head: some written
-    partial,  # index of the first split's first query head
+    partials,  # [MAX_KV_SPLITS]: index of each split's first query head
     num_splits,  # of this request: those with slots
     partial_out_ptr,
     partial_max_sum_ptr,
@@ -69,17 +71,16 @@ def merge_splits(
     """Write the splits' means of V, weighted; the log-sum-exp of each query head, [G_PAD]."""
     split = tl.arange(0, MAX_KV_SPLITS)
     live = split < num_splits
-    first = partial + split * G  # [MAX_KV_SPLITS], of the first query head
     lse = lse_of_splits(
-        partial_max_sum_ptr + (first[:, None] + group[None, :]) * 2,
+        partial_max_sum_ptr + (partials[:, None] + group[None, :]) * 2,
         live[:, None] & (group < G)[None, :], sink_ptr, group, G, HAS_SINKS,
     )  # fmt: skip
     for head in range(part, G, num_parts):
-        max_sum_ptrs = partial_max_sum_ptr + (first + head) * 2
+        max_sum_ptrs = partial_max_sum_ptr + (partials + head) * 2
         largest = tl.load(max_sum_ptrs, mask=live, other=float("-inf"))
         sums = tl.load(max_sum_ptrs + 1, mask=live, other=0.0)
         weight = tl.exp(largest - tl.sum(tl.where(group == head, lse, 0.0), axis=0)) * sums
-        mean_ptrs = partial_out_ptr + (first + head)[:, None] * D + dim[None, :]
+        mean_ptrs = partial_out_ptr + (partials + head)[:, None] * D + dim[None, :]
         mask = live[:, None] & (dim < D)[None, :]
         mean = tl.load(mean_ptrs, mask=mask, other=0.0)  # [MAX_KV_SPLITS, D_PAD]
         out = tl.sum(weight[:, None] * mean, axis=0)
@@ -102,25 +103,25 @@ def elect(
     lowest,
     newest,
     slot,
-    lowest_ptr,  # [parts], float32, of this strip
-    newest_ptr,  # [parts, 2], int32
-    arrived_ptr,  # int32, 0 before and after
-    part,
+    lowest_ptr,  # [programs, H], float32
+    newest_ptr,  # [programs, H, 2], int32
+    arrived_ptr,  # int32, of this strip, 0 before and after
+    own,  # index of this program's candidate
+    every,  # [MAX_KV_SPLITS]: those of the parts
+    part,  # [MAX_KV_SPLITS]
     num_parts,  # that arrive
-    MAX_KV_SPLITS: tl.constexpr,
 ):
     """Leave a candidate; the last of all programs to do so writes the victim."""
     if num_parts == 1:
         tl.store(victim_ptr, slot)
     else:
-        tl.store(lowest_ptr + part, lowest)
-        tl.store(newest_ptr + part * 2, newest)
-        tl.store(newest_ptr + part * 2 + 1, slot)
+        tl.store(lowest_ptr + own, lowest)
+        tl.store(newest_ptr + own * 2, newest)
+        tl.store(newest_ptr + own * 2 + 1, slot)
         # All threads' stores come before the one that counts; it releases, and acquires.
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == num_parts - 1:
-            every = tl.arange(0, MAX_KV_SPLITS)
-            came = every < num_parts
+            came = part < num_parts
             # Not from this multiprocessor's own cache.
             lows = tl.load(lowest_ptr + every, mask=came, other=float("inf"), cache_modifier=".cg")
             news = tl.load(newest_ptr + every * 2, mask=came, other=-1, cache_modifier=".cg")
@@ -130,7 +131,7 @@ def elect(
             tl.store(arrived_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["num_kv_splits", "first_head"])
+@triton.jit(do_not_specialize=["first_head", "num_requests", "num_kv_splits", "num_spare"])
 def merge_and_score(
     out_ptr,  # [T, Hq, D]: written
     score_pages,  # written
@@ -143,23 +144,30 @@ def merge_and_score(
     logits_ptr,
     partial_out_ptr,
     partial_max_sum_ptr,
-    lowest_ptr,  # [B, H, parts], float32: candidates of the programs, see elect
-    newest_ptr,  # [B, H, parts, 2], int32: their positions and slots
+    lowest_ptr,  # [programs, H], float32: their candidates, see elect
+    newest_ptr,  # [programs, H, 2], int32: positions and slots of these
     arrived_ptr,  # [B, H], int32
     out_stride, word_stride, table_stride, field_stride, request_stride, num_kv_heads,
-    rows_per_block, first_head, num_kv_splits,
+    rows_per_block, first_head, num_requests, num_kv_splits, num_spare,
     N: tl.constexpr, N_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, G: tl.constexpr,
     G_PAD: tl.constexpr, TILE: tl.constexpr, MAX_KV_SPLITS: tl.constexpr, PARTS: tl.constexpr,
     CUTS: tl.constexpr, POWER: tl.constexpr, BY_AGE: tl.constexpr, CAN_SPLIT: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SPLIT_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of (request, KV head), add to scores, and find the next victim.
 
     Each program merges some of the group's query heads, and scores some of the pages: PARTS parts
-    at once, of which a page has CUTS, each of N_PAD slots.
+    at once, of which a page has CUTS, each of N_PAD slots. A request has as many programs as
+    splits, or fewer where none is long (``num_spare`` = 0).
     """
-    b, h, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_parts = tl.num_programs(2)
+    h, program = tl.program_id(0), tl.program_id(1)
+    num_kv_parts = (tl.num_programs(1) - num_spare) // num_requests
+    b, part, num_parts, first = split_of(
+        fields_ptr, field_stride, request_stride, num_requests, num_kv_parts, num_spare, program,
+        MAX_KV_SPLITS, SPLIT_SLOTS,
+    )  # fmt: skip
+    if b == num_requests:
+        return
     fields = fields_ptr + b * request_stride
     token = tl.load(fields + TOKEN * field_stride)
     dim = tl.arange(0, D_PAD)
@@ -174,10 +182,12 @@ def merge_and_score(
         fields, field_stride, first_rows_ptr, block_table, h, num_kv_heads, rows_per_block,
         first_head, N, CAN_SPLIT,
     )  # fmt: skip
-    num_splits = tl.cdiv(length, split_size(length, num_kv_splits, TILE))
-    strip, group = (b * num_kv_heads + h).to(tl.int64), tl.arange(0, G_PAD)
+    num_splits = num_kv_splits + num_parts - num_kv_parts
+    num_splits = tl.cdiv(length, split_size(length, num_splits, TILE))
+    split, group = tl.arange(0, MAX_KV_SPLITS), tl.arange(0, G_PAD)
+    partials = program_of(b, split, first, num_kv_splits, num_spare) * num_kv_heads + h
     lse = merge_splits(
-        outs, strip * num_kv_splits * G, num_splits, partial_out_ptr, partial_max_sum_ptr,
+        outs, partials * G, num_splits, partial_out_ptr, partial_max_sum_ptr,
         sink_ptr + h * G, part, num_parts, group, dim, D, G, MAX_KV_SPLITS, HAS_SINKS,
     )  # fmt: skip
     selects = tl.load(fields + SELECTS * field_stride) != 0
@@ -229,9 +239,10 @@ def merge_and_score(
             lowest_slot = tl.where(better, tl.reshape(slot, [lanes]), lowest_slot)
         if selects:
             least, latest, least_slot = best_of(lowest, newest, lowest_slot)
+            every = program_of(b, split, first, num_kv_parts, num_spare) * num_kv_heads + h
             elect(
                 victims_ptr + tl.load(block_table).to(tl.int64) * num_kv_heads + h,
-                least, latest, least_slot, lowest_ptr + strip * num_parts,
-                newest_ptr + strip * num_parts * 2, arrived_ptr + strip, part,
-                tl.cdiv(parts, num_own), MAX_KV_SPLITS,
+                least, latest, least_slot, lowest_ptr, newest_ptr,
+                arrived_ptr + b * num_kv_heads + h, program * num_kv_heads + h, every, split,
+                tl.cdiv(parts, num_own),
             )  # fmt: skip

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
@@ -20,6 +22,9 @@ PAGE_LANES = 512
 """Slots that a program scores at once, after a decode: in whole pages, or parts of a larger one."""
 MAX_KV_SPLITS = 32
 """Programs that one (request, KV head) is divided among, at most."""
+SPLIT_SLOTS = 1024
+"""Slots of a split, at least, where a request has more splits than all have: a program takes about
+as long for them as the bytes of the smallest batch that fills a device."""
 MAX_REGISTERS = 128
 """Registers of a thread where nothing spills: four programs of a decode step share a multiprocessor
 then, and two of a prompt's scores."""
@@ -59,6 +64,12 @@ def few_registers(padded_head: int, element_size: int) -> dict[str, int]:
     return {"maxnreg": MAX_REGISTERS} if padded_head * element_size <= 256 else {}
 
 
+def merge_registers(padded_head: int, element_size: int, group: int) -> dict[str, int]:
+    """Options of the launch that merges splits: eight programs share a multiprocessor."""
+    spills_little = padded_head * element_size <= 256 and group <= 4
+    return {"maxnreg": MAX_REGISTERS // 2} if spills_little else {}
+
+
 def programs_per_processor(padded_head: int, element_size: int, shared: int) -> int:
     """Count programs of a decode step that run at once, by the tiles on their way.
 
@@ -74,7 +85,7 @@ def programs_per_processor(padded_head: int, element_size: int, shared: int) -> 
 
 
 def num_splits(num_programs: int, strips: int, num_slots: int) -> int:
-    """Programs that the slots of one (request, KV head) are divided among.
+    """Programs that the slots of any (request, KV head) are divided among, long or short.
 
     As many as fill the device once; more only if the wave that follows pays for itself.
 
@@ -89,6 +100,43 @@ def num_splits(num_programs: int, strips: int, num_slots: int) -> int:
     waves = triton.cdiv(strips * more, num_programs) / triton.cdiv(strips * once, num_programs)
     wanted = more if waves < more / once else once
     return int(max(1, min(wanted, MAX_KV_SPLITS, triton.cdiv(num_slots, TILE))))
+
+
+def num_spare(num_programs: int, num_kv_heads: int, num_kv_splits: int, num_slots: int) -> int:
+    """Programs of each KV head for further splits of the longest requests: see strips.split_of.
+
+    They fill half the device: so many are enough to divide any batch into splits of at most twice
+    what each program had if all that run at once shared its slots alike.
+
+    Args:
+        num_programs: that run at once.
+        num_kv_heads: H.
+        num_kv_splits: of every request.
+        num_slots: of the longest, at the most.
+
+    Returns:
+        0 where no request may have more splits than every other.
+
+    """
+    can_be_long = num_slots > num_kv_splits * SPLIT_SLOTS and num_kv_splits < MAX_KV_SPLITS
+    return num_programs // (2 * num_kv_heads) if can_be_long else 0
+
+
+def splits_of(lengths: Sequence[int], num_kv_splits: int, spare: int) -> list[int]:
+    """Splits of each request: the definition, of which ``strips.split_of`` is the twin.
+
+    They need no more spare programs than there are.
+
+    Args:
+        lengths: slots of each request; 0: padding.
+        num_kv_splits: of every request.
+        spare: programs of each KV head for further ones; 0: there are none.
+
+    """
+    if not spare:
+        return [num_kv_splits] * len(lengths)
+    size = max(SPLIT_SLOTS, -(-sum(lengths) // spare))
+    return [max(num_kv_splits, min(-(-length // size), MAX_KV_SPLITS)) for length in lengths]
 
 
 def prompt_tiles(
