@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -288,10 +289,10 @@ def test_predictions_of_kernels_are_found_by_size() -> None:
         assert expected.of_kernels(T4, size) == {}
 
 
-def said_by(*options: str) -> str:
+def said_by(*options: str, cwd: Path = ROOT) -> str:
     """What ``python -m benchmarks.gpu`` says where it cannot run, in a real process."""
     command = [sys.executable, *options, "-m", "benchmarks.gpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == ""
     return done.stderr
 
@@ -314,8 +315,9 @@ def test_gpu_check_without_the_plugin_says_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Packages without the metadata of this one: engines would not know its options."""
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")  # an installation has metadata
     for name in ("torch", "triton", "vllm"):
         (tmp_path / f"{name}.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (line,) = said_by("-S").splitlines()
+    (line,) = said_by("-S", cwd=tmp_path).splitlines()
     assert "has vLLM without this plugin" in line and "pip install --no-deps ." in line

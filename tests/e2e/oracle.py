@@ -355,6 +355,7 @@ def follow(
         probe = Probe(llm)
         oracle = Oracle(probe.scheduler).install(patch)
         generate(llm, prompts, max_tokens=40)
+        llm.collective_rpc("finish_step")  # no other step may have followed the last
         assert probe.num_free == probe.num_total
     assert oracle.num_compared > 0
     assert oracle.num_victims + oracle.num_together > 0
