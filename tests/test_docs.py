@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +144,32 @@ def test_log_line_is_the_engine_s() -> None:
     for page in ("README.md", "docs/metrics.md"):
         text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
         assert f"h2o: {line}" in text, page
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": 0.2}, "requests of up to 64 tokens keep them all: .* budget_basis=prompt"),
+        ({"budget": 0.2, "budget_basis": "prompt"}, None),
+        ({"budget": 64, "continuation": 2}, "2 GiB of host memory keep 15 or more earlier turns"),
+    ],
+)
+def test_what_else_is_said_at_start(options: dict[str, Any], said: str | None) -> None:
+    """A budget that binds late, and room for conversations."""
+    start = Start(
+        config=KVPolicyConfig(name="h2o", **options),
+        budget=Budget(64, 31, 32, 0),
+        pool=Pool(100, 16),
+        stock_pool=Pool(100, 16),
+        max_model_len=320,
+        max_num_seqs=1,
+        num_layers=(1, 0),
+        num_other_pages=(0, 0),
+        num_host_slots=1000 if "continuation" in options else 0,
+    )
+    _, *others = start.lines()
+    assert len(others) == bool(said)
+    assert said is None or re.search(said, others[0])
 
 
 def test_readme_figures_come_from_csvs() -> None:

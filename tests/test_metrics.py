@@ -39,6 +39,10 @@ REPORT = PolicyStats(
     continuation_queries=500,
     continuation_hits=400,
     continuation_misses=3,
+    continuation_host_hits=200,
+    continuation_host_saves=2,
+    continuation_host_drops=1,
+    continuation_host_bytes=2**20,
 )
 POLICY = {"kv_policy": {"name": "h2o", "budget": 12}}
 

@@ -39,6 +39,12 @@ COUNTERS = {
     "turn's cache and were not computed again.",
     "continuation_misses": "With continuation: later turns that might have continued and did not: "
     "requests that begin with an earlier one's prompt, and then differ from its answer.",
+    "continuation_host_hits": "With continuation=N: tokens of continuation_hits that host memory "
+    "held.",
+    "continuation_host_saves": "With continuation=N: earlier turns' caches copied to host memory, "
+    "because the pool reused their pages.",
+    "continuation_host_drops": "With continuation=N: earlier turns' caches that host memory "
+    "dropped for others.",
 }
 """Field of PolicyStats -> description of ``vllm:kv_policy_<field>_total``."""
 
@@ -49,6 +55,8 @@ GAUGES = {
     "saved_bytes": "Bytes of the pages that stock vLLM would hold for the logical tokens, without "
     "shared prefixes, less bytes of the pages held, with their scores and positions; on one "
     "worker. Negative if nothing is evicted.",
+    "continuation_host_bytes": "With continuation=N: bytes of earlier turns' caches in the host "
+    "memory of one worker.",
 }
 """Field of PolicyStats -> description of ``vllm:kv_policy_<field>``."""
 

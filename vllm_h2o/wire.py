@@ -287,6 +287,10 @@ class PolicyStats:
         continuation_hits: tokens among them that were not computed again.
         continuation_misses: later turns among these requests that might have continued from an
             earlier one and did not.
+        continuation_host_hits: tokens of continuation_hits that host memory held.
+        continuation_host_saves: entries that were copied to host memory since the last report.
+        continuation_host_drops: entries that host memory dropped for others since then.
+        continuation_host_bytes: bytes of the entries now in the host memory of one worker.
 
     """
 
@@ -302,6 +306,10 @@ class PolicyStats:
     continuation_queries: int = 0
     continuation_hits: int = 0
     continuation_misses: int = 0
+    continuation_host_hits: int = 0
+    continuation_host_saves: int = 0
+    continuation_host_drops: int = 0
+    continuation_host_bytes: int = 0
 
     def put_into(self, carrier: MutableMapping[str, int]) -> None:
         """Add the numbers to a mapping that vLLM sends."""

@@ -91,6 +91,10 @@ class Observed(Simulation):
             "continuation_queries": 0,  # no request continues here
             "continuation_hits": 0,
             "continuation_misses": 0,
+            "continuation_host_hits": 0,
+            "continuation_host_saves": 0,
+            "continuation_host_drops": 0,
+            "continuation_host_bytes": 0,
             "requests_at_capacity": sum(map(self._is_full, with_pages)),
             "resident_tokens": sum(
                 position < computed[i]  # no draft that has been rejected by now

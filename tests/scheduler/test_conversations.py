@@ -162,6 +162,13 @@ def test_entry_whose_page_is_taken_goes_on_from_host_memory() -> None:
         talking.drain()
         assert talking.count["fetch"] == fetched
     talking.scheduler.check_integrity()
+    stats = talking.scheduler.stats_reporter.report()
+    assert stats.continuation_host_hits == stats.continuation_hits == sum(map(len, texts[1:])) - 2
+    counted = (stats.continuation_host_saves, stats.continuation_host_drops)
+    assert counted == (talking.count["save"], talking.count["drop"])
+    held = sum(map(len, talking.pool.host.values()))  # of 32 + 32 floats, and eight bytes more
+    assert stats.continuation_host_bytes == held * 264 > 0
+    assert talking.scheduler.stats_reporter.report().continuation_host_saves == 0
 
 
 @pytest.mark.parametrize("how", ["reset", "weights"])

@@ -21,11 +21,16 @@ class HostMemory:
     Args:
         num_slots: most slots of all of them.
 
+    Attributes:
+        num_used: slots of the entries that there are.
+        num_saved: entries saved since the last report.
+        num_displaced: entries named to make room since then.
+
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._num_used = 0
+        self.num_used = self.num_saved = self.num_displaced = 0
         self._numbers = count()
         self._sizes: dict[int, int] = {}
         self._saved: dict[int, Saved] = {}
@@ -38,7 +43,8 @@ class HostMemory:
             num_slots: of the other one, at most :attr:`num_slots`.
 
         """
-        while self._num_used + num_slots > self.num_slots:
+        while self.num_used + num_slots > self.num_slots:
+            self.num_displaced += 1
             yield next(iter(self._sizes))
 
     def save(self, source: tuple[int, ...], num_slots: int, restored_end: int) -> int:
@@ -55,7 +61,8 @@ class HostMemory:
         """
         number = next(self._numbers)
         self._sizes[number] = num_slots
-        self._num_used += num_slots
+        self.num_used += num_slots
+        self.num_saved += 1
         self._saved[number] = Saved(number, source, num_slots, restored_end)
         return number
 
@@ -65,7 +72,7 @@ class HostMemory:
 
     def drop(self, number: int) -> None:
         """Have an entry dropped after the next step, which may still read it."""
-        self._num_used -= self._sizes.pop(number)
+        self.num_used -= self._sizes.pop(number)
         self._dropped.append(number)
 
     def forget_copies(self) -> None:
@@ -80,6 +87,12 @@ class HostMemory:
         self._dropped.clear()
         return saved, dropped
 
+    def take_counts(self) -> dict[str, int]:
+        """Take the counts since the last report, by field of ``PolicyStats``."""
+        saved, displaced = self.num_saved, self.num_displaced
+        self.num_saved = self.num_displaced = 0
+        return {"continuation_host_saves": saved, "continuation_host_drops": displaced}
+
     def check_integrity(self, numbers: set[int]) -> None:
         """Compare the book with the entries that are known.
 
@@ -91,8 +104,8 @@ class HostMemory:
 
         """
         num_used = sum(self._sizes.values())
-        if numbers != self._sizes.keys() or not num_used == self._num_used <= self.num_slots:
+        if numbers != self._sizes.keys() or not num_used == self.num_used <= self.num_slots:
             raise IntegrityError(
-                f"host memory counts entries {sorted(self._sizes)} with {self._num_used} of "
+                f"host memory counts entries {sorted(self._sizes)} with {self.num_used} of "
                 f"{self.num_slots} slots; known are {sorted(numbers)} with {num_used}"
             )

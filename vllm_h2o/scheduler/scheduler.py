@@ -84,7 +84,12 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         # A block id names one page in each layer of a group; some groups have fewer layers.
         groups = self.kv_cache_config.kv_cache_groups
         num_layers = max(len(group.layer_names) for group in groups)
-        self.stats_reporter = StatsReporter(self.block_manager, num_layers, self.other_groups)
+        self.stats_reporter = StatsReporter(
+            self.block_manager,
+            num_layers,
+            self.other_groups,
+            self.conversations.host if self.conversations else None,
+        )
         self._log_start(config)
         if not self.scheduler_config.async_scheduling:
             # vLLM uses its synchronous scheduler then. The asynchronous one counts tokens before
@@ -382,6 +387,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
                 self.other_groups.num_states,
             ),
             drops=config.merge_reason(self.vllm_config),
+            num_host_slots=self.conversations.host.num_slots if self.conversations else 0,
         )
         for line in start.lines():
             logger.info("%s: %s", config.name, line)

@@ -25,6 +25,7 @@ class Start:
         num_layers: layers with full attention, and other layers.
         num_other_pages: most pages of a sequence in other layers, in windows and for states.
         drops: what rules out the policy's default ``merge``; None: nothing does.
+        num_host_slots: most slots of earlier turns in host memory.
 
     """
 
@@ -37,6 +38,7 @@ class Start:
     num_layers: tuple[int, int]
     num_other_pages: tuple[int, int]
     drops: str | None = None
+    num_host_slots: int = 0
 
     def lines(self) -> Iterator[str]:
         """The lines, in order."""
@@ -59,6 +61,11 @@ class Start:
             f"stock vLLM in the same memory "
             f"{self.stock_pool.num_sequences(self.max_model_len, others)}."
         )
+        if isinstance(config.budget, float) and config.budget_basis == "max_model_len":
+            yield (
+                f"requests of up to {slots} tokens keep them all: the budget is a fraction of "
+                f"{longest}; a number of tokens, or budget_basis=prompt, evicts from shorter ones."
+            )
         if others:
             yield (
                 f"that is of {self.num_layers[0]} layers with full attention; the other "
@@ -71,6 +78,11 @@ class Start:
                 f"positions roll below {config.position_limit}; the rows of {self.max_num_seqs} "
                 f"sequences of {longest} take {taken >> 20} MiB in each worker, for ids of tokens "
                 "and pages (--max-num-seqs)."
+            )
+        if self.num_host_slots:
+            yield (
+                f"continuation={config.continuation}: {config.continuation} GiB of host memory "
+                f"keep {self.num_host_slots // slots} or more earlier turns whose pages are reused."
             )
         if config.schedule.at == "pressure":
             yield (

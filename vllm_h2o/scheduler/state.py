@@ -270,6 +270,7 @@ class LedgerStats:
     continuation_queries: int = 0
     continuation_hits: int = 0
     continuation_misses: int = 0
+    continuation_host_hits: int = 0
 
     def count(self, plan: RequestPlan) -> None:
         """Count what one request evicts in a step."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
+from vllm_h2o.scheduler.host import HostMemory
 from vllm_h2o.scheduler.other_groups import OtherGroups
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import LedgerStats
@@ -13,21 +14,27 @@ from vllm_h2o.wire import PolicyStats
 
 
 class StatsReporter:
-    """Adds up the numbers of ledger and block manager.
+    """Adds up the numbers of ledger, block manager and host memory.
 
     Args:
         manager: the block manager; its ledger must be bound.
         num_layers: layers whose pages one block id names, on one worker.
         other_groups: the groups that vLLM manages.
+        host: the book of host memory; None: no entry goes there.
 
     """
 
     def __init__(
-        self, manager: HeavyHitterManager, num_layers: int, other_groups: OtherGroups
+        self,
+        manager: HeavyHitterManager,
+        num_layers: int,
+        other_groups: OtherGroups,
+        host: HostMemory | None = None,
     ) -> None:
         spec = manager.kv_cache_spec
         assert isinstance(spec, HeavyHitterSpec)
         self._manager, self._other_groups = manager, other_groups
+        self._host = host or HostMemory(0)
         self._page_bytes = spec.page_size_bytes * num_layers
         self._stock_page_bytes = spec.stock_page_size_bytes * num_layers
 
@@ -49,8 +56,10 @@ class StatsReporter:
             stock_pages += ledger.num_pages(held.logical_len)
         return PolicyStats(
             **asdict(stats),
+            **self._host.take_counts(),
             requests_at_capacity=at_capacity,
             resident_tokens=resident,
             logical_tokens=logical,
             saved_bytes=stock_pages * self._stock_page_bytes - pages * self._page_bytes,
+            continuation_host_bytes=self._host.num_used * self._page_bytes // manager.block_size,
         )
