@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.traits import page_size
 from vllm_h2o.worker.memory_efficient import AMPERE
-from vllm_h2o.worker.reconstruction import MAX_LOGITS
+from vllm_h2o.worker.reconstruction import MAX_GATHERED
 
 MAX_ROTATED = 1 << 22
 """Elements of queries that are rotated at once: 16 MiB in float32, and :data:`COPIES` of them."""
@@ -28,8 +28,8 @@ COPIES = 6
 """Float32 tensors of that size that vLLM's rotation holds at once, at most."""
 SURVIVORS = 64 << 20
 """Bytes of the slots of survivors that are listed at once: see triton/moving.py."""
-READING = 3 * 4 * MAX_LOGITS
-"""Bytes of a second reading's attention, where torch holds logits, their softmax and a copy."""
+READING = 6 * 4 * MAX_GATHERED
+"""Bytes of a second reading's attention: K, V, queries, means of two parts, and of both."""
 
 _KEPT: ContextVar[dict[str, torch.Tensor] | None] = ContextVar("vllm_h2o_kept", default=None)
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import AttentionMetadata
 
@@ -28,8 +27,8 @@ from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Term
 
-MAX_LOGITS = 1 << 24
-"""Logits of the second reading's attention that are held at once: 64 MiB in float32."""
+MAX_GATHERED = 1 << 23
+"""Elements of K that are gathered at once, one KV head for each query head: 32 MiB in float32."""
 
 
 @dataclass(frozen=True)
@@ -85,23 +84,20 @@ class Alike:
         rows: [n, T], int64: theirs in the second reading.
         tables: [n, P], int32: the blocks of the cache that they see.
         attended_len: slots of those, L.
-        mask: [T, L + T], bool: what each token sees of these and of its own block, read again.
 
     """
 
     rows: torch.Tensor
     tables: torch.Tensor
     attended_len: int
-    mask: torch.Tensor
 
     @classmethod
     def of(cls, chunks: Sequence[PromptChunk], device: torch.device) -> Alike:
         """Batch some blocks of the same number of tokens and slots."""
-        length, seen = chunks[0].num_tokens, chunks[0].attended_len
         starts = sent(torch.tensor([chunk.tokens.start for chunk in chunks]), device)
-        rows = starts[:, None] + torch.arange(length, device=device)
-        mask = torch.ones(length, seen + length, dtype=torch.bool, device=device).tril_(seen)
-        return cls(rows, torch.stack([chunk.block_table for chunk in chunks]), seen, mask)
+        rows = starts[:, None] + torch.arange(chunks[0].num_tokens, device=device)
+        tables = torch.stack([chunk.block_table for chunk in chunks])
+        return cls(rows, tables, chunks[0].attended_len)
 
     def seen_of(self, view: torch.Tensor, cache: LayerCache) -> torch.Tensor:
         """[n, H, L, D]: what they see of a layer's keys, or values."""
@@ -175,29 +171,22 @@ class Reconstruction:
         others = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for alike in self._alike(query):
             q, k, v = (x[alike.rows].transpose(1, 2) for x in (query, key, value))
-            held = zip((cache.key, cache.value), cache.scales, strict=True)
-            k, v = (
-                torch.cat([_read(alike.seen_of(view, cache), x, scale), x], dim=2)
-                for x, (view, scale) in zip((k, v), held, strict=True)
-            )
-            # Of one long block with many heads, some queries at a time.
-            size = max(1, MAX_LOGITS // (q.shape[0] * q.shape[1] * k.shape[2]))
-            parts = [*zip(q.split(size, dim=2), alike.mask.split(size), strict=True)]
-            options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
-            each = [scaled_dot_product_attention(p, k, v, mask, **options) for p, mask in parts]
-            out[alike.rows] = torch.cat(each, dim=2).transpose(1, 2).to(out.dtype)
-            first = alike.attended_len
-            sums = [_log_sum_exp(p, k[:, :, first:], mask[:, first:], scale) for p, mask in parts]
-            others[alike.rows] = torch.cat(sums, dim=2).transpose(1, 2)
+            stored = zip((cache.key, cache.value), (k, v), cache.scales, strict=True)
+            keys, values = (_read(alike.seen_of(view, cache), x, by) for view, x, by in stored)
+            seen, seen_sum = _attend(q, keys, values, scale, is_causal=False)
+            own, own_sum = _attend(q, k, v, scale, is_causal=True)
+            share = (own_sum - seen_sum).sigmoid()[..., None]  # of all that a query pays
+            out[alike.rows] = torch.lerp(seen.float(), own.float(), share).transpose(1, 2).to(out)
+            others[alike.rows] = own_sum.transpose(1, 2)
         return others
 
     def _alike(self, query: torch.Tensor) -> list[Alike]:
-        """The blocks by their shape, as many at once as :data:`MAX_LOGITS` allows; made once."""
+        """The blocks by their shape, as many at once as :data:`MAX_GATHERED` allows; made once."""
         if not self.batches:
             shapes = {(chunk.num_tokens, chunk.attended_len): None for chunk in self.rows}
             for length, seen in shapes:
                 same = [c for c in self.rows if (c.num_tokens, c.attended_len) == (length, seen)]
-                size = max(1, MAX_LOGITS // (query.shape[1] * length * (seen + length)))
+                size = max(1, MAX_GATHERED // (query[0].numel() * (seen + length)))
                 for at in range(0, len(same), size):
                     self.batches.append(Alike.of(same[at : at + size], query.device))
         return self.batches
@@ -229,13 +218,30 @@ class Reconstruction:
             cache.score[rows] = score + given
 
 
-def _log_sum_exp(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """[n, Hq, T], float32, of the logits of queries [n, Hq, T, D] and keys [n, H, L, D]."""
-    grouped = query.unflatten(1, (key.shape[1], -1)).to(torch.float32) * scale
-    logits = grouped @ key[:, :, None].transpose(-1, -2).to(torch.float32)  # [n, H, G, T, L]
-    return logits.masked_fill_(~mask, -torch.inf).logsumexp(dim=-1).flatten(1, 2)
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means of V, [n, Hq, T, D], and the log-sum-exp of logits, [n, Hq, T] float32.
+
+    Torch computes both, and its public function returns the means alone.
+
+    Args:
+        query: [n, Hq, T, D].
+        key: [n, H, L, D].
+        value: the same.
+        scale: of the logits.
+        is_causal: whether query i sees the keys up to i; L is T then.
+
+    """
+    if query.device.type == "cpu":
+        cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, sums = cpu(query, key, value, 0.0, is_causal, scale=scale)
+        return out, sums
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+    gpu = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, sums, *_ = gpu(query, key, value, None, True, 0.0, is_causal, scale=scale)
+    return out, sums[..., : query.shape[2]]  # it is padded
 
 
 def _read(held: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:
