@@ -169,7 +169,7 @@ MIXED = (24576,) + 65 * (1024,)
 KERNELS: Mapping[tuple[str, bool], Kernel] = {
     ("attend_split", False): Kernel(128, 33408),
     ("attend_split", True): Kernel(128, 41472),
-    ("merge_and_score", False): Kernel(56, 2048),
+    ("merge_and_score", False): Kernel(64, 2048),
     ("merge_and_score", True): Kernel(64, 2048),
     ("column_scores", False): Kernel(106, 81920, 8),
     ("column_scores", True): Kernel(114, 81920, 8),
