@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -188,6 +189,34 @@ def test_host_memory_is_emptied_with_the_pool(how: str) -> None:
     assert talking.pool.host == {}
     talking.drain()
     assert talking.count["fetch"] == talking.count["continue"] == 0
+
+
+@pytest.mark.parametrize("num_host_slots", [0, 48])
+@pytest.mark.parametrize("num_asked", [1, 2])
+def test_what_is_asked_again_stays_longer(num_asked: int, num_host_slots: int) -> None:
+    """A document that several requests ask about; of a turn the next one leaves an entry."""
+    talking = with_host(num_host_slots, num_blocks=13 if num_host_slots else 30)
+    texts = [first_turn(talking, tenant) for tenant in TENANTS[:2]]
+    for word in range(num_asked):
+        talking.say([*texts[0], word], 1, TENANTS[0])
+        talking.drain()
+    kept, words = [True, True], itertools.count()
+    while all(kept):
+        first = 300 + next(words)
+        talking.say(range(first, first + 30), 1, TENANTS[2])
+        talking.drain()
+        kept = [_finds(talking, text, TENANTS[i]) for i, text in enumerate(texts)]
+    assert kept == [num_asked > 1, num_asked == 1]
+
+
+def _finds(talking: Talking, text: list[int], tenant: Tenant) -> bool:
+    """Whether a request that asks more continues from all but the last token of a text."""
+    request_id = talking.say([*text, 99], 1, tenant)
+    request, entries = talking.scheduler.requests[request_id], entries_of(talking)
+    talking.abort([request_id])
+    entries.weights.begin(request)
+    entry = entries.find(request, talking.scheduler.ledger.budget)
+    return entry is not None and entry.turn.logical_len == len(text) - 1
 
 
 def test_a_reset_ends_them_all() -> None:

@@ -245,6 +245,8 @@ class HeavyHitterManager(FullAttentionManager):
         if self._conversations is not None and info is not None:
             missed = self._conversations.is_miss(self._requests[request_id], plan.budget, start)
             self.ledger.stats.continuation_misses += missed
+        if entry and self._conversations:
+            self._conversations.use(entry)
         num_slots = self.ledger.num_row_blocks(plan) * self.block_size
         new_blocks = super().allocate_new_blocks(request_id, num_slots, num_slots)
         self.ledger.commit(request_id, plan, info)

@@ -100,6 +100,7 @@ class Conversations:
         self._names = Names(pool.hash_block_size, hash_fn)
         self._entries: Prefixes[Entry] = Prefixes(self._names)
         self._on_host: dict[int, Entry] = {}
+        self._used: set[Name] = set()
         self.host = HostMemory(num_host_slots)
         self._misses = Misses(self._names)
         self._events = EntryEvents(pool, group_id) if pool.enable_kv_cache_events else None
@@ -147,7 +148,7 @@ class Conversations:
         if before := self._entries.get(name):
             self._forget(before)
         entry = Entry(turn, tuple(blocks), name, weights)
-        self._pool.unpin_blocks(reversed(blocks), lambda _: self._leave_blocks(entry))
+        self._leave_in_pool(entry)
         self._entries.put(name, entry)
         self._misses.add(name, request, turn.logical_len, same)
         if self._events:
@@ -166,10 +167,24 @@ class Conversations:
         if not self._entries or weights is None or not _may_continue(request):
             return None
         longest = request.num_tokens - 1
-        found = next(self._entries.longest_first(request, (budget, weights), longest), None)
-        if found is not None and found.number is not None:
-            self.host.use(found.number)
-        return found
+        return next(self._entries.longest_first(request, (budget, weights), longest), None)
+
+    def use(self, entry: Entry) -> None:
+        """Keep an entry for longest from the second request on that continues from it.
+
+        The first one is often the next turn, which leaves an entry of its own.
+
+        Args:
+            entry: found for a request that is about to take its blocks.
+
+        """
+        if entry.name not in self._used:
+            self._used.add(entry.name)
+        elif entry.number is not None:
+            self.host.use(entry.number)
+        else:
+            self._pool.touch(entry.blocks)
+            self._leave_in_pool(entry)
 
     def is_miss(self, request: Request, budget: Budget, num_begun: int) -> bool:
         """Whether a request might have continued from more tokens than it does.
@@ -208,6 +223,11 @@ class Conversations:
             self._forget(entry)
         self.host.forget_copies()
 
+    def _leave_in_pool(self, entry: Entry) -> None:
+        """Free an entry's blocks, behind all that are free, until the pool needs them."""
+        blocks = reversed(entry.blocks)
+        self._pool.unpin_blocks(blocks, lambda _: self._leave_blocks(entry))
+
     def _leave_blocks(self, entry: Entry) -> None:
         """Move an entry whose blocks are taken to host memory, or forget it."""
         if self._entries.get(entry.name) is not entry:
@@ -226,6 +246,7 @@ class Conversations:
         """Drop an entry that is known; its blocks keep their places in the pool's queue."""
         self._entries.drop(entry.name, entry)
         self._misses.forget(entry.name)
+        self._used.discard(entry.name)
         if self._events:
             self._events.removed(entry.name)
         if entry.number is not None:
