@@ -91,6 +91,19 @@ def test_no_more_sequences_are_captured_than_fit(
     assert found.max_cudagraph_capture_size == most == found.cudagraph_capture_sizes[-1]
 
 
+def test_models_with_windows_are_captured_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence takes less there than the limit counts, which would be none here."""
+    monkeypatch.setattr(
+        type(current_platform), "get_device_total_memory", classmethod(lambda *_: 10**5)
+    )
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    args = engine_args(folder(tmp_path, "Gemma3ForCausalLM"), kv_policy="h2o")
+    found = captures(args, max_num_seqs=1024, max_num_batched_tokens=8192)
+    assert found.max_cudagraph_capture_size == 1024
+
+
 @pytest.mark.parametrize(
     "asked",
     [

@@ -24,7 +24,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
 from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION, refuse
 from vllm_h2o.options.remedies import Given, flag
-from vllm_h2o.options.traits import FULL_ATTENTION, page_size
+from vllm_h2o.options.traits import FULL_ATTENTION, page_size, slides
 from vllm_h2o.paths import SCHEDULER, WORKER
 
 CPU_BLOCK_SIZE = 128
@@ -149,7 +149,9 @@ def _widen_captures(vllm_config: Any, config: KVPolicyConfig) -> None:
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     if not largest or most <= largest or vllm_config.speculative_config:
         return
-    most = min(most, _num_fitting(vllm_config, config))
+    # Other layers take less than those with full attention.
+    if not (slides(vllm_config) or vllm_config.model_config.is_hybrid):
+        most = min(most, _num_fitting(vllm_config, config))
     if most <= largest:
         return
     sizes = {*compilation.cudagraph_capture_sizes, *range(largest, most, CAPTURE_STEP), most}

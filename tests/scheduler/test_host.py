@@ -35,6 +35,7 @@ def test_copies_are_told_once_and_not_after_a_reset() -> None:
     host.forget_copies()
     assert host.take() == ((), (first,))
     assert host.take() == ((), ())
+    assert host.take_counts() == {"continuation_host_saves": 1, "continuation_host_drops": 0}
 
 
 def test_entry_that_is_not_counted_is_seen() -> None:

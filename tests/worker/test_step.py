@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -273,6 +274,18 @@ class Leaving(Stock):
         """Give the pages back."""
         self.done.append(f"sleep {level}")
 
+    def discard(self, tags: tuple[str, ...]) -> Any:
+        """Give some memory back."""
+        self.done.append(f"discard {tags}")
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """From a checkpoint."""
+        self.done.append("reload")
+
+    def start_weight_update(self) -> Any:
+        """From a trainer."""
+        self.done.append("update")
+
 
 class LeavingWorker(PublishesSteps, Leaving):
     """A worker with a policy."""
@@ -308,9 +321,16 @@ def test_a_step_that_is_not_sampled_is_finished() -> None:
 
 
 def test_a_step_is_finished_before_its_pages_or_tables_go() -> None:
-    """A dummy batch overwrites the runner's tables, and sleep frees the cache."""
+    """A dummy batch overwrites the runner's tables, sleep frees the cache, weights change."""
     worker = LeavingWorker()
-    for end, last in ((worker.execute_dummy_batch, "dummy"), (worker.sleep, "sleep 1")):
+    ends: list[tuple[Callable[[], Any], str]] = [
+        (worker.execute_dummy_batch, "dummy"),
+        (worker.sleep, "sleep 1"),
+        (partial(worker.discard, ("kv_cache",)), "discard ('kv_cache',)"),
+        (worker.reload_weights, "reload"),
+        (worker.start_weight_update, "update"),
+    ]
+    for end, last in ends:
         worker.execute_model(scheduled(plans(a=1)))
         end()
         assert worker.done == [*NOW, *LATER, last]

@@ -170,7 +170,7 @@ class Conversations:
         return next(self._entries.longest_first(request, (budget, weights), longest), None)
 
     def use(self, entry: Entry) -> None:
-        """Keep an entry for longest from the second request on that continues from it.
+        """Make an entry the newest, from the second request on that continues from it.
 
         The first one is often the next turn, which leaves an entry of its own.
 

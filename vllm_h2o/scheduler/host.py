@@ -23,14 +23,15 @@ class HostMemory:
 
     Attributes:
         num_used: slots of the entries that there are.
-        num_saved: entries saved since the last report.
-        num_displaced: entries named to make room since then.
+        num_saved: entries that steps have copied since the last report.
+        num_displaced: entries that they have dropped for others since then.
 
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.num_used = self.num_saved = self.num_displaced = 0
+        self._num_named = 0
         self._numbers = count()
         self._sizes: dict[int, int] = {}
         self._saved: dict[int, Saved] = {}
@@ -44,7 +45,7 @@ class HostMemory:
 
         """
         while self.num_used + num_slots > self.num_slots:
-            self.num_displaced += 1
+            self._num_named += 1
             yield next(iter(self._sizes))
 
     def save(self, source: tuple[int, ...], num_slots: int, restored_end: int) -> int:
@@ -62,7 +63,6 @@ class HostMemory:
         number = next(self._numbers)
         self._sizes[number] = num_slots
         self.num_used += num_slots
-        self.num_saved += 1
         self._saved[number] = Saved(number, source, num_slots, restored_end)
         return number
 
@@ -79,10 +79,14 @@ class HostMemory:
         """Have nothing copied that is not copied yet, once all entries are dropped."""
         self._dropped = [number for number in self._dropped if number not in self._saved]
         self._saved.clear()
+        self._num_named = 0
 
     def take(self) -> tuple[tuple[Saved, ...], tuple[int, ...]]:
         """Take what a step copies, and what it drops."""
         saved, dropped = tuple(self._saved.values()), tuple(self._dropped)
+        self.num_saved += len(saved)
+        self.num_displaced += self._num_named
+        self._num_named = 0
         self._saved.clear()
         self._dropped.clear()
         return saved, dropped

@@ -62,8 +62,9 @@ class Start:
             f"{self.stock_pool.num_sequences(self.max_model_len, others)}."
         )
         if isinstance(config.budget, float) and config.budget_basis == "max_model_len":
+            whole_len = min(self.budget.kept + self.budget.unit, self.max_model_len)
             yield (
-                f"requests of up to {slots} tokens keep them all: the budget is a fraction of "
+                f"requests of up to {whole_len} tokens keep them all: the budget is a fraction of "
                 f"{longest}; a number of tokens, or budget_basis=prompt, evicts from shorter ones."
             )
         if others:

@@ -229,3 +229,18 @@ class PublishesSteps:
         """Finish the step before its pages go."""
         self.finish_step()
         return super().sleep(level)  # type: ignore[misc]
+
+    def discard(self, tags: tuple[str, ...]) -> Any:
+        """Finish the step before its pages go."""
+        self.finish_step()
+        return super().discard(tags)  # type: ignore[misc]
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Finish the step with the weights that began it."""
+        self.finish_step()
+        return super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+
+    def start_weight_update(self) -> Any:
+        """Finish the step with the weights that began it."""
+        self.finish_step()
+        return super().start_weight_update()  # type: ignore[misc]
