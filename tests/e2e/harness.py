@@ -35,6 +35,12 @@ def smollm2() -> str:
     return str(model_dir("float32", progress=False))
 
 
+def needs_float8_of_vllm() -> None:
+    """Skip a test where vLLM's own attention has no float8 cache; the policy's has one anywhere."""
+    if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        pytest.skip("vLLM's own float8 cache needs AVX-512 or AMX")
+
+
 def tiny_llama(folder: Path, num_heads: int, num_kv_heads: int, max_len: int = 512) -> str:
     """A Llama of random weights with a head size that the CPU kernels take."""
     config = LlamaConfig(

@@ -22,6 +22,7 @@ from tests.e2e.harness import (
     assert_same_tokens,
     engine,
     mixed_prompts,
+    needs_float8_of_vllm,
     run,
     shrink_terms,
     smollm2,
@@ -91,6 +92,7 @@ def test_a_full_budget_gives_stock_s_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With each set of kernels, with prompts in chunks."""
+    needs_float8_of_vllm()
     wide = isinstance(shape, int)
     model = wide_llama(tmp_path, shape) if wide else tiny_llama(tmp_path, *shape)
     prompts = mixed_prompts(CHARACTERS, 16, longest=100)
@@ -142,6 +144,7 @@ def test_what_is_kept(
 
 def test_scales_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of K and V, of each layer: loaded, stored with, and read with."""
+    needs_float8_of_vllm()
     model = tiny_llama(tmp_path, 4, 2)
     scales = {}
     weights = load_file(tmp_path / "model.safetensors")
@@ -199,6 +202,7 @@ def test_smollm2_is_as_sure_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     A sum in another order may round a number up that was rounded down, and layers amplify that: few
     tokens cannot tell more. docs/quality.md has the figure of many.
     """
+    needs_float8_of_vllm()
     model = smollm2()
     tokens = AutoTokenizer.from_pretrained(model)(TEXT)["input_ids"]
     texts = [(tokens[n : n + 64], tokens[n + 64 : n + 128]) for n in range(0, 600, 200)]

@@ -229,7 +229,11 @@ def test_stages_that_go_on(
 
 @pytest.mark.parametrize(
     ("policy", "more"),
-    [("h2o", {"evict_every": 5}), ("h2o2", {"score": "reconstruction", "observation_window": 8})],
+    [
+        ("h2o", {"evict_every": 5}),
+        # Heads of one rank share slots: of two, other tokens would stay than of one.
+        ("h2o2", {"score": "reconstruction", "split": "none", "observation_window": 8}),
+    ],
 )
 def test_ranks_after_a_step(policy: str, more: dict[str, Any], model: str, two_ranks: Any) -> None:
     """All pack in the same steps, and take part in the same second reading."""

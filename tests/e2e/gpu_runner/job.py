@@ -20,7 +20,6 @@ from tests.e2e.harness import Probe, engine
 from vllm_h2o.kernels.triton.kernels import TritonKernels
 from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker import batching
-from vllm_h2o.worker.after_step import Packing
 from vllm_h2o.worker.seeds import KeepsSeeds
 from vllm_h2o.worker.step import PublishesSteps
 
@@ -191,22 +190,17 @@ class _Watch:
         self.known: dict[str, int] = {}
         self.sampled: Any = None
         sample, finish = KeepsSeeds.sample_tokens, PublishesSteps.finish_step
-        schedule, update, pack = scheduler.schedule, scheduler.update_from_output, Packing.run
+        schedule, update = scheduler.schedule, scheduler.update_from_output
 
         def counted_schedule(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
             self.now += output.total_num_scheduled_tokens > 0
             self.most = max(self.most, self.now)
-            self.replays = graphs.Graph.num_replays
             return output
 
         def counted_update(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             self.now -= scheduled.total_num_scheduled_tokens > 0
             return update(scheduled, *args, **kwargs)
-
-        def counted_pack(packing: Packing) -> None:
-            self.packed_after_graphs += graphs.Graph.num_replays > self.replays
-            pack(packing)
 
         def kept_sample(worker: Any, grammar_output: Any) -> Any:
             self.sampled = sample(worker, grammar_output)
@@ -214,12 +208,14 @@ class _Watch:
 
         def read_finish(worker: Any) -> Any:
             step, sampled, self.sampled = worker._unfinished, self.sampled, None
-            if step is not None and sampled is not None and step.after.pack is not None:
+            before, self.replays = self.replays, graphs.Graph.num_replays
+            packs = step is not None and step.after.pack is not None
+            self.packed_after_graphs += packs and self.replays > before
+            if packs and sampled is not None:
                 self._read(step.plan.requests, sampled)
             return finish(worker)
 
         scheduler.schedule, scheduler.update_from_output = counted_schedule, counted_update
-        patch.setattr(Packing, "run", counted_pack)
         patch.setattr(KeepsSeeds, "sample_tokens", kept_sample)
         patch.setattr(PublishesSteps, "finish_step", read_finish)
 
