@@ -227,16 +227,12 @@ def test_stages_that_go_on(
     assert talk(model, **TRACED, pipeline_parallel_size=2) == said
 
 
-@pytest.mark.parametrize(
-    ("policy", "more"),
-    [
-        ("h2o", {"evict_every": 5}),
-        # Heads of one rank share slots: of two, other tokens would stay than of one.
-        ("h2o2", {"score": "reconstruction", "split": "none", "observation_window": 8}),
-    ],
-)
+ALONE = {"score": "reconstruction", "split": "none", "observation_window": 8}
+
+
+@pytest.mark.parametrize(("policy", "more"), [("h2o", {"evict_every": 5}), ("h2o2", ALONE)])
 def test_ranks_after_a_step(policy: str, more: dict[str, Any], model: str, two_ranks: Any) -> None:
-    """All pack in the same steps, and take part in the same second reading."""
+    """All pack in the same steps, and reread together. Heads would share within a rank alone."""
     runs = []
     for size in (1, 2):
         settings = {**SETTINGS, "tensor_parallel_size": size}
