@@ -107,6 +107,19 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 }
 
 
+def two_layer_opt(max_len: int, num_neurons: int) -> transformers.OPTConfig:
+    """Two layers with four heads of 32, of a head size that the CPU kernels take."""
+    return transformers.OPTConfig(
+        vocab_size=256,
+        hidden_size=128,
+        ffn_dim=num_neurons,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=max_len,
+        word_embed_proj_dim=128,
+    )
+
+
 def folder(parent: Path, architecture: str) -> str:
     """The folder of a tiny model of this architecture, made at first use.
 

@@ -72,7 +72,7 @@ class PolicyStatLogger(AggregateStatLoggerBase):
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
         config = KVPolicyConfig.required(vllm_config)
-        self._policy, self._continues = config.name, bool(config.continuation)
+        self._policy, self._continues = config.name, config.continues
         # With several API servers each sees a part of the reports: vLLM logs no line either.
         self._logs = vllm_config.parallel_config._api_process_count == 1
         self._unsaid: dict[int, PolicyStats] = {}

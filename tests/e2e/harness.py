@@ -21,6 +21,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from benchmarks.quality.forced import in_process
 from benchmarks.smollm2 import model_dir
 from benchmarks.throughput.models import write_random
+from tests.tiny_models import two_layer_opt
 from vllm_h2o.policy import Ranking, Rule, policies, shelf
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
@@ -69,16 +70,7 @@ def unlike_heads(folder: Path, num_kv_heads: int) -> str:
 
 def tiny_opt(folder: Path) -> str:
     """An OPT of random weights: learned positions, ReLU, every head its own K and V."""
-    config = OPTConfig(
-        vocab_size=256,
-        hidden_size=128,
-        ffn_dim=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        word_embed_proj_dim=128,
-    )
-    return write_random(config, folder)
+    return write_random(two_layer_opt(512, 256), folder)
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig
 
 from benchmarks.throughput.models import write_sparse
 from tests.e2e import ranks
@@ -21,6 +20,7 @@ from tests.e2e.harness import (
     run,
     token_ids,
 )
+from tests.tiny_models import two_layer_opt
 
 ZEROS = 0.9
 SAME = 0.8
@@ -31,16 +31,7 @@ H2O: dict[str, Any] = {"policy": "h2o", "options": {"budget": 32}, "block_size":
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An OPT of random weights whose ReLU leaves a tenth of the neurons."""
-    config = OPTConfig(
-        vocab_size=256,
-        hidden_size=128,
-        ffn_dim=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        word_embed_proj_dim=128,
-    )
-    return write_sparse(config, tmp_path_factory.mktemp("model"), ZEROS, 0.15)
+    return write_sparse(two_layer_opt(512, 512), tmp_path_factory.mktemp("model"), ZEROS, 0.15)
 
 
 def said(model: str, mode: str | None, **settings: Any) -> Any:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, OPTConfig
+from transformers import AutoTokenizer
 
 from benchmarks.throughput.models import write_sparse, write_tokenizer
+from tests.tiny_models import two_layer_opt
 from vllm_h2o.cli import main
 from vllm_h2o.sparsity.report import BATCHES, measure
 
@@ -19,18 +20,9 @@ TEXT = " ".join(f"w{3 + i * i % 200}" for i in range(2100))
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Random weights, of which a tenth of the neurons is used."""
     folder = tmp_path_factory.mktemp("model")
-    config = OPTConfig(
-        vocab_size=256,
-        hidden_size=128,
-        ffn_dim=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        word_embed_proj_dim=128,
-    )
     write_tokenizer(folder, 256)
     assert len(AutoTokenizer.from_pretrained(folder)(TEXT).input_ids) == 2100
-    return write_sparse(config, folder, 0.9)
+    return write_sparse(two_layer_opt(128, 512), folder, 0.9)
 
 
 def test_report_finds_zeros_and_recall(model: str) -> None:

@@ -192,7 +192,7 @@ OPTION_PARTS: tuple[Part, ...] = (
     ),
     Part(
         "continuation=true",
-        lambda s: bool(s.options.continuation),
+        lambda s: s.options.continues,
         "leave continuation out",
         needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.ONE_GROUP, P.FINAL),
         breaks={P.PLACE: "stores the next prompt after the survivors of the last turn"},

@@ -188,6 +188,11 @@ class Options:
         return self.positions if isinstance(self.positions, int) else None
 
     @property
+    def continues(self) -> bool:
+        """Whether requests continue from caches of earlier ones."""
+        return bool(self.continuation)
+
+    @property
     def continuation_host_bytes(self) -> int:
         """Host memory of each worker for caches of earlier turns, in bytes."""
         return 0 if isinstance(self.continuation, bool) else self.continuation << 30

@@ -229,7 +229,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "KV cache events with neither prefix caching nor continuation",
         lambda s: (
             not s.engine.cache_config.enable_prefix_caching
-            and not s.options.continuation
+            and not s.options.continues
             and bool(events := s.engine.kv_events_config)
             and events.enable_kv_cache_events
         ),

@@ -68,7 +68,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             or rules.chunk > 0
             or rules.num_drafts > 0
         )
-        self.conversations = self._conversations() if config.continuation else None
+        self.conversations = self._conversations() if config.continues else None
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         # vLLM stops in time with three steps in flight; each further one may compute a token more.
         max_overshoot = max(self.vllm_config.max_concurrent_batches - 3, 0)
@@ -114,7 +114,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             splits=config.splits,
             num_drafts=self.num_spec_tokens,
             position_limit=config.position_limit,
-            continues=bool(config.continuation),
+            continues=config.continues,
         )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -123,12 +123,12 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             self._relieve_pressure()
         output = super().schedule(throttle_prefills)
         plan = self.ledger.take_step(output.num_scheduled_tokens)
-        # A liberty: an attribute added to vLLM's object, which reaches every worker.
-        output.residency_plan = plan = replace(plan, continued=self.block_manager.take_continued())
+        copies: dict[str, Any] = {"continued": self.block_manager.take_continued()}
         # Workers do nothing in a step without tokens: what it takes is still unwritten in the next.
         if self.conversations is not None and output.total_num_scheduled_tokens:
-            saved, dropped = self.conversations.host.take()
-            output.residency_plan = replace(plan, saved=saved, dropped=dropped)
+            copies["saved"], copies["dropped"] = self.conversations.host.take()
+        # A liberty: an attribute added to vLLM's object, which reaches every worker.
+        output.residency_plan = replace(plan, **copies)
         return output
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -336,7 +336,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         config = self.policy_config
         alone = (
             (self._prefix_caching and not bounds_hits(self.vllm_config))
-            or bool(config.continuation)
+            or config.continues
             or config.rolls
             or config.splits_layers
             or config.ranking.term("reread") is not None
