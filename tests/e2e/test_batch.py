@@ -38,9 +38,11 @@ def test_alone_and_among_fifteen_others(policy: str, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch, engine(model, policy, {"budget": 32}, **settings) as llm:
         oracle = Oracle(Probe(llm).scheduler).install(patch)
         alone = token_ids(generate(llm, [one], max_tokens=16))[0]
+        llm.collective_rpc("finish_step")  # no other step may have followed the last
         kept_alone = {where[:2]: kept for where, kept in oracle.retained.items()}
         oracle.retained.clear()
         among = token_ids(generate(llm, [*others[:7], one, *others[7:]], max_tokens=16))[7]
+        llm.collective_rpc("finish_step")
     kept_among = {
         where[:2]: kept for where, kept in oracle.retained.items() if where[2].startswith("8-")
     }
