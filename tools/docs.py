@@ -219,6 +219,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "pressure": figures.pressure,
         "chats": figures.chats,
     },
+    "docs/sparsity.md": {"sparse steps": figures.sparse_steps},
     "research/NOTES.md": {"streams": streams_figures.table},
     "docs/design.md": {
         "weights": worked_example.weights_table,

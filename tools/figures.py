@@ -275,3 +275,23 @@ def chats() -> str:
             table.append([chats, shown, *cells])
     times = [f"TTFT, turn {turn}, {p}" for turn in (1, 8) for p in ("p50", "p99")]
     return markdown(("chats", "side", "tokens/s", *times), table)
+
+
+def sparse_steps() -> str:
+    """Return stock vLLM's step over that of each side, by the number of sequences."""
+    file = "sparsity-cpu.csv"
+    every = find(file)
+    counts = list(dict.fromkeys(row["sequences"] for row in every))
+    table = []
+    for side in ("exact", "predicted", "h2o", "h2o, exact", "h2o, predicted"):
+        cells = []
+        for count in counts:
+            each = sorted(
+                float(one(file, side="stock", sequences=count, pair=row["pair"])["step_ms"])
+                / float(row["step_ms"])
+                for row in find(file, side=side, sequences=count)
+            )
+            low, middle, high = (figure(x, 2) for x in (each[0], median(each), each[-1]))
+            cells.append(f"{middle} ({low} to {high})")
+        table.append([", ".join(f"`{name}`" for name in side.split(", ")), *cells])
+    return markdown(("stock's step / the side's", *(f"{n} at once" for n in counts)), table)

@@ -14,6 +14,10 @@ from vllm_h2o.kernels.native.neurons import NativeNeurons
 from vllm_h2o.kernels.neurons import NeuronKernels
 from vllm_h2o.kernels.torch.neurons import TorchNeurons
 
+MOST_TURNED = 256
+"""Most tokens of a step by which rows of float32 are multiplied, not the other way round. For 16 to
+128 of them torch then took 0.5 to 0.8 times as long (MKL, AVX2, 8,192 rows of 2,048)."""
+
 
 @cache
 def kernels_of(device: str) -> NeuronKernels:
@@ -39,6 +43,9 @@ def _up(
 ) -> torch.Tensor:
     if 0 < len(x) <= max_tokens:
         return kernels_of(x.device.type).up(x, rows, bias, Coarse(codes, scales, cuts), counts)
+    if x.dtype == torch.float32 and len(x) <= MOST_TURNED:
+        y = rows @ x.t() if bias is None else torch.addmm(bias[:, None], rows, x.t())
+        return y.t().contiguous()
     return torch.nn.functional.linear(x, rows, bias)
 
 
