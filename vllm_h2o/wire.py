@@ -177,9 +177,10 @@ class Continuation:
     Args:
         source: ids of the earlier request's blocks; none where host memory holds it.
         blocks: ids of the request's own first blocks.
-        num_slots: slots in use; every slot holds a token.
+        num_slots: slots in use; every slot holds a token, unless heads share them.
         restored_end: from now on the tokens [0, restored_end), a prompt's, are ranked without the
             term whose lifetime is over. 0: nothing changes.
+        is_split: whether KV heads share the slots: then pages are copied as they are.
         number: of the copy in host memory; None: it is in blocks.
 
     """
@@ -188,6 +189,7 @@ class Continuation:
     blocks: tuple[int, ...]
     num_slots: int
     restored_end: int = 0
+    is_split: bool = False
     number: int | None = None
 
 
@@ -200,6 +202,7 @@ class Saved:
         source: ids of the blocks.
         num_slots: slots in use.
         restored_end: as in :class:`Continuation`.
+        is_split: as in :class:`Continuation`.
 
     """
 
@@ -207,6 +210,7 @@ class Saved:
     source: tuple[int, ...]
     num_slots: int
     restored_end: int = 0
+    is_split: bool = False
 
 
 @dataclass(frozen=True, slots=True)

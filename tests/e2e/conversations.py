@@ -14,6 +14,7 @@ from vllm import LLM, RequestOutput
 from tests.e2e.harness import generate
 from tests.e2e.oracle import Oracle, Where
 from tests.e2e.ties import WatchedHead
+from vllm_h2o.policy import Budget
 from vllm_h2o.wire import RequestPlan
 
 
@@ -22,19 +23,20 @@ class ConversationOracle(Oracle):
     """Lets the reference of an earlier request go on, found by the text that it has computed.
 
     Args:
-        computed: of each request, itself and how many of its tokens are computed.
+        computed: of each request, itself, how many of its tokens are computed, and its budget.
         num_turns: references that went on, in each layer and KV head.
 
     """
 
-    computed: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    computed: dict[str, tuple[Any, int, Budget]] = field(default_factory=dict)
     num_turns: int = 0
 
     def follow(self, step: Any, *args: Any) -> None:
         """One layer of one step, and how far it came."""
         super().follow(step, *args)
         for request_id, plan in step.plan.requests.items():
-            self.computed[request_id] = self.requests[request_id], plan.logical_end
+            request = self.requests[request_id]
+            self.computed[request_id] = request, plan.logical_end, plan.budget
 
     def _next_turn(self, where: Where, plan: RequestPlan) -> WatchedHead:
         layer, head, request_id = where
@@ -42,13 +44,13 @@ class ConversationOracle(Oracle):
         earlier = [
             self.heads[layer, head, other]
             # Ahead of the tokens the last one was not known when it was computed.
-            for other, (request, end) in self.computed.items()
+            for other, (request, end, budget) in self.computed.items()
             if other != request_id and list(request.all_token_ids[:end]) == list(text)
+            if budget == plan.budget
         ]
-        alike = [h for h in earlier if h.budget == plan.budget]
         self.num_turns += 1
-        turn = deepcopy(alike[-1])
-        turn.begin_turn()
+        turn = deepcopy(earlier[-1])
+        turn.begin_turn(in_chunks=not plan.is_split)
         return turn
 
 

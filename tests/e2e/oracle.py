@@ -129,7 +129,7 @@ class Oracle(Compared):
             tokens = slice(start, start := start + plan.num_new)
             table = tables[tokens.start]
             rows = cache.rows(table)
-            victims = None if impl.victims is None else impl.victims[table[0]]
+            victims = None if cache.victims is None else cache.victims[table[0]]
             if plan.overwrites and metadata.scoring.merge:
                 strips = cache.rows_of_split(table) if plan.attends_split else list(rows)
                 for head, strip in enumerate(strips):

@@ -31,6 +31,11 @@ WHAT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("h2o", {"evict_every": 5}),
     ("h2o2", {"observation_window": 4, "lifetime": 9}),
     ("h2o2", {"observation_window": 4, "lifetime": 40}),
+    ("h2o", {"split": "heads", "recent_ratio": 0.1}),
+    ("h2o", {"split": "layers", "recent_ratio": 0.1}),
+    ("h2o2", {"split": "layers", "lifetime": 9}),
+    ("h2o2", {"split": "heads", "lifetime": 40}),
+    ("h2o2", {"score": "reconstruction"}),
     ("streaming", {}),
     ("local", {}),
 )
@@ -49,6 +54,7 @@ def test_conversations_are_one_request(
     """Set for set, and attention output by attention output; turns of one token, too."""
     own = {"budget": 64, "continuation": True, **options}
     shrink_terms(monkeypatch, lifetime=own.pop("lifetime", 9))
+    monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
     with monkeypatch.context() as patch, engine(model, policy, own, **SMALL) as llm:
         probe = Probe(llm)
         oracle = ConversationOracle(probe.scheduler).install(patch)
@@ -63,13 +69,18 @@ def test_conversations_are_one_request(
         assert probe.num_free == probe.num_total
     assert oracle.num_turns == 4 * 4 * 2 * 2
     assert oracle.num_victims > 0 or policy == "h2o" and options.get("evict_every")
+    assert oracle.num_unequal > 0 or options.get("split") is None
     assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
     assert oracle.max_error < 1e-4
 
 
-def test_conversations_go_on_from_host_memory(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("split", ["none", "heads", "layers"])
+def test_conversations_go_on_from_host_memory(
+    split: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a pool that cannot hold them, each keeps what one request from the first turn on does."""
-    own = {"budget": 64, "continuation": 1}
+    own = {"budget": 64, "continuation": 1, "split": split}
+    monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
     tight = {**SMALL, "num_gpu_blocks_override": 30, "max_model_len": 400}
     with monkeypatch.context() as patch, engine(model, "h2o", own, **tight) as llm:
         probe = Probe(llm)

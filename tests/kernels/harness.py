@@ -218,9 +218,7 @@ class Layer:
 
     def victims(self, request_id: str) -> torch.Tensor | None:
         """[H] slots of the victims of a full request."""
-        each = [part.impl.victims for part in self.parts]
-        if each[0] is None:
-            return None
+        each = [part.impl.cache_of(part.kv_cache).victims for part in self.parts]
         return torch.cat([victims[self.tables[request_id][0]] for victims in each])
 
     @property

@@ -63,8 +63,8 @@ CONFLICTS: dict[str, set[str]] = {
     "pressure": {"heads", "layers", "continuation", "prefix", "drafts"},
     "every": {"heads", "layers", "merge"},
     "page": {"heads", "layers", "merge"},
-    "heads": {"rolling", "continuation"},
-    "layers": {"rolling", "continuation", "prefix", "sliding", "states", "stages"},
+    "heads": {"rolling"},
+    "layers": {"rolling", "prefix", "sliding", "states", "stages"},
     "merge": {"rolling", "continuation", "fp8"},
     "rolling": {"continuation", "prefix", "drafts", "sliding", "images", "mrope", "fp8"}
     | {"no_rotary"},

@@ -211,7 +211,7 @@ def test_positions_give_limit(positions: Any, rolls: bool, limit: int | None) ->
         ({**AGAIN, "eviction": "pressure"}, "none", "eviction=pressure"),
         ({**AGAIN, "evict_every": 8}, "none", "evict_every=8"),
         ({**AGAIN, "evict_every": "page"}, "none", "evict_every=page"),
-        ({**AGAIN, "continuation": True}, "none", "continuation=true"),
+        ({**AGAIN, "continuation": True}, "layers", None),
         ({"name": "h2o", "evict_every": 8}, "none", None),
     ],
 )

@@ -40,6 +40,8 @@ class ConversationPool(ShadowPool):
         self.packed: dict[str, tuple[int, ...]] = {}
         self.requests: dict[str, Request] = {}
         self.host: dict[int, list[Any]] = {}
+        self.chosen: dict[int, int] = {}  # victims of full requests, by first block
+        self.chosen_on_host: dict[int, int] = {}
 
     def _token(self, request_id: str, position: int) -> tuple[object, int]:
         text = tuple(self.texts[request_id][: position + 1])
@@ -63,35 +65,53 @@ class ConversationPool(ShadowPool):
         for saved in plan.saved:
             assert saved.number not in self.host
             self.host[saved.number] = self._in_slots(saved)
+            self.chosen_on_host[saved.number] = self.chosen.get(saved.source[0], -1)
         read = {i: self._left(c, plan.requests[i]) for i, c in plan.continued.items()}
+        chosen = {i: self._chosen(each) for i, each in plan.continued.items() if each.is_split}
+        self.victims |= chosen
         for number in plan.dropped:
-            del self.host[number]
+            del self.host[number], self.chosen_on_host[number]
         for request_id, tokens in read.items():
             each = plan.continued[request_id]
             assert list(each.blocks) == rows[request_id][: len(each.blocks)]
             for index, token in enumerate(tokens):
                 block = each.blocks[index // self.block_size]
                 self.slots[block, index % self.block_size] = token
-            (_, _, packed), last = tokens[-1]
+            (_, _, packed), last = max(tokens, key=lambda token: token[1])
             assert last == plan.requests[request_id].logical_start - 1
-            self.packed[request_id] = (*packed, *self.packed[request_id])
+            # Where heads share slots, the next prompt is not packed at its end.
+            self.packed[request_id] = (*packed, *(() if each.is_split else self.packed[request_id]))
             positions = {position for _, position in tokens}
             life = self.lives[request_id] + 1
             self.held[request_id] = (life, positions)
             self.positions[request_id, life] = {p: p for p in positions}
         super().execute(output)
+        for request_id, each_plan in plan.requests.items():
+            if each_plan.selects:
+                first = self.tables[request_id][each_plan.first_block_idx]
+                self.chosen[first] = self.victims[request_id]
+
+    def _chosen(self, each: Continuation) -> int:
+        """The slot of the earlier request's next token; -1: it was not full."""
+        if each.number is not None:
+            return self.chosen_on_host[each.number]
+        return self.chosen.get(each.source[0], -1)
 
     def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
-        """Tokens of slots before this step, or of host memory, in order of position."""
+        """Tokens of slots before this step, or of host memory."""
         tokens = self._in_slots(each) if each.number is None else self.host[each.number]
-        assert len(tokens) == plan.resident_start
-        return tokens
+        if each.is_split:  # a slot may be free
+            assert 0 <= len(tokens) - plan.resident_start <= 1
+        else:
+            assert len(tokens) == plan.resident_start
+        return tokens[: plan.resident_start]
 
     def _in_slots(self, each: Continuation | Saved) -> list[Any]:
-        """Tokens of slots before this step, in order of position."""
-        size = self.block_size
-        slots = range(each.num_slots)
-        tokens = [self.slots[each.source[slot // size], slot % size] for slot in slots]
+        """Tokens of slots before this step, in order of position, or as heads share them."""
+        size, slots = self.block_size, range(each.num_slots)
+        if each.is_split:
+            return [self.slots.get((each.source[i // size], i % size)) for i in slots]
+        tokens = [self.slots[each.source[i // size], i % size] for i in slots]
         return sorted(tokens, key=lambda token: token[1])
 
 
@@ -141,6 +161,7 @@ class Talking(Simulation):
         self.count["continue"] += len(plan.continued)
         self.count["save"] += len(plan.saved)
         self.count["drop"] += len(plan.dropped)
+        self.count["share"] += sum(turn.is_split for turn in plan.continued.values())
         self.count["fetch"] += sum(turn.number is not None for turn in plan.continued.values())
         self.remember()
         return output

@@ -38,6 +38,9 @@ from tests.scheduler.schedules import (
 SHARING = (
     (PREFIXES, *SNAPKV, ("num_sink_tokens", 3)),
     (PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
+    (("split", "heads"),),
+    (("split", "layers"), ("num_sink_tokens", 3)),
+    (PREFIXES, *SNAPKV, ("split", "heads")),
 )
 
 totals: Counter[str] = Counter()
@@ -76,12 +79,13 @@ def random_conversations(
     totals["evict"] += talking.pool.num_evictions
 
 
-def test_no_cache_is_another_s() -> None:
+def test_no_cache_is_another_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admit, preempt, resume, abort, reset, continue, in any order: each really happened."""
+    monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
     totals.clear()
     random_conversations()
     events = "add chunk decode preempt resume abort finish pack evict reset continue page restore"
-    for event in f"{events} save fetch drop".split():
+    for event in f"{events} save fetch drop share".split():
         assert totals[event] >= seen_by_all(20), (event, totals)
 
 
@@ -217,6 +221,26 @@ def _finds(talking: Talking, text: list[int], tenant: Tenant) -> bool:
     entries.weights.begin(request)
     entry = entries.find(request, talking.scheduler.ledger.budget)
     return entry is not None and entry.turn.logical_len == len(text) - 1
+
+
+@pytest.mark.parametrize(("num_new", "continues"), [(3, True), (4, False)])
+def test_turn_after_shared_slots_is_much_shorter(num_new: int, continues: bool) -> None:
+    """At most a sixteenth of what it finds: its tokens come one a step, those of others do not."""
+    for split, expected in (("none", True), ("heads", continues)):
+        talking = talk(split=split)
+        talking.say(range(10, 57), 2, TENANTS[0])
+        talking.drain()
+        text = talking.said[-1][1]
+        assert len(text) - 1 == 48
+        request_id = talking.say([*text, *range(100, 100 + num_new - 1)], 4, TENANTS[0])
+        output = talking.step()
+        found = output.residency_plan.requests[request_id].logical_start
+        assert found == (48 if expected else 0)
+        rest = len(text) + num_new - 1 - found
+        one_by_one = split == "heads" and expected
+        assert output.num_scheduled_tokens[request_id] == (1 if one_by_one else rest)
+        talking.drain()
+        talking.scheduler.check_integrity()
 
 
 def test_a_reset_ends_them_all() -> None:

@@ -11,7 +11,7 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.rules import Rules
-from vllm_h2o.scheduler.state import RequestInfo
+from vllm_h2o.scheduler.state import Left, RequestInfo
 from vllm_h2o.wire import RequestPlan
 
 BUDGET = Budget(capacity=16, num_heavy=7, num_recent=8, num_sinks=0)
@@ -245,6 +245,29 @@ def test_which_requests_are_split() -> None:
         assert [plan.attends_split for plan in later] == [split] * 5
         assert not any(plan.splits for plan in later)
         assert later[-1].overwrites
+
+
+def test_turn_after_shared_slots_takes_a_token_a_step() -> None:
+    """Each overwrites a victim; a turn after slots that are not shared is computed in chunks."""
+    ledger = Ledger(BUDGET, 4, Rules(splits=True, continues=True, lifetime=3))
+    run(ledger, 0, 20, 20)
+    turn = ledger.states["r"].left(3)
+    assert turn == Left(20, 15, restored_end=20, shared_len=16) and turn.num_slots == 16
+    info = RequestInfo(30, turn=turn)
+    assert ledger.align_chunk("s", 20, 10, info.prompt_end) == 1
+    for start in range(20, 33):
+        assert start == 20 or ledger.align_chunk("s", start, 10, 30) == 1
+        plan = ledger.preview("s", start, start + 1, info)
+        ledger.commit("s", plan, info)
+        ledger.take_step({"s": 1})
+        assert plan.attends_split and not plan.in_prompt and not plan.restored_end
+        assert (plan.overwrites, plan.selects) == (start > 20, True)
+    assert ledger.stats.continuation_queries == 20 + 30
+    assert ledger.stats.continuation_hits == 20
+    with pytest.raises(IntegrityError, match="cross the end"):
+        ledger.preview("s", 33, 35, info)
+    whole = RequestInfo(30, turn=Left(20, 15))
+    assert ledger.align_chunk("t", 20, 10, whole.prompt_end) == 10
 
 
 def test_positions_that_roll() -> None:

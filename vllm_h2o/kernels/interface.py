@@ -189,3 +189,14 @@ class Kernels(Protocol):
                 with a lifetime; 0: all keep theirs.
 
         """
+        ...
+
+    def hold_pages(self, cache: LayerCache, blocks: torch.Tensor, restored_end: int = 0) -> Held:
+        """Copy what one request holds whose KV heads share slots: its pages, as they are.
+
+        Args:
+            cache: read.
+            blocks: [P], integers: the request's.
+            restored_end: as in :meth:`hold`.
+
+        """

@@ -317,13 +317,21 @@ class Head:
             self.strip.restore_scores(self.prompt_len)
         return out
 
-    def begin_turn(self) -> None:
+    def begin_turn(self, in_chunks: bool = True) -> None:
         """A conversation goes on: next come chunks of a prompt, after all that is held.
 
         So a conversation of k turns is one request that is evicted from at the end of each turn's
         prompt. A term's lifetime is over, and the next victim is kept.
+
+        Args:
+            in_chunks: False where heads share slots: then tokens of the next prompt come one by
+                one, as if they had been generated, and each overwrites a victim.
+
         """
         self.strip.restore_scores(self.prompt_len)
+        if not in_chunks:
+            self.prompt_len = self.logical_len
+            return
         self.strip = self.strip.in_order()
         self.victim, self.in_prompt = None, True
 

@@ -195,7 +195,6 @@ OPTION_PARTS: tuple[Part, ...] = (
         lambda s: s.options.continues,
         "leave continuation out",
         needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.ONE_GROUP, P.FINAL),
-        breaks={P.PLACE: "stores the next prompt after the survivors of the last turn"},
     ),
     Part(
         "budget_basis={o.budget_basis}",

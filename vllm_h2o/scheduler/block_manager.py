@@ -180,9 +180,14 @@ class HeavyHitterManager(FullAttentionManager):
         num_computed, budget = session.num_computed_tokens, ledger.budget_of(info)
         return held.extend(num_computed, info, budget, ledger.fits(info))
 
+    def prompt_end_of(self, request: Request) -> int:
+        """``RequestInfo.prompt_end`` of a request that holds nothing."""
+        entry = self._entries.get(request.request_id)
+        return entry.turn.logical_len if entry and entry.turn.shared_len else request.num_tokens
+
     def _slots_with_a_chunk(self, info: RequestInfo, held: RequestState | Left) -> int:
         """Most slots of the tokens that a request holds and of its prompt's next chunk."""
-        return held.resident_len + min(info.prompt_len - held.logical_len, self._largest_chunk)
+        return held.resident_len + min(info.prompt_end - held.logical_len, self._largest_chunk)
 
     def _most_pages(self, request_id: str, plan: RequestPlan) -> int:
         """Most blocks of a request whose prompt is packed after each chunk; else no limit."""
@@ -214,13 +219,13 @@ class HeavyHitterManager(FullAttentionManager):
         apply_admission_cap: bool = False,
         prefill_end: int = 0,
     ) -> int:
-        """Blocks that computing tokens [total_computed_tokens, num_tokens) takes from the pool.
-
-        Among them are cached blocks that no request holds yet.
-        """
+        """Count blocks that a step takes from the pool, cached ones that nobody holds included."""
         going = self.ledger.states.get(request_id)
         if going and going.goes_on(total_computed_tokens, num_tokens):
             return self._pages_to_go_on(request_id, going)
+        entry = self._entries.get(request_id)
+        if apply_admission_cap and entry and entry.turn.shared_len:
+            num_tokens = total_computed_tokens + 1  # vLLM asks for all, but they come one by one
         plan, info = self._preview(request_id, total_computed_tokens, num_tokens)
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         needed = self.ledger.num_row_blocks(plan)
@@ -255,7 +260,7 @@ class HeavyHitterManager(FullAttentionManager):
             del self._entries[request_id]
             if entry.number is not None:
                 self.ledger.stats.continuation_host_hits += start
-            num_pages = self.ledger.num_pages(entry.turn.resident_len)
+            num_pages = self.ledger.num_pages(entry.turn.num_slots)
             self._continued[request_id] = entry.continued(new_blocks[:num_pages])
         row_end = state.first_block_idx + self.ledger.num_pages(state.held_len)
         has_surplus = plan.pack_block_idx > 0 or len(self.req_to_blocks[request_id]) > row_end
@@ -359,7 +364,7 @@ class HeavyHitterManager(FullAttentionManager):
             return
         turn = state.left(self.ledger.rules.lifetime)
         start = state.first_block_idx
-        end = start + self.ledger.num_pages(turn.resident_len)
+        end = start + self.ledger.num_pages(turn.num_slots)
         row = self.req_to_blocks[request_id]
         if self._conversations.add(self._requests[request_id], state, turn, row[start:end]):
             del row[start:end]

@@ -64,8 +64,8 @@ class CutsChunks(AsyncScheduler):
     ) -> int:
         """Keep queries that score together in one chunk, and drafts within free slots."""
         start = request.num_computed_tokens + num_new_local_computed_tokens
-        prompt_len = request.num_tokens
-        return self.ledger.align_chunk(request.request_id, start, num_new_tokens, prompt_len)
+        prompt_end = self.block_manager.prompt_end_of(request)
+        return self.ledger.align_chunk(request.request_id, start, num_new_tokens, prompt_end)
 
     def _try_schedule_encoder_inputs(
         self, request: Request, start: int, num_new: int, budget: int, *args: Any, **kwargs: Any
@@ -87,7 +87,8 @@ class CutsChunks(AsyncScheduler):
                 self.scheduler_config.disable_chunked_mm_input = True
         if not 0 < cut < num_new or not ends_chunks:
             return images, cut, *rest
-        cut = self.ledger.align_chunk(request.request_id, start, cut, request.num_tokens, True)
+        prompt_end = self.block_manager.prompt_end_of(request)
+        cut = self.ledger.align_chunk(request.request_id, start, cut, prompt_end, True)
         if cut:
             return images, cut, *rest
         # A request that waits for the encoder's cache holds no room: two would wait for each other.

@@ -41,6 +41,9 @@ WHOLE = (
     RequestStatus.FINISHED_REPETITION,
 )
 """Status of finished requests whose blocks hold exactly their tokens."""
+FOUND_PER_STEP = 16
+"""Fewest tokens to find for each token that takes a step of its own, where KV heads share slots:
+else it is faster to compute a prompt anew, in chunks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +78,10 @@ class Entry:
 
         """
         turn, ids = self.turn, tuple(block.block_id for block in blocks)
-        return Continuation(self.source, ids, turn.resident_len, turn.restored_end, self.number)
+        shared = turn.shared_len > 0
+        return Continuation(
+            self.source, ids, turn.num_slots, turn.restored_end, shared, self.number
+        )
 
 
 class Conversations:
@@ -167,7 +173,8 @@ class Conversations:
         if not self._entries or weights is None or not _may_continue(request):
             return None
         longest = request.num_tokens - 1
-        return next(self._entries.longest_first(request, (budget, weights), longest), None)
+        found = self._entries.longest_first(request, (budget, weights), longest)
+        return next((entry for entry in found if _is_worth_its_steps(entry, request)), None)
 
     def use(self, entry: Entry) -> None:
         """Make an entry the newest, from the second request on that continues from it.
@@ -233,12 +240,12 @@ class Conversations:
         if self._entries.get(entry.name) is not entry:
             return
         turn = entry.turn
-        if turn.resident_len > self.host.num_slots:
+        if turn.num_slots > self.host.num_slots:
             self._forget(entry)
             return
-        for number in self.host.too_many(turn.resident_len):
+        for number in self.host.too_many(turn.num_slots):
             self._forget(self._on_host[number])
-        number = self.host.save(entry.source, turn.resident_len, turn.restored_end)
+        number = self.host.save(entry.source, turn)
         self._on_host[number] = moved = replace(entry, blocks=(), number=number)
         self._entries.put(entry.name, moved)
 
@@ -252,6 +259,13 @@ class Conversations:
         if entry.number is not None:
             del self._on_host[entry.number]
             self.host.drop(entry.number)
+
+
+def _is_worth_its_steps(entry: Entry, request: Request) -> bool:
+    """Whether a request that continues has few tokens to compute, if each takes a step."""
+    turn = entry.turn
+    steps = request.num_tokens - turn.logical_len if turn.shared_len else 0
+    return FOUND_PER_STEP * steps <= turn.logical_len
 
 
 def _may_continue(request: Request) -> bool:

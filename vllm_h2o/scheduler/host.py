@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.scheduler.state import Left
 from vllm_h2o.wire import Saved
 
 
@@ -48,22 +49,22 @@ class HostMemory:
             self._num_named += 1
             yield next(iter(self._sizes))
 
-    def save(self, source: tuple[int, ...], num_slots: int, restored_end: int) -> int:
+    def save(self, source: tuple[int, ...], turn: Left) -> int:
         """Have an entry copied before the next step.
 
         Args:
             source: ids of its blocks.
-            num_slots: its slots in use.
-            restored_end: as in :class:`~vllm_h2o.wire.Continuation`.
+            turn: its lengths.
 
         Returns:
             Its number.
 
         """
         number = next(self._numbers)
-        self._sizes[number] = num_slots
-        self.num_used += num_slots
-        self._saved[number] = Saved(number, source, num_slots, restored_end)
+        self._sizes[number] = turn.num_slots
+        self.num_used += turn.num_slots
+        shared = turn.shared_len > 0
+        self._saved[number] = Saved(number, source, turn.num_slots, turn.restored_end, shared)
         return number
 
     def use(self, number: int) -> None:

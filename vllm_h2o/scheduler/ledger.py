@@ -133,13 +133,13 @@ class Ledger:
             request_id: the request.
             start: tokens that are computed already, or found in a cache.
             num_new: tokens that the step has room for; tokens that are read again are not counted.
-            prompt_len: tokens of the prompt; read when the request holds nothing yet.
+            prompt_len: ``RequestInfo.prompt_end``; read when the request holds nothing yet.
             is_cut: whether images allow no more: then only the window is kept whole.
 
         """
         held, window = self._states.get(request_id), self.rules.observation_window
         prompt_end = held.prompt_end if held else prompt_len
-        num_new = min(num_new, held.max_new(self.rules) if held else prompt_end - start)
+        num_new = min(num_new, held.max_new(self.rules) if held else max(prompt_end - start, 1))
         window_start, chunk = max(prompt_end - window, 0), self.rules.chunk
         if start < prompt_end and (resumed := self.resumed.get(request_id)):
             num_new, chunk = min(num_new, resumed), min(chunk, resumed)
@@ -347,13 +347,15 @@ class Ledger:
             logical_len=num_cached,
             resident_len=resident_len,
             held_len=resident_len,
-            prompt_end=info.prompt_len,
+            prompt_end=info.prompt_end,
             budget=self.budget_of(info),
             fits=fits,
+            is_split=turn is not None and turn.shared_len > 0,
             shared_end=0 if fits or turn or resumed else self.shared_end(info),
             grows=self.rules.under_pressure and not (fits or resumed),
             max_len=info.max_len,
             num_found=num_cached,
             turn_start=num_cached if turn else 0,
+            num_known=info.prompt_len,
             ends_with_prompt=info.ends_with_prompt,
         )

@@ -67,6 +67,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
             or rules.observation_window > 0
             or rules.chunk > 0
             or rules.num_drafts > 0
+            or (rules.splits and rules.continues)
         )
         self.conversations = self._conversations() if config.continues else None
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens

@@ -21,12 +21,19 @@ class Left:
         resident_len: slots in use.
         restored_end: tokens of its prompt, if they have to be ranked without the term whose
             lifetime ends with the request. 0: no term has to go.
+        shared_len: slots that its KV heads share, unused ones among them. 0: they share none.
 
     """
 
     logical_len: int
     resident_len: int
     restored_end: int = 0
+    shared_len: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots whose contents another request needs to continue."""
+        return self.shared_len or self.resident_len
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,15 @@ class RequestInfo:
     turn: Left | None = None
     ends_with_prompt: bool = False
 
+    @property
+    def prompt_end(self) -> int:
+        """Tokens after which each one takes a step of its own.
+
+        Chunks of prompts attend to as many tokens in every KV head. So where heads share slots,
+        what a prompt adds to an earlier request is computed as if that had generated it.
+        """
+        return self.turn.logical_len if self.turn and self.turn.shared_len else self.prompt_len
+
     def continues_at(self, num_computed: int) -> bool:
         """Whether it continues after ``num_computed`` tokens, and has more of its own."""
         turn = self.turn
@@ -64,7 +80,7 @@ class RequestState:
         logical_len: tokens computed.
         resident_len: slots in use.
         held_len: slots whose pages are held.
-        prompt_end: ``RequestInfo.prompt_len``.
+        prompt_end: ``RequestInfo.prompt_end``.
         budget: slots of this request.
         fits: whether nothing of it is ever evicted: it is not scored, and may be shared whole.
         shared_end: tokens [0, shared_end) may lie in pages that other requests read: nothing is
@@ -80,6 +96,7 @@ class RequestState:
         ongoing_end: tokens computed until which each step repeats its last one, a token later.
         num_found: tokens that it began with, from the prefix cache or an earlier request.
         turn_start: the same if it continues an earlier request; else 0.
+        num_known: ``RequestInfo.prompt_len``.
         ends_with_prompt: ``RequestInfo.ends_with_prompt``.
 
     """
@@ -100,6 +117,7 @@ class RequestState:
     ongoing_end: int = 0
     num_found: int = 0
     turn_start: int = 0
+    num_known: int = 0
     ends_with_prompt: bool = False
 
     @property
@@ -247,7 +265,9 @@ class RequestState:
 
         """
         counts = self.logical_len < self.window_end(lifetime)
-        return Left(self.logical_len, self.resident_len, self.prompt_end if counts else 0)
+        shared_len = self.held_len if self.is_split else 0
+        restored_end = self.prompt_end if counts else 0
+        return Left(self.logical_len, self.resident_len, restored_end, shared_len)
 
     def num_sharable(self, num_tokens: int) -> int:
         """How many of the first ``num_tokens`` tokens may lie in pages that others read."""
@@ -282,8 +302,8 @@ class LedgerStats:
 
     def count_begun(self, plan: RequestPlan, state: RequestState) -> None:
         """Count all tokens of a request that this step admits, and the tokens it continues from."""
-        if plan.in_prompt and plan.logical_start == state.num_found:
-            self.continuation_queries += state.prompt_end
+        if plan.logical_start == state.num_found:
+            self.continuation_queries += state.num_known
             self.continuation_hits += state.turn_start
 
 

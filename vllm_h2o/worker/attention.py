@@ -31,13 +31,7 @@ Watch = Callable[[str, LayerCache, Sequence[PromptChunk], Term | None], None]
 
 
 class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
-    """Attention over the resident slots of each KV head.
-
-    ``victims`` ([num_blocks, num_kv_heads], int32) keeps, under a full request's first block, the
-    slot that its next token takes in each KV head. It is written before it is read: a request
-    becomes full in a step that selects, and a block's next owner is not full. Likewise the cache's
-    ``first_rows``, where KV heads share slots.
-    """
+    """Attention over the resident slots of each KV head."""
 
     def __init__(
         self,
@@ -88,7 +82,6 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.kinds = (config.splits, config.merges, config.keeps_scores)
         self.splits_layers = config.splits_layers
         self.float8, self.scales = DTYPES.get(kv_cache_dtype), (1.0, 1.0)
-        self.victims: torch.Tensor | None = None
         self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
         self.rotate_back: Rotation | None = None
         self.watch: Watch | None = None
@@ -145,7 +138,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             kernels.prefill(cache, attn_metadata.prompts, tensors, scoring)
             self._score_terms(cache, attn_metadata, name, tensors)
         for batch in attn_metadata.decodes:
-            kernels.decode(cache, batch, self._victims(cache), tensors, scoring)
+            assert cache.victims is not None
+            kernels.decode(cache, batch, cache.victims, tensors, scoring)
         return output
 
     @property
@@ -173,8 +167,11 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
     def take_scales(self, layer: Any) -> None:
         """Take the scales of keys and values, which come with the layer's weights."""
         scales = (layer._k_scale_float, layer._v_scale_float)
-        if scales != self.scales:
-            self.scales, self._cache = scales, None
+        if scales == self.scales:
+            return
+        self.scales = scales
+        if self._cache is not None:  # running requests keep what it has under their first blocks
+            self._cache = (self._cache[0], replace(self._cache[1], scales=scales))
 
     def _forget(self, dead: weakref.ref[torch.Tensor]) -> None:
         if self._cache is not None and self._cache[0] is dead:
@@ -234,10 +231,3 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
             metadata.kernels.score_term(cache, [chunk], own, paid, by_age=False)
         for tokens, queries in metadata.drafts.drafted:
             queries[name] = tensors.query[tokens].clone()
-
-    def _victims(self, cache: LayerCache) -> torch.Tensor:
-        """[num_blocks, H], int32: made in a warm-up, before the first graph is captured."""
-        if self.victims is None or self.victims.shape[0] != cache.num_blocks:
-            shape = (cache.num_blocks, cache.num_kv_heads)
-            self.victims = torch.zeros(shape, dtype=torch.int32, device=cache.key.device)
-        return self.victims

@@ -34,7 +34,7 @@ class Turns:
     def begin(
         self, plan: ResidencyPlan, layers: Layers, kernels: Kernels, device: torch.device
     ) -> None:
-        """Copy, in every layer, in order of position: all is read before anything is written.
+        """Copy, in every layer: all is read before anything is written.
 
         Args:
             plan: of the step that begins.
@@ -56,7 +56,10 @@ class Turns:
                 if isinstance(copied, Continuation) and copied.number is not None:
                     held.append(self.host[copied.number][layer].to(device))
                     continue
-                tokens = kernels.hold(cache, source, copied.num_slots, copied.restored_end)
+                if copied.is_split:
+                    tokens = kernels.hold_pages(cache, source, copied.restored_end)
+                else:
+                    tokens = kernels.hold(cache, source, copied.num_slots, copied.restored_end)
                 if isinstance(copied, Saved):
                     self.host[copied.number].append(tokens.to(HOST))
                 else:

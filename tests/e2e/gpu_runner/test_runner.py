@@ -153,11 +153,15 @@ def test_found_in_the_prefix_cache(v2: OtherProcess, tmp_path: Path) -> None:
     assert ours.tokens == on_v1(replace(job, prompts=prompts)).tokens
 
 
-def test_second_turn_continues_from_the_first(v2: OtherProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("split", "num_new"), [("none", 9), ("heads", 2)])
+def test_second_turn_continues_from_the_first(
+    split: str, num_new: int, v2: OtherProcess, tmp_path: Path
+) -> None:
     """A second turn that begins with the first one's pages, though its last token came late."""
-    job = job_of(tiny_llama(tmp_path, 4, 4), {"budget": 16, "continuation": True})
+    own = {"budget": 16, "continuation": True, "split": split}
+    job = job_of(tiny_llama(tmp_path, 4, 4), own)
     first = on_v1(replace(job, prompts=PROMPTS[:1])).tokens[0]
-    second = [*PROMPTS[0], *first, *CHARACTERS[:9]]
+    second = [*PROMPTS[0], *first, *CHARACTERS[:num_new]]
     ours = v2.run(replace(job, prompts=[PROMPTS[0], second, second], arrivals=[0, 100, 100]))
     assert_followed(ours)
     assert ours.tokens[0] == first and ours.tokens[1] == ours.tokens[2]

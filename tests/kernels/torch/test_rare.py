@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -165,6 +167,37 @@ def test_a_lifetime_ends_with_a_turn() -> None:
     assert torch.equal(score, without)
     kept = RARE.hold(cache, torch.arange(4), 32)
     assert (kept.views[2] != 9.0).all() and torch.equal(kept.views[2], kept.views[4])
+
+
+def test_pages_of_shared_slots_are_copied_as_they_are() -> None:
+    """With what is kept under the first block, though one request takes the other's pages."""
+    cache = filled(TURN, 12, seed=3)
+    cache = replace(
+        cache,
+        first_rows=torch.zeros(12, 4, dtype=torch.int32),
+        victims=torch.zeros(12, 3, dtype=torch.int32),
+        score_without_window=torch.full_like(cache.score, 9.0),
+    )
+    assert cache.first_rows is not None and cache.victims is not None
+    sources = [torch.tensor(ids) for ids in ((5, 2, 9), (3, 4, 10))]
+    targets = [torch.tensor(ids) for ids in ((3, 11, 2), (6, 4, 8))]
+    bounds = torch.tensor([[0, 1, 7, 9], [0, 4, 5, 9]], dtype=torch.int32)
+    victims = torch.tensor([[3, 20, 9], [1, 2, 30]], dtype=torch.int32)
+    for blocks, own, slots in zip(sources, bounds, victims, strict=True):
+        cache.first_rows[blocks[0]], cache.victims[blocks[0]] = own, slots
+    views = (cache.key, cache.value, cache.score, cache.position)
+    read = [[view[cache.rows(blocks)].clone() for view in views] for blocks in sources]
+    lived = [RARE.hold_pages(cache, sources[0]), RARE.hold_pages(cache, sources[1], 20)]
+    for held, blocks in zip(lived, targets, strict=True):
+        held.to(torch.device("cpu")).store(cache, blocks)
+    for index, blocks in enumerate(targets):
+        key, value, score, position = read[index]
+        if index:
+            score = torch.where(position < 20, 9.0, score)
+        for view, wanted in zip(views, (key, value, score, position), strict=True):
+            assert torch.equal(view[cache.rows(blocks)], wanted)
+        assert torch.equal(cache.first_rows[blocks[0]], bounds[index])
+        assert torch.equal(cache.victims[blocks[0]], victims[index])
 
 
 def test_a_conversation_is_attention_to_what_is_left() -> None:

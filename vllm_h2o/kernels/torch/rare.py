@@ -46,8 +46,43 @@ class HeldTokens:
         return HeldTokens(tuple(view.to(device) for view in self.views))
 
 
+@dataclass(frozen=True)
+class HeldPages:
+    """A copy of the pages of one request whose KV heads share slots, of one layer, as they are.
+
+    Args:
+        views: of each of the cache's views, [H, P, N, ...].
+        bounds: [1, H + 1], int32: ``first_rows`` of the request.
+        victims: [1, H], int32: the slots that its next token takes.
+
+    """
+
+    views: tuple[torch.Tensor, ...]
+    bounds: torch.Tensor
+    victims: torch.Tensor
+
+    def store(self, cache: LayerCache, blocks: torch.Tensor) -> None:
+        """Write it to as many blocks.
+
+        Args:
+            cache: written.
+            blocks: [P], integers: the blocks that hold the slots from now on.
+
+        """
+        rows = cache.rows(blocks)
+        for view, held in zip(_views(cache), self.views, strict=True):
+            view[rows] = held
+        assert cache.first_rows is not None and cache.victims is not None
+        cache.first_rows[blocks[:1]], cache.victims[blocks[:1]] = self.bounds, self.victims
+
+    def to(self, device: torch.device) -> HeldPages:
+        """The same copy on a device."""
+        views = tuple(view.to(device) for view in self.views)
+        return HeldPages(views, self.bounds.to(device), self.victims.to(device))
+
+
 class RareStages:
-    """The last four of :class:`~vllm_h2o.kernels.interface.Kernels`."""
+    """The last five of :class:`~vllm_h2o.kernels.interface.Kernels`."""
 
     def keep_scores(self, cache: LayerCache, chunks: Sequence[PromptChunk]) -> None:
         """Before a term with a lifetime is added: keep each token's score without it.
@@ -104,13 +139,28 @@ class RareStages:
         rows = cache.rows(blocks)
         slot = cache.position[rows].flatten(1)[:, :num_slots].argsort(dim=1)  # [H, num_slots]
         at = (rows.gather(1, slot // cache.block_size), slot % cache.block_size)
-        held = [view[at] for view in _views(cache)]
-        if cache.score_without_window is not None:
-            if restored_end:
-                of_prompt = held[3] < restored_end
-                held[2] = torch.where(of_prompt, held[4], held[2])
-            held[4] = held[2]
-        return HeldTokens(tuple(held))
+        return HeldTokens(_held(cache, at, restored_end))
+
+    def hold_pages(
+        self, cache: LayerCache, blocks: torch.Tensor, restored_end: int = 0
+    ) -> HeldPages:
+        """Copy the pages of one request whose KV heads share slots, and what goes with them."""
+        assert cache.first_rows is not None and cache.victims is not None
+        views = _held(cache, (cache.rows(blocks),), restored_end)
+        return HeldPages(views, cache.first_rows[blocks[:1]], cache.victims[blocks[:1]])
+
+
+def _held(
+    cache: LayerCache, at: tuple[torch.Tensor, ...], restored_end: int
+) -> tuple[torch.Tensor, ...]:
+    """Copy the views at an index; prompts' tokens count as kept if a term's lifetime is over."""
+    held = [view[at] for view in _views(cache)]
+    if cache.score_without_window is not None:
+        if restored_end:
+            of_prompt = held[3] < restored_end
+            held[2] = torch.where(of_prompt, held[4], held[2])
+        held[4] = held[2]
+    return tuple(held)
 
 
 def _views(cache: LayerCache) -> list[torch.Tensor]:
