@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -136,6 +136,38 @@ def facts(
     return Facts(name, torch.tensor(contexts), tail, answers, tuple(stated), tuple(hays))
 
 
+def document(
+    tokenizer: Tokenizer, source: Source, count: int, length: int, number: int = 0
+) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
+    """A document that states many facts, to be asked for one after the other.
+
+    Args:
+        tokenizer: of the model.
+        source: what they are made from.
+        count: facts, each of another kind or about another subject than the others.
+        length: tokens of the document.
+        number: of the document.
+
+    Returns:
+        Its token ids, and for each fact those of a question with how the answer begins, and those
+        of the fact.
+
+    """
+    rng = random.Random(f"{source.seed} document {number}")
+    pairs = [(kind, subject) for kind in KINDS for subject in source.subjects]
+    drawn = [
+        _stated(tokenizer, source, kind, subject, index, rng.random(), rng)
+        for index, (kind, subject) in enumerate(rng.sample(pairs, count))
+    ]
+    asked = [pieces(tokenizer, source, "asked_later", 0, fact) for fact in drawn]
+    text = source.texts[number % len(source.texts)]
+    own = replace(asked[0], before=[], middle=[], after=[])
+    return (
+        _context(tokenizer, text, drawn, own, length, rng),
+        [(parts.tail[: -parts.size], parts.tail[-parts.size :]) for parts in asked],
+    )
+
+
 def draw(
     tokenizer: Tokenizer, source: Source, index: int, depth: float, rng: random.Random
 ) -> tuple[Fact, ...]:
@@ -148,13 +180,27 @@ def draw(
     subjects = rng.sample(list(source.subjects), len(kinds))
     found = []
     for number, (kind, subject) in enumerate(zip(kinds, subjects, strict=True)):
-        value = source.draw[kind](rng)
-        while len(encode(tokenizer, f" {value}")) not in LENGTHS:
-            value = source.draw[kind](rng)
-        phrasings = source.phrasings[kind]
-        phrasing = phrasings[(index // len(KINDS) + number) % len(phrasings)]
-        found.append(Fact(kind, phrasing, subject, value, rng.random() if number else depth))
+        phrasing = index // len(KINDS) + number
+        fact = _stated(tokenizer, source, kind, subject, phrasing, depth, rng)
+        found.append(replace(fact, depth=rng.random()) if number else fact)
     return tuple(found)
+
+
+def _stated(
+    tokenizer: Tokenizer,
+    source: Source,
+    kind: str,
+    subject: str,
+    phrasing: int,
+    depth: float,
+    rng: random.Random,
+) -> Fact:
+    """A fact of a kind about a subject, in the phrasing of a number, counted round."""
+    value = source.draw[kind](rng)
+    while len(encode(tokenizer, f" {value}")) not in LENGTHS:
+        value = source.draw[kind](rng)
+    phrasings = source.phrasings[kind]
+    return Fact(kind, phrasings[phrasing % len(phrasings)], subject, value, depth)
 
 
 def pieces(tokenizer: Tokenizer, source: Source, form: str, index: int, fact: Fact) -> Parts:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of a document runs all sides. Nothing is timed here."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.quality.texts import TextsUnavailableError, archive
+from benchmarks.throughput.document import CACHED, OURS, STOCK, Work, ratios, rows
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_document_is_read_once_where_questions_continue() -> None:
+    """As pages of stock's prefix cache, or as an entry, in which nearly as much is found."""
+    try:
+        archive()
+    except TextsUnavailableError as error:
+        pytest.skip(str(error))
+    found = {row["side"]: row for row in rows(1, Work(length=1200, questions=6, share=0.3))}
+    assert found[STOCK]["cached"] == 0
+    assert 1200 - 32 < found[CACHED]["cached"] <= 1200
+    assert found[OURS]["cached"] == 1200
+    assert found[CACHED]["found"] == found[STOCK]["found"] >= 2
+    assert found[OURS]["found"] >= found[STOCK]["found"] - 1
+
+
+def test_document_ratio_is_of_each_round() -> None:
+    """Each round has its ratio, whoever ran first."""
+    found = [
+        {"round": 0, "side": STOCK, "seconds": 20.0},
+        {"round": 0, "side": OURS, "seconds": 4.0},
+        {"round": 1, "side": OURS, "seconds": 5.0},
+        {"round": 1, "side": STOCK, "seconds": 20.0},
+    ]
+    assert ratios(found, STOCK) == [5.0, 4.0]
