@@ -218,6 +218,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "prompts": figures.prompts,
         "pressure": figures.pressure,
         "chats": figures.chats,
+        "document": figures.document,
     },
     "docs/sparsity.md": {"sparse steps": figures.sparse_steps},
     "research/NOTES.md": {"streams": streams_figures.table},

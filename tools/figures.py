@@ -295,3 +295,23 @@ def sparse_steps() -> str:
             cells.append(f"{middle} ({low} to {high})")
         table.append([", ".join(f"`{name}`" for name in side.split(", ")), *cells])
     return markdown(("stock's step / the side's", *(f"{n} at once" for n in counts)), table)
+
+
+def document() -> str:
+    """Return what questions about one document take, and how many are answered."""
+    sides = {
+        "stock vLLM": "stock vLLM",
+        "stock vLLM, prefix caching": "stock vLLM, prefix caching",
+        "h2o2, score=reconstruction": "`h2o2`, `score=reconstruction`, `continuation`",
+    }
+    table = []
+    for side, shown in sides.items():
+        rows = find("document-cpu.csv", side=side)
+        read, whole = (median(float(row[name]) for row in rows) for name in ("read_s", "seconds"))
+        found = f"{rows[-1]['found']} of {rows[-1]['questions']}"
+        kept = rows[-1]["budget"] if side.startswith("h2o2") else rows[-1]["length"]
+        table.append(
+            [shown, f"{int(kept):,}", found, *(f"{figure(x, 1)} s" for x in (read, whole))]
+        )
+    head = ("side", "tokens kept of it", "questions answered", "reading it", "all")
+    return markdown(head, table)
