@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 from tests.scheduler.harness import Simulation, vllm_config
 from tests.scheduler.schedules import H2O2, READ_AGAIN
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.chunks import CutsChunks
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.rules import Rules
@@ -64,6 +65,8 @@ def chunks(
     scheduler = object.__new__(CutsChunks)
     rules = Rules(observation_window=window, chunk=chunk)
     scheduler.ledger = Ledger(Budget(16, 7, 8, 0), 16, rules)
+    scheduler.block_manager = object.__new__(HeavyHitterManager)
+    scheduler.block_manager._entries = {}
     scheduler.scheduler_config = SimpleNamespace(disable_chunked_mm_input=whole)
     scheduler.is_encoder_decoder, scheduler.ec_connector = False, None
     scheduler.encoder_cache_manager = EncoderCacheManager(cache)
