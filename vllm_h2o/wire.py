@@ -24,7 +24,8 @@ class RequestPlan:
     Args:
         logical_start: tokens computed before this step; the index of the first new token.
         num_new: tokens computed in this step; past the prompt 1, and drafts, which may be wrong.
-        prompt_end: tokens of the prompt; of a resumed request, all that is computed again.
+        prompt_end: tokens of the prompt; of a resumed request, all that is computed again; of one
+            that continues from shared slots, those that it continues from.
         resident_start: slots in use before this step; above the capacity in the prompt alone, or
             while the request ``grows``.
         budget: slots that the request may hold after its prompt, and what they are for.
@@ -38,7 +39,7 @@ class RequestPlan:
         num_unscored: accepted tokens of the request's last step, which had drafts: their queries
             score before this step's.
         is_split: whether KV heads hold unequal numbers of slots after this step, ``capacity`` on
-            average: from the step that packs the prompt on.
+            average: from the step that packs the prompt on, or that copies from such a request.
         restored_end: after this step the tokens [0, restored_end), a prompt's, are ranked without
             the term whose lifetime is over. 0: not in this step.
         offset: a new token's index less its position: grows when a request is renumbered.

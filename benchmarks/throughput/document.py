@@ -7,7 +7,7 @@ sides take turns. A question is found when each token of its answer is the model
 
 Usage::
 
-    python -m benchmarks.throughput.document [--rounds 3] [--length 7000] [--questions 50]
+    python -m benchmarks.throughput.document [--rounds 3] [--length 3000] [--questions 12]
         [--share 0.2] [--csv FILE]
 """
 
@@ -51,8 +51,8 @@ class Work:
 
     """
 
-    length: int = 7000
-    questions: int = 50
+    length: int = 3000
+    questions: int = 12
     share: float = 0.2
     number: int = 0
 
@@ -120,8 +120,8 @@ def main() -> None:
     """Measure, print, append to the CSV."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3, help="engines of each side (3)")
-    parser.add_argument("--length", type=int, default=Work.length, help="tokens (7000)")
-    parser.add_argument("--questions", type=int, default=Work.questions, help="at once (50)")
+    parser.add_argument("--length", type=int, default=Work.length, help="tokens (3000)")
+    parser.add_argument("--questions", type=int, default=Work.questions, help="at once (12)")
     parser.add_argument("--share", type=float, default=Work.share, help="that is kept (0.2)")
     parser.add_argument("--document", type=int, default=Work.number, help="its number (0)")
     parser.add_argument("--csv", type=Path, help="append the figures to this file")

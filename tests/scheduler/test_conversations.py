@@ -243,6 +243,36 @@ def test_turn_after_shared_slots_is_much_shorter(num_new: int, continues: bool) 
         talking.scheduler.check_integrity()
 
 
+def test_turn_that_takes_a_token_a_step_is_not_put_off() -> None:
+    """Data parallelism puts prompts off while others decode; this one would wait at each token."""
+    talking = talk(split="heads")
+    talking.say(range(10, 57), 2, TENANTS[0])
+    talking.drain()
+    text = talking.said[-1][1]
+    talking.say(range(200, 220), 40, TENANTS[0])
+    talking.step()
+    request_id = talking.say([*text, 100, 101], 4, TENANTS[0])
+    talking.step()
+    own = talking.scheduler.schedule
+    talking.scheduler.schedule = lambda: own(throttle_prefills=True)  # type: ignore[method-assign]
+    for _ in range(3):
+        assert talking.step().num_scheduled_tokens[request_id] == 1
+
+
+def test_prefix_in_the_cache_is_better_than_many_steps() -> None:
+    """An entry saves a few tokens more than the prefix cache, and the others a step each."""
+    talking = talk(num_blocks=200, **dict(SHARING[0]), split="heads")
+    text = [*range(10, 58), 7, 8]
+    talking.say(text[:48], 2, TENANTS[0])
+    talking.drain()
+    text = talking.said[-1][1]
+    request_id = talking.say([*text, 100], 4, TENANTS[0])
+    output = talking.step()
+    assert output.residency_plan.continued == {}
+    assert 0 < output.residency_plan.requests[request_id].logical_start < 48
+    talking.drain()
+
+
 def test_a_reset_ends_them_all() -> None:
     """VLLM resets its cache when weights change, or when it sleeps."""
     talking = talk()

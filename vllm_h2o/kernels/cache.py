@@ -44,10 +44,11 @@ class LayerCache:
         num_kv_heads: KV heads on this rank.
         first_rows: [num_blocks, H + 1], int32: of a request whose heads share slots, by its first
             block, where each head's rows begin, and where the last one's end. Written when
-            survivors are packed, read by each decode step. None where no request's do.
+            survivors are packed, or copied from another request; read by each decode step. None
+            where no request's do.
         victims: [num_blocks, H], int32: under a full request's first block, the slot that its next
             token takes in each KV head. Written before it is read: a request becomes full in a step
-            that selects, and a block's next owner is not full. None where no step selects.
+            that selects, or is copied from one that is. None where no step selects.
         mass: [R, N], float32: tokens that the one in each slot stands for; None where none are
             merged.
         score_without_window: [R, N], float32: of a prompt's token, the score that it gets back when
@@ -156,16 +157,16 @@ class LayerCache:
         scores_at = words.shape[1] - num_words * block_size
         starts = range(scores_at, words.shape[1], block_size)
         each = [words[:, at : at + block_size] for at in starts]
-        kept = kv_cache.new_zeros((num_blocks, num_kv_heads), dtype=torch.int32)
-        shared = kv_cache.new_zeros((num_blocks, num_kv_heads + 1), dtype=torch.int32)
+        shape = (num_blocks, num_kv_heads + 1)
+        shared = kv_cache.new_zeros(shape, dtype=torch.int32) if splits else None
         return cls(
             key=rows[:, :split].unflatten(1, (block_size, head_size)).view(dtype),
             value=rows[:, split : 2 * split].unflatten(1, (block_size, head_size)).view(dtype),
             score=each[0],
             position=each[1].view(torch.int32),
             num_kv_heads=num_kv_heads,
-            first_rows=shared if splits else None,
-            victims=kept,
+            first_rows=shared,
+            victims=kv_cache.new_zeros((num_blocks, num_kv_heads), dtype=torch.int32),
             mass=each[2] if merges else None,
             score_without_window=each[-1] if keeps_scores else None,
             scales=scales,

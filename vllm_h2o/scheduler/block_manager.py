@@ -144,8 +144,8 @@ class HeavyHitterManager(FullAttentionManager):
         if self._conversations is None:
             return num_cached
         info, ledger = self.info_of(request), self.ledger
-        entry = self._conversations.find(request, ledger.budget_of(info))
-        if entry is None or entry.turn.logical_len <= num_cached:
+        entry = self._conversations.find(request, ledger.budget_of(info), num_cached)
+        if entry is None:
             return num_cached
         needed = ledger.num_pages(self._slots_with_a_chunk(info, entry.turn))
         if needed >= self.block_pool.num_gpu_blocks:  # with eviction=chunk it may be
@@ -187,7 +187,7 @@ class HeavyHitterManager(FullAttentionManager):
 
     def _slots_with_a_chunk(self, info: RequestInfo, held: RequestState | Left) -> int:
         """Most slots of the tokens that a request holds and of its prompt's next chunk."""
-        return held.resident_len + min(info.prompt_end - held.logical_len, self._largest_chunk)
+        return held.resident_len + min(info.prompt_len - held.logical_len, self._largest_chunk)
 
     def _most_pages(self, request_id: str, plan: RequestPlan) -> int:
         """Most blocks of a request whose prompt is packed after each chunk; else no limit."""

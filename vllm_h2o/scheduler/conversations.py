@@ -42,8 +42,8 @@ WHOLE = (
 )
 """Status of finished requests whose blocks hold exactly their tokens."""
 FOUND_PER_STEP = 16
-"""Fewest tokens to find for each token that takes a step of its own, where KV heads share slots:
-else it is faster to compute a prompt anew, in chunks."""
+"""Fewest tokens to save for each token that takes a step of its own, where KV heads share slots:
+else it is faster to compute them, in chunks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,12 +161,13 @@ class Conversations:
             self._events.stored(name, request, turn.logical_len)
         return True
 
-    def find(self, request: Request, budget: Budget) -> Entry | None:
+    def find(self, request: Request, budget: Budget, num_cached: int = 0) -> Entry | None:
         """Find the longest entry that is shorter than a request's tokens and begins them.
 
         Args:
             request: a request that has begun, and holds nothing.
             budget: its own, or the engine's.
+            num_cached: tokens that it need not compute if it continues from none.
 
         """
         weights = self.weights.begun_with(request)
@@ -174,7 +175,7 @@ class Conversations:
             return None
         longest = request.num_tokens - 1
         found = self._entries.longest_first(request, (budget, weights), longest)
-        return next((entry for entry in found if _is_worth_its_steps(entry, request)), None)
+        return next((e for e in found if _saves_enough(e.turn, request, num_cached)), None)
 
     def use(self, entry: Entry) -> None:
         """Make an entry the newest, from the second request on that continues from it.
@@ -261,11 +262,11 @@ class Conversations:
             self.host.drop(entry.number)
 
 
-def _is_worth_its_steps(entry: Entry, request: Request) -> bool:
-    """Whether a request that continues has few tokens to compute, if each takes a step."""
-    turn = entry.turn
+def _saves_enough(turn: Left, request: Request, num_cached: int) -> bool:
+    """Whether a request that continues saves tokens, and many if each of its own takes a step."""
+    num_saved = turn.logical_len - num_cached
     steps = request.num_tokens - turn.logical_len if turn.shared_len else 0
-    return FOUND_PER_STEP * steps <= turn.logical_len
+    return num_saved > 0 and FOUND_PER_STEP * steps <= num_saved
 
 
 def _may_continue(request: Request) -> bool:

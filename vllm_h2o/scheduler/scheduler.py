@@ -122,6 +122,11 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         """One step of vLLM's schedule, with its plan as ``residency_plan``."""
         if self.ledger.rules.under_pressure:
             self._relieve_pressure()
+        # Data parallelism puts prompts off, but a turn that takes a token a step holds nobody up.
+        throttle_prefills = throttle_prefills and not any(
+            request.is_prefill_chunk and self.ledger.states[request.request_id].is_split
+            for request in self.running
+        )
         output = super().schedule(throttle_prefills)
         plan = self.ledger.take_step(output.num_scheduled_tokens)
         copies: dict[str, Any] = {"continued": self.block_manager.take_continued()}

@@ -122,7 +122,7 @@ class RequestState:
 
     @property
     def in_prompt(self) -> bool:
-        """Whether the next token is of the prompt."""
+        """Whether the next token is of the prompt, as far as that is computed in chunks."""
         return self.logical_len < self.prompt_end
 
     @property
