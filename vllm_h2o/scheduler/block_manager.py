@@ -183,7 +183,7 @@ class HeavyHitterManager(FullAttentionManager):
     def prompt_end_of(self, request: Request) -> int:
         """``RequestInfo.prompt_end`` of a request that holds nothing."""
         entry = self._entries.get(request.request_id)
-        return entry.turn.logical_len if entry and entry.turn.shared_len else request.num_tokens
+        return entry.turn.prompt_end(request.num_tokens) if entry else request.num_tokens
 
     def _slots_with_a_chunk(self, info: RequestInfo, held: RequestState | Left) -> int:
         """Most slots of the tokens that a request holds and of its prompt's next chunk."""
@@ -224,7 +224,7 @@ class HeavyHitterManager(FullAttentionManager):
         if going and going.goes_on(total_computed_tokens, num_tokens):
             return self._pages_to_go_on(request_id, going)
         entry = self._entries.get(request_id)
-        if apply_admission_cap and entry and entry.turn.shared_len:
+        if apply_admission_cap and entry and entry.turn.is_split:
             num_tokens = total_computed_tokens + 1  # vLLM asks for all, but they come one by one
         plan, info = self._preview(request_id, total_computed_tokens, num_tokens)
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)

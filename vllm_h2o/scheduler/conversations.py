@@ -78,10 +78,8 @@ class Entry:
 
         """
         turn, ids = self.turn, tuple(block.block_id for block in blocks)
-        shared = turn.shared_len > 0
-        return Continuation(
-            self.source, ids, turn.num_slots, turn.restored_end, shared, self.number
-        )
+        lengths = (turn.num_slots, turn.restored_end, turn.is_split)
+        return Continuation(self.source, ids, *lengths, self.number)
 
 
 class Conversations:
@@ -265,7 +263,7 @@ class Conversations:
 def _saves_enough(turn: Left, request: Request, num_cached: int) -> bool:
     """Whether a request that continues saves tokens, and many if each of its own takes a step."""
     num_saved = turn.logical_len - num_cached
-    steps = request.num_tokens - turn.logical_len if turn.shared_len else 0
+    steps = request.num_tokens - turn.prompt_end(request.num_tokens)
     return num_saved > 0 and FOUND_PER_STEP * steps <= num_saved
 
 

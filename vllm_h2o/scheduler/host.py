@@ -63,8 +63,8 @@ class HostMemory:
         number = next(self._numbers)
         self._sizes[number] = turn.num_slots
         self.num_used += turn.num_slots
-        shared = turn.shared_len > 0
-        self._saved[number] = Saved(number, source, turn.num_slots, turn.restored_end, shared)
+        lengths = (turn.num_slots, turn.restored_end, turn.is_split)
+        self._saved[number] = Saved(number, source, *lengths)
         return number
 
     def use(self, number: int) -> None:

@@ -350,7 +350,7 @@ class Ledger:
             prompt_end=info.prompt_end,
             budget=self.budget_of(info),
             fits=fits,
-            is_split=turn is not None and turn.shared_len > 0,
+            is_split=turn is not None and turn.is_split,
             shared_end=0 if fits or turn or resumed else self.shared_end(info),
             grows=self.rules.under_pressure and not (fits or resumed),
             max_len=info.max_len,

@@ -31,9 +31,26 @@ class Left:
     shared_len: int = 0
 
     @property
+    def is_split(self) -> bool:
+        """Whether its KV heads share slots."""
+        return self.shared_len > 0
+
+    @property
     def num_slots(self) -> int:
         """Slots whose contents another request needs to continue."""
         return self.shared_len or self.resident_len
+
+    def prompt_end(self, prompt_len: int) -> int:
+        """Tokens after which each one takes a step of its own.
+
+        Chunks of prompts attend to as many tokens in every KV head. So where heads share slots,
+        what a prompt adds is computed as if the earlier request had generated it.
+
+        Args:
+            prompt_len: of the request that continues.
+
+        """
+        return self.logical_len if self.is_split else prompt_len
 
 
 @dataclass(frozen=True)
@@ -59,12 +76,8 @@ class RequestInfo:
 
     @property
     def prompt_end(self) -> int:
-        """Tokens after which each one takes a step of its own.
-
-        Chunks of prompts attend to as many tokens in every KV head. So where heads share slots,
-        what a prompt adds to an earlier request is computed as if that had generated it.
-        """
-        return self.turn.logical_len if self.turn and self.turn.shared_len else self.prompt_len
+        """See :meth:`Left.prompt_end`; of a request that begins anew, its whole prompt."""
+        return self.turn.prompt_end(self.prompt_len) if self.turn else self.prompt_len
 
     def continues_at(self, num_computed: int) -> bool:
         """Whether it continues after ``num_computed`` tokens, and has more of its own."""
