@@ -29,6 +29,7 @@ from benchmarks.quality.forced import in_process
 from benchmarks.quality.texts import windows
 from benchmarks.record import append_rows, machine_name
 from benchmarks.smollm2 import MODEL, model_dir
+from benchmarks.throughput import runs
 from benchmarks.throughput.profiles import MARGIN
 from benchmarks.throughput.runs import ENVIRONMENT, ON_CPU
 
@@ -126,9 +127,8 @@ def rows(pairs: int, work: Work) -> Iterator[dict[str, Any]]:
 
 def ratios(found: Sequence[dict[str, Any]], column: str) -> list[float]:
     """Return, for each pair, the second reading's value over the single reading's."""
-    values = {(row["pair"], row["side"]): row[column] for row in found}
-    sides = [f"h2o2, score={score}" for score in SCORES]
-    return [values[n, sides[1]] / values[n, sides[0]] for n in sorted({n for n, _ in values})]
+    once, twice = (f"h2o2, score={score}" for score in SCORES)
+    return runs.ratios(found, column, twice, once)
 
 
 def main() -> None:
@@ -154,8 +154,7 @@ def main() -> None:
         if args.csv:
             append_rows(args.csv, [row])
     for column in ("mean_step_ms", "longest_step_ms", "ttft_s"):
-        each = sorted(ratios(found, column))
-        print(f"{column}: {statistics.median(each):.2f} [{each[0]:.2f}, {each[-1]:.2f}]")
+        print(f"{column}: {runs.spread(ratios(found, column))}")
 
 
 if __name__ == "__main__":

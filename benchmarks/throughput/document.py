@@ -30,6 +30,7 @@ from benchmarks.quality.forced import BLOCK_SIZE, force, forced_engine
 from benchmarks.quality.phrasings import CONFIRMATION
 from benchmarks.record import append_rows, machine_name
 from benchmarks.smollm2 import MODEL, model_dir
+from benchmarks.throughput import runs
 from benchmarks.throughput.runs import ENVIRONMENT, ON_CPU
 
 DTYPE = "float32"
@@ -111,9 +112,7 @@ def rows(rounds: int, work: Work) -> Iterator[dict[str, Any]]:
 
 def ratios(found: Sequence[dict[str, Any]], side: str) -> list[float]:
     """Return how many times as long as ours a side took, in each round."""
-    seconds = {(row["round"], row["side"]): row["seconds"] for row in found}
-    rounds = sorted({number for number, _ in seconds})
-    return [seconds[number, side] / seconds[number, OURS] for number in rounds]
+    return runs.ratios(found, "seconds", side, OURS, turn="round")
 
 
 def main() -> None:
@@ -138,8 +137,7 @@ def main() -> None:
         if args.csv:
             append_rows(args.csv, [row])
     for side in (STOCK, CACHED):
-        each = sorted(ratios(found, side))
-        print(f"{side}: {statistics.median(each):.2f} [{each[0]:.2f}, {each[-1]:.2f}] times ours")
+        print(f"{side}: {runs.spread(ratios(found, side))} times ours")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,28 @@ def row_of(
         "preemptions": figures["preemptions"],
         "peak_pages": round(figures["peak_usage"] * (blocks - 1)) if blocks else None,
     }
+
+
+def ratios(
+    found: Sequence[Mapping[str, Any]], column: str, over: str, under: str, turn: str = "pair"
+) -> list[float]:
+    """Return one side's value over another's, of each round in order, whoever ran first.
+
+    Args:
+        found: the rows of some rounds.
+        column: of the value.
+        over: a side.
+        under: another side.
+        turn: the column that has a round's number.
+
+    """
+    values = {(row[turn], row["side"]): row[column] for row in found}
+    return [values[n, over] / values[n, under] for n in sorted({n for n, _ in values})]
+
+
+def spread(each: Sequence[float]) -> str:
+    """Format the median, with the least and the greatest."""
+    return f"{statistics.median(each):.2f} [{min(each):.2f}, {max(each):.2f}]"
 
 
 def ratio_of(profile: Profile, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:

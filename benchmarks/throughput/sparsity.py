@@ -27,6 +27,7 @@ from vllm import SamplingParams
 
 from benchmarks.quality.forced import in_process
 from benchmarks.record import append_rows, machine_name
+from benchmarks.throughput import runs
 from benchmarks.throughput.models import CACHE, write_sparse
 from benchmarks.throughput.runs import ENVIRONMENT, ON_CPU
 
@@ -126,8 +127,8 @@ def rows(rounds: int, dtype: str) -> Iterator[dict[str, Any]]:
 
 def ratios(found: Sequence[dict[str, Any]], side: str, sequences: int) -> list[float]:
     """Return stock's step over this side's, sorted: one for each round."""
-    times = {(r["pair"], r["side"]): r["step_ms"] for r in found if r["sequences"] == sequences}
-    return sorted(times[n, "stock"] / times[n, side] for n in {n for n, _ in times})
+    rows = [row for row in found if row["sequences"] == sequences]
+    return sorted(runs.ratios(rows, "step_ms", "stock", side))
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -136,10 +137,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     lines.append("| --- |" + " ---: |" * len(SEQUENCES))
     sides = {row["side"] for row in found} - {"stock"}
     for side in [name for name in SIDES if name in sides]:
-        cells = []
-        for sequences in SEQUENCES:
-            each = ratios(found, side, sequences)
-            cells.append(f"{statistics.median(each):.2f} [{each[0]:.2f}, {each[-1]:.2f}]")
+        cells = [runs.spread(ratios(found, side, sequences)) for sequences in SEQUENCES]
         lines.append(f"| {side} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
