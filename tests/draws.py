@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many examples a test draws. They are the same ones in every run of a tier."""
+"""How many examples a test draws: in every run of a tier the same ones, or nearly.
+
+They depend on the modules that a process has imported, whose constants Hypothesis draws too.
+"""
 
 from __future__ import annotations
 
@@ -25,5 +28,8 @@ def drawn(num_examples: int) -> settings:
 
 
 def seen_by_all(num_events: int) -> int:
-    """Return how many events all examples must show together: none where few are drawn."""
+    """Return how many events all examples must show together: none where few are drawn.
+
+    Ask for far fewer than a run shows, since another order of tests draws other examples.
+    """
     return 0 if is_quick() else num_events

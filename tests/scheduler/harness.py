@@ -277,10 +277,9 @@ class Simulation:
             self.scheduler.update_draft_token_ids(drafts)
 
     def _sample(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """One token for each request whose last prompt token, or a later one, was computed."""
-        plans = output.residency_plan.requests
+        """One token for each request whose last known token was computed."""
         ids = list(output.num_scheduled_tokens)
-        done = [plans[i].logical_end >= plans[i].prompt_end for i in ids]
+        done = [not self.scheduler.requests[i].is_prefill_chunk for i in ids]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},

@@ -26,8 +26,10 @@ from tests.scheduler.conversations import (
 )
 from tests.scheduler.harness import vllm_config
 from tests.scheduler.schedules import (
+    H2O2,
     OPTIONS,
     PREFIXES,
+    READ_AGAIN,
     SNAPKV,
     Schedule,
     overlaps,
@@ -35,28 +37,22 @@ from tests.scheduler.schedules import (
     step_tokens,
 )
 
-SHARING = (
+OWN_SLOTS = (
+    *OPTIONS,
     (PREFIXES, *SNAPKV, ("num_sink_tokens", 3)),
     (PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
+)
+SHARED_SLOTS = (
     (("split", "heads"),),
     (("split", "layers"), ("num_sink_tokens", 3)),
     (PREFIXES, *SNAPKV, ("split", "heads")),
+    (*H2O2, READ_AGAIN),
 )
 
 totals: Counter[str] = Counter()
 
 
-@drawn(500)
-@given(
-    schedule=schedules(ops=conversations),
-    budget=st.sampled_from([12, 12, 20]),
-    options=st.sampled_from(OPTIONS + SHARING),
-    max_batched=st.sampled_from([8, 20, 64]),
-    num_pages=st.sampled_from([16, 18, 20, 60]),
-    overlap=overlaps,
-    kind=st.sampled_from([Talking, WithHost]),
-)
-def random_conversations(
+def play(
     schedule: Schedule,
     budget: int,
     options: tuple[tuple[str, object], ...],
@@ -79,14 +75,35 @@ def random_conversations(
     totals["evict"] += talking.pool.num_evictions
 
 
-def test_no_cache_is_another_s(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "num_examples", "own_events"),
+    [(OWN_SLOTS, 300, "page restore"), (SHARED_SLOTS, 300, "share")],
+    ids=["own slots", "shared slots"],
+)
+def test_no_cache_is_another_s(
+    options: tuple[object, ...],
+    num_examples: int,
+    own_events: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Admit, preempt, resume, abort, reset, continue, in any order: each really happened."""
     monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
     totals.clear()
-    random_conversations()
-    events = "add chunk decode preempt resume abort finish pack evict reset continue page restore"
-    for event in f"{events} save fetch drop share".split():
-        assert totals[event] >= seen_by_all(20), (event, totals)
+    random_conversations = given(
+        schedule=schedules(ops=conversations),
+        budget=st.sampled_from([12, 12, 20]),
+        options=st.sampled_from(options),
+        max_batched=st.sampled_from([8, 20, 64]),
+        num_pages=st.sampled_from([16, 18, 20, 60]),
+        overlap=overlaps,
+        kind=st.sampled_from([Talking, WithHost]),
+    )(play)
+    drawn(num_examples)(random_conversations)()
+    events = (
+        "add chunk decode preempt resume abort finish pack evict reset continue save fetch drop"
+    )
+    for event in (*events.split(), *own_events.split()):
+        assert totals[event] >= seen_by_all(5), (event, totals)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -261,7 +278,7 @@ def test_turn_that_takes_a_token_a_step_is_not_put_off() -> None:
 
 def test_prefix_in_the_cache_is_better_than_many_steps() -> None:
     """An entry saves a few tokens more than the prefix cache, and the others a step each."""
-    talking = talk(num_blocks=200, **dict(SHARING[0]), split="heads")
+    talking = talk(num_blocks=200, **dict(OWN_SLOTS[-2]), split="heads")
     text = [*range(10, 58), 7, 8]
     talking.say(text[:48], 2, TENANTS[0])
     talking.drain()
