@@ -267,7 +267,7 @@ _add = st.tuples(
 )
 _go_on = st.tuples(
     st.just("go on"),
-    st.integers(0, 5),
+    st.integers(0, 11),
     st.sampled_from([0, 0, 0, 0, 1, 2, 5]),
     st.sampled_from([0, 1, 2, 5, 9, 15]),
     st.integers(1, 16),
