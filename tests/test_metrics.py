@@ -43,6 +43,7 @@ REPORT = PolicyStats(
     continuation_host_saves=2,
     continuation_host_drops=1,
     continuation_host_bytes=2**20,
+    continuation_folder_hits=50,
 )
 POLICY = {"kv_policy": {"name": "h2o", "budget": 12}}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.options.capabilities import find_conflict
-from vllm_h2o.options.checks import check_positions
+from vllm_h2o.options.checks import check_keeps, check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
 from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION, refuse
@@ -246,6 +246,7 @@ def check_config(
             vllm_config.cache_config.mamba_block_size = asked
     if not _fits_length(vllm_config):
         _check_lengths(vllm_config, config)
+    check_keeps(config)
     return vllm_config
 
 

@@ -45,6 +45,8 @@ COUNTERS = {
     "because the pool reused their pages.",
     "continuation_host_drops": "With continuation=N: earlier turns' caches that host memory "
     "dropped for others.",
+    "continuation_folder_hits": "With continuation=/PATH: tokens of continuation_hits that files "
+    "held.",
 }
 """Field of PolicyStats -> description of ``vllm:kv_policy_<field>_total``."""
 

@@ -176,13 +176,13 @@ class Continuation:
     """The copy of an earlier request's cache with which a request begins, before a step.
 
     Args:
-        source: ids of the earlier request's blocks; none where host memory holds it.
+        source: ids of the earlier request's blocks; none where the copy is elsewhere.
         blocks: ids of the request's own first blocks.
         num_slots: slots in use; every slot holds a token, unless heads share them.
         restored_end: from now on the tokens [0, restored_end), a prompt's, are ranked without the
             term whose lifetime is over. 0: nothing changes.
         is_split: whether KV heads share the slots: then pages are copied as they are.
-        number: of the copy in host memory; None: it is in blocks.
+        place: of the copy, as in :class:`Saved`; None: it is in blocks.
 
     """
 
@@ -191,27 +191,29 @@ class Continuation:
     num_slots: int
     restored_end: int = 0
     is_split: bool = False
-    number: int | None = None
+    place: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The copy of an ended request's cache to host memory, before a step takes its blocks.
+    """The copy of an ended request's cache, before a step takes its blocks.
 
     Args:
-        number: names the copy.
+        place: its number in host memory; a text: the beginning of its files' names, see files.py.
         source: ids of the blocks.
         num_slots: slots in use.
         restored_end: as in :class:`Continuation`.
         is_split: as in :class:`Continuation`.
+        header: of the files.
 
     """
 
-    number: int
+    place: int | str
     source: tuple[int, ...]
     num_slots: int
     restored_end: int = 0
     is_split: bool = False
+    header: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ class ResidencyPlan:
         ongoing: requests whose plan repeats their last one, a token later.
         continued: requests that begin with a copy of another's cache. Copies come first, and all of
             them are read before any is written.
-        saved: caches that are copied to host memory, before those copies.
+        saved: caches that are copied to host memory or to files, before those copies.
         dropped: numbers of copies in host memory that end with this step, which may read them.
 
     """
@@ -293,6 +295,7 @@ class PolicyStats:
         continuation_misses: later turns among these requests that might have continued from an
             earlier one and did not.
         continuation_host_hits: tokens of continuation_hits that host memory held.
+        continuation_folder_hits: tokens of continuation_hits that files held.
         continuation_host_saves: entries that were copied to host memory since the last report.
         continuation_host_drops: entries that host memory dropped for others since then.
         continuation_host_bytes: bytes of the entries now in the host memory of one worker.
@@ -315,6 +318,7 @@ class PolicyStats:
     continuation_host_saves: int = 0
     continuation_host_drops: int = 0
     continuation_host_bytes: int = 0
+    continuation_folder_hits: int = 0
 
     def put_into(self, carrier: MutableMapping[str, int]) -> None:
         """Add the numbers to a mapping that vLLM sends."""

@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "merge": {"merge": 0.9},
     "rolling": {"positions": "rolling", "eviction": "chunk"},
     "continuation": {"continuation": True},
+    "folder": {"continuation": "/kept"},
     "basis": {"budget_basis": "prompt"},
     "slots": {"budget": 64},
 }
@@ -44,6 +45,7 @@ ENGINE: dict[str, dict[str, dict[str, Any]]] = {
     "sliding": {"model_config": {"window": 16, "layer_types": ["sliding_attention", "full"]}},
     "states": {"model_config": {"is_hybrid": True}},
     "stages": {"parallel_config": {"pipeline_parallel_size": 2}},
+    "nodes": {"parallel_config": {"nnodes": 2}},
     "lora": {"": {"lora_config": object()}},
     "images": {"model_config": {"is_multimodal_model": True}},
     "mrope": {"model_config": {"uses_mrope": True}},
@@ -60,15 +62,16 @@ CONFLICTS: dict[str, set[str]] = {
     "reread": {"prefix", "rolling", "drafts", "sliding", "stages", "lora", "images", "mrope"}
     | {"embeds", "states"},
     "chunk": {"heads", "layers", "prefix"},
-    "pressure": {"heads", "layers", "continuation", "prefix", "drafts"},
+    "pressure": {"heads", "layers", "continuation", "folder", "prefix", "drafts"},
     "every": {"heads", "layers", "merge"},
     "page": {"heads", "layers", "merge"},
     "heads": {"rolling"},
     "layers": {"rolling", "prefix", "sliding", "states", "stages"},
-    "merge": {"rolling", "continuation", "fp8"},
-    "rolling": {"continuation", "prefix", "drafts", "sliding", "images", "mrope", "fp8"}
+    "merge": {"rolling", "continuation", "folder", "fp8"},
+    "rolling": {"continuation", "folder", "prefix", "drafts", "sliding", "images", "mrope", "fp8"}
     | {"no_rotary"},
     "continuation": {"basis", "drafts", "sliding", "states"},
+    "folder": {"basis", "drafts", "sliding", "states", "nodes"},
     "basis": {"slots"},
     "drafts": {"sliding", "states", "stages", "images", "mrope"},
 }
@@ -84,7 +87,8 @@ def engine(*names: str) -> SimpleNamespace:
         "": {"speculative_config": None, "lora_config": None, "quant_config": None},
         "cache_config": cache,
         "model_config": model,
-        "parallel_config": {"pipeline_parallel_size": 1},
+        "parallel_config": {"pipeline_parallel_size": 1, "nnodes": 1}
+        | {"distributed_executor_backend": None},
     }
     for name in names:
         for group, changed in ENGINE[name].items():

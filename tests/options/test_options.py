@@ -92,8 +92,9 @@ def test_option_refusal_reads_as_sentences() -> None:
     )
     assert "budget takes a whole number from 1, a fraction in (0, 1] or full. " in refusal(budget=0)
     assert "merge takes a fraction in [0, 1). " in refusal(merge=1)
-    assert "continuation takes a whole number from 1, true or false. " in refusal(
-        continuation="True"
+    assert (
+        "continuation takes a whole number from 1, true, false or a path with a slash. "
+        in refusal(continuation="True")
     )
 
 

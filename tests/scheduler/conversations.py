@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
@@ -15,8 +17,10 @@ from vllm.v1.request import Request
 
 from tests.scheduler.harness import MAX_MODEL_LEN, STOP, Simulation, vllm_config
 from tests.scheduler.shadow import ShadowPool
+from vllm_h2o.kernels.held import HeldTokens
 from vllm_h2o.scheduler.conversations import Conversations
 from vllm_h2o.wire import Continuation, RequestPlan, Saved
+from vllm_h2o.worker.files import read, write
 
 
 class Tenant(NamedTuple):
@@ -39,9 +43,9 @@ class ConversationPool(ShadowPool):
         self.texts: dict[str, list[int]] = {}
         self.packed: dict[str, tuple[int, ...]] = {}
         self.requests: dict[str, Request] = {}
-        self.host: dict[int, list[Any]] = {}
+        self.host: dict[int | str, list[Any]] = {}  # and files
         self.chosen: dict[int, int] = {}  # victims of full requests, by first block
-        self.chosen_on_host: dict[int, int] = {}
+        self.chosen_on_host: dict[int | str, int] = {}
 
     def _token(self, request_id: str, position: int) -> tuple[object, int]:
         text = tuple(self.texts[request_id][: position + 1])
@@ -63,9 +67,12 @@ class ConversationPool(ShadowPool):
         granted = (ids and ids[0] for ids in cached.new_block_ids)
         rows |= dict(zip(cached.req_ids, granted, strict=True))
         for saved in plan.saved:
-            assert saved.number not in self.host
-            self.host[saved.number] = self._in_slots(saved)
-            self.chosen_on_host[saved.number] = self.chosen.get(saved.source[0], -1)
+            if isinstance(saved.place, str):
+                write(saved.place, 0, 1, [HeldTokens((torch.zeros(1),))], saved.header)
+            else:
+                assert saved.place not in self.host
+            self.host[saved.place] = self._in_slots(saved)
+            self.chosen_on_host[saved.place] = self.chosen.get(saved.source[0], -1)
         read = {i: self._left(c, plan.requests[i]) for i, c in plan.continued.items()}
         chosen = {i: self._chosen(each) for i, each in plan.continued.items() if each.is_split}
         self.victims |= chosen
@@ -93,13 +100,15 @@ class ConversationPool(ShadowPool):
 
     def _chosen(self, each: Continuation) -> int:
         """The slot of the earlier request's next token; -1: it was not full."""
-        if each.number is not None:
-            return self.chosen_on_host[each.number]
+        if each.place is not None:
+            return self.chosen_on_host[each.place]
         return self.chosen.get(each.source[0], -1)
 
     def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
-        """Tokens of slots before this step, or of host memory."""
-        tokens = self._in_slots(each) if each.number is None else self.host[each.number]
+        """Tokens of slots before this step, of host memory or of a file that is there."""
+        if isinstance(each.place, str):
+            read(each.place, 0, 1)
+        tokens = self._in_slots(each) if each.place is None else self.host[each.place]
         if each.is_split:  # a slot may be free
             assert 0 <= len(tokens) - plan.resident_start <= 1
         else:
@@ -120,6 +129,8 @@ class Talking(Simulation):
 
     num_host_slots = 0
     """Slots of entries in host memory, which an option counts in GiB."""
+    asks_to_save = False
+    """Whether every other request asks to be kept in files."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -135,7 +146,9 @@ class Talking(Simulation):
         """A new request."""
         request_id = f"r{self.count['add']}"
         self.count["add"] += 1
-        extra = None if tenant.budget is None else {"kv_budget": tenant.budget}
+        extra = {} if tenant.budget is None else {"kv_budget": tenant.budget}
+        if self.asks_to_save and self.count["add"] % 2 and not tenant.adapter:
+            extra["kv_save"] = 1
         params = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP], extra_args=extra
         )
@@ -159,10 +172,13 @@ class Talking(Simulation):
         output = super().step()
         plan = output.residency_plan
         self.count["continue"] += len(plan.continued)
-        self.count["save"] += len(plan.saved)
+        files = [isinstance(saved.place, str) for saved in plan.saved]
+        self.count["write"] += sum(files)
+        self.count["save"] += len(files) - sum(files)
         self.count["drop"] += len(plan.dropped)
         self.count["share"] += sum(turn.is_split for turn in plan.continued.values())
-        self.count["fetch"] += sum(turn.number is not None for turn in plan.continued.values())
+        self.count["fetch"] += sum(isinstance(t.place, int) for t in plan.continued.values())
+        self.count["read"] += sum(isinstance(t.place, str) for t in plan.continued.values())
         self.remember()
         return output
 
@@ -231,6 +247,26 @@ class WithHost(Talking):
         untold, untaken = entries.host._saved.keys(), set(entries.host._dropped)
         assert self.pool.host.keys() | untold == entries._on_host.keys() | untaken
         assert sum(map(len, self.pool.host.values())) <= self.num_host_slots
+        return output
+
+
+class WithFiles(Talking):
+    """Every other request leaves files in the folder of the options, where some are lost."""
+
+    asks_to_save = True
+
+    def step(self) -> SchedulerOutput:
+        """One step, after which a file may be gone, or shorter than it was written."""
+        output = super().step()
+        folder = self.scheduler.policy_config.continuation_folder
+        assert folder is not None
+        if self.random.random() < 0.1 and (kept := sorted(folder.iterdir())):
+            lost = self.random.choice(kept)
+            if self.random.random() < 0.5:
+                lost.unlink()
+            else:
+                os.truncate(lost, 3)
+            self.count["lose"] += 1
         return output
 
 

@@ -1,109 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random conversations, in which no request reads the cache of another tenant."""
+"""Conversations: which entry a request continues from, and when there is none."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
-from tests.draws import drawn, seen_by_all
 from tests.scheduler.conversations import (
     ON,
     TENANTS,
     Talking,
     Tenant,
-    WithHost,
-    conversations,
     entries_of,
     first_turn,
     talk,
 )
 from tests.scheduler.harness import vllm_config
-from tests.scheduler.schedules import (
-    H2O2,
-    OPTIONS,
-    PREFIXES,
-    READ_AGAIN,
-    SNAPKV,
-    Schedule,
-    overlaps,
-    schedules,
-    step_tokens,
-)
-
-OWN_SLOTS = (
-    *OPTIONS,
-    (PREFIXES, *SNAPKV, ("num_sink_tokens", 3)),
-    (PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
-)
-SHARED_SLOTS = (
-    (("split", "heads"),),
-    (("split", "layers"), ("num_sink_tokens", 3)),
-    (PREFIXES, *SNAPKV, ("split", "heads")),
-    (*H2O2, READ_AGAIN),
-)
-
-totals: Counter[str] = Counter()
-
-
-def play(
-    schedule: Schedule,
-    budget: int,
-    options: tuple[tuple[str, object], ...],
-    max_batched: int,
-    num_pages: int,
-    overlap: tuple[int, bool],
-    kind: type[Talking],
-) -> None:
-    """Each slot that a request attends to holds what it would have computed itself, or inherited.
-
-    By text, tenant and the ends of turns; the pool is short for some, and wide enough for others.
-    Host memory keeps entries whose pages are taken, or nothing does.
-    """
-    if ("evict_every", "page") in options:
-        budget, num_pages = 32, max(num_pages, 20)
-    max_batched = step_tokens(max_batched, options)
-    config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], (ON, *options))
-    talking = schedule.play(kind, config, schedule.num_blocks(num_pages), overlap[0])
-    totals.update(talking.count)
-    totals["evict"] += talking.pool.num_evictions
-
-
-@pytest.mark.parametrize(
-    ("options", "num_examples", "own_events"),
-    [(OWN_SLOTS, 300, "page restore"), (SHARED_SLOTS, 300, "share")],
-    ids=["own slots", "shared slots"],
-)
-def test_no_cache_is_another_s(
-    options: tuple[object, ...],
-    num_examples: int,
-    own_events: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Admit, preempt, resume, abort, reset, continue, in any order: each really happened."""
-    monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
-    totals.clear()
-    random_conversations = given(
-        schedule=schedules(ops=conversations),
-        budget=st.sampled_from([12, 12, 20]),
-        options=st.sampled_from(options),
-        max_batched=st.sampled_from([8, 20, 64]),
-        num_pages=st.sampled_from([16, 18, 20, 60]),
-        overlap=overlaps,
-        kind=st.sampled_from([Talking, WithHost]),
-    )(play)
-    drawn(num_examples)(random_conversations)()
-    events = (
-        "add chunk decode preempt resume abort finish pack evict reset continue save fetch drop"
-    )
-    for event in (*events.split(), *own_events.split()):
-        assert totals[event] >= seen_by_all(3), (event, totals)
+from tests.scheduler.schedules import PREFIXES, SNAPKV
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -278,7 +194,7 @@ def test_turn_that_takes_a_token_a_step_is_not_put_off() -> None:
 
 def test_prefix_in_the_cache_is_better_than_many_steps() -> None:
     """An entry saves a few tokens more than the prefix cache, and the others a step each."""
-    talking = talk(num_blocks=200, **dict(OWN_SLOTS[-2]), split="heads")
+    talking = talk(num_blocks=200, prefix_caching=True, split="heads", **dict(SNAPKV))
     text = [*range(10, 58), 7, 8]
     talking.say(text[:48], 2, TENANTS[0])
     talking.drain()

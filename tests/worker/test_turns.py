@@ -82,11 +82,11 @@ def test_copy_in_host_memory_is_what_a_copy_of_pages_is() -> None:
     begin(turns, layers, Continuation((2, 3), (7, 8), 7))
     expected = [content(cache, (7, 8), 7) for cache in caches]
     saved = Saved(4, (2, 3), 7)
-    begin(turns, layers, Continuation((), (3, 2), 7, number=4), saved=(saved,))
+    begin(turns, layers, Continuation((), (3, 2), 7, place=4), saved=(saved,))
     found = [[content(cache, (3, 2), 7) for cache in caches]]
     for cache in caches:
         cache.key.zero_(), cache.value.zero_(), cache.score.zero_(), cache.position.zero_()
-    begin(turns, layers, Continuation((), (0, 9), 7, number=4), dropped=(4,))
+    begin(turns, layers, Continuation((), (0, 9), 7, place=4), dropped=(4,))
     found.append([content(cache, (0, 9), 7) for cache in caches])
     for layer, each in enumerate(expected):
         for copy in found:

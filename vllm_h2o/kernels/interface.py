@@ -14,24 +14,9 @@ import torch
 
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.held import Held
 from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.policy import Term
-
-
-class Held(Protocol):
-    """A copy of what one request's slots hold, of one layer, in order of position."""
-
-    def store(self, cache: LayerCache, blocks: torch.Tensor) -> None:
-        """Write it to the first slots of some blocks.
-
-        Args:
-            cache: written.
-            blocks: [P], integers: the blocks that hold the slots from now on.
-
-        """
-
-    def to(self, device: torch.device) -> Held:
-        """The same copy on a device."""
 
 
 class Kernels(Protocol):

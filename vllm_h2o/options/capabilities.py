@@ -22,7 +22,14 @@ from vllm_h2o.options.remedies import (
     leave_out,
     other_model,
 )
-from vllm_h2o.options.traits import float8, images, skips_rotation, slides, stages
+from vllm_h2o.options.traits import (
+    float8,
+    images,
+    skips_rotation,
+    slides,
+    spans_nodes,
+    stages,
+)
 from vllm_h2o.policy import Split
 
 
@@ -45,6 +52,7 @@ class Property(Enum):
     FINAL = "tokens that are final when they are stored"
     FRACTION = "a budget that is a fraction"
     ONE_BUDGET = "one budget for all turns"
+    ONE_NODE = "workers whose files the scheduler sees"
     CUT = "requests that are cut to their budgets"
     BASE_WEIGHTS = "the weights of the base model"
     TEXT = "text with one position per token"
@@ -197,6 +205,12 @@ OPTION_PARTS: tuple[Part, ...] = (
         needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.ONE_GROUP, P.FINAL),
     ),
     Part(
+        "continuation={o.continuation}",
+        lambda s: s.options.continuation_folder is not None,
+        "use continuation=true",
+        needs=(P.ONE_NODE,),
+    ),
+    Part(
         "budget_basis={o.budget_basis}",
         lambda s: s.options.budget_basis != "max_model_len",
         "leave budget_basis out",
@@ -251,6 +265,12 @@ ENGINE_PARTS: tuple[Part, ...] = (
         lambda s: stages(s.engine) > 1,
         "leave --pipeline-parallel-size out",
         breaks={P.ONE_STAGE: "divides the layers among several"},
+    ),
+    Part(
+        "an engine that may span nodes",
+        lambda s: spans_nodes(s.engine),
+        "run all workers on one node, without Ray",
+        breaks={P.ONE_NODE: "has workers that write files elsewhere"},
     ),
     Part(
         "LoRA",

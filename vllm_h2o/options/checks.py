@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from tempfile import NamedTemporaryFile
+
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.options import Options
 from vllm_h2o.pages import num_pages
@@ -120,3 +122,26 @@ def check_positions(options: Options, asked: str, budget: Budget, chunk: int, lo
             f"positions roll below {limit}",
             "give a smaller budget in tokens, or a smaller --max-num-batched-tokens",
         )
+
+
+def check_keeps(options: Options) -> None:
+    """Refuse a folder for caches that cannot be made or written to.
+
+    Raises:
+        ConfigError: with the system's reason.
+
+    """
+    path = options.continuation_folder
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"continuation={options.continuation}",
+            str(error),
+            "every worker writes files there",
+            "name a folder that can be written to",
+        ) from error

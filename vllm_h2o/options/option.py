@@ -29,6 +29,7 @@ class Values:
         fraction: the interval of fractions; None: no fractions.
         switch: whether it takes true and false.
         missing: whether it takes None.
+        path: whether it takes a path: a text with a slash.
 
     """
 
@@ -37,6 +38,7 @@ class Values:
     fraction: Interval | None = None
     switch: bool = False
     missing: bool = False
+    path: bool = False
 
     def __contains__(self, value: object) -> bool:
         if value is None:
@@ -44,7 +46,7 @@ class Values:
         if isinstance(value, bool):
             return self.switch
         if isinstance(value, str):
-            return value in self.names()
+            return value in self.names() or (self.path and "/" in value)
         if isinstance(value, int) and self.least is not None and self.least <= value <= LARGEST:
             return True
         if self.fraction is None or not isinstance(value, int | float) or not math.isfinite(value):
@@ -57,6 +59,7 @@ class Values:
         numbers = [f"a whole number from {self.least}"] if self.least is not None else []
         numbers += [f"a fraction in {self.fraction}"] if self.fraction else []
         every = [*numbers, *self.names(), *(["true", "false"] if self.switch else [])]
+        every += ["a path with a slash"] if self.path else []
         return " or ".join(part for part in (", ".join(every[:-1]), every[-1]) if part)
 
     def names(self) -> tuple[str, ...]:
@@ -71,6 +74,7 @@ def option(
     words: Iterable[str] | Callable[[], Iterable[str]] = (),
     least: int | None = None,
     fraction: Interval | None = None,
+    path: bool = False,
     read_by: Reader = "evicts",
     shown: str | None = None,
 ) -> Any:
@@ -82,11 +86,12 @@ def option(
         words: names that it takes, or a function that returns them.
         least: smallest whole number that it takes.
         fraction: interval of fractions that it takes.
+        path: whether it takes a path.
         read_by: policies that read it.
         shown: the default in words, where the value does not say it.
 
     """
-    values = Values(words, least, fraction, isinstance(default, bool), default is None)
+    values = Values(words, least, fraction, isinstance(default, bool), default is None, path)
     metadata = {
         "meaning": meaning,
         "values": values,

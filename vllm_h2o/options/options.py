@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.option import Reader, check_value, option
@@ -118,11 +119,12 @@ class Options:
         words=("original", "rolling"),
         least=1,
     )
-    continuation: int = option(
+    continuation: int | str = option(
         False,
-        "Whether a conversation's next turn starts from its last one's cache; N: with N GiB of "
-        "host memory",
+        "Whether a next turn starts from its last one's cache; N: N GiB of host memory keep more; "
+        "/PATH: files",
         least=1,
+        path=True,
     )
     kernels: str = option(
         "auto",
@@ -193,9 +195,16 @@ class Options:
         return bool(self.continuation)
 
     @property
+    def continuation_folder(self) -> Path | None:
+        """Folder for the caches of prompts that requests ask to keep; None: there is none."""
+        asked = self.continuation
+        return Path(asked).expanduser().absolute() if isinstance(asked, str) else None
+
+    @property
     def continuation_host_bytes(self) -> int:
         """Host memory of each worker for caches of earlier turns, in bytes."""
-        return 0 if isinstance(self.continuation, bool) else self.continuation << 30
+        asked = self.continuation
+        return asked << 30 if isinstance(asked, int) and not isinstance(asked, bool) else 0
 
     @property
     def keeps_scores(self) -> bool:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's own budget: ``extra_args={"kv_budget": 0.1}``; over HTTP, ``vllm_xargs``.
+"""Wishes of a request: ``extra_args``; over HTTP, ``vllm_xargs``.
+
+``{"kv_budget": 0.1}`` is its own budget; with ``{"kv_save": 1}`` its cache goes to a folder.
 
 The front end checks it when a request enters, and answers HTTP 400; the scheduler reads it again.
 """
@@ -22,6 +24,8 @@ from vllm_h2o.pages import num_pages
 from vllm_h2o.policy import Budget
 
 KEY = "kv_budget"
+SAVE = "kv_save"
+_MEANINGS = {KEY: "budget", SAVE: "wish to be kept"}
 _OWN = {"kv_policy", "kv_policy_config"} | {
     option.name
     for option in fields(KVPolicyConfig)
@@ -42,13 +46,14 @@ def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | No
 
     """
     for key in extra_args or ():
-        if misspells(key, KEY):
-            raise ConfigError(
-                f"{key!r} in a request",
-                f"the key of a request's budget is {KEY!r}",
-                "the budget would be ignored",
-                f"name it {KEY!r}",
-            )
+        for known, meaning in _MEANINGS.items():
+            if misspells(key, known) and key not in _MEANINGS:
+                raise ConfigError(
+                    f"{key!r} in a request",
+                    f"the key of a request's {meaning} is {known!r}",
+                    f"the {meaning} would be ignored",
+                    f"name it {known!r}",
+                )
     asked = number((extra_args or {}).get(KEY))
     if asked is None or (isinstance(asked, int | float | str) and not isinstance(asked, bool)):
         return asked
@@ -58,6 +63,53 @@ def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | No
         "a budget is a whole number from 1 (tokens), a fraction in (0, 1], or full",
         "give e.g. 512, 0.2 or full",
     )
+
+
+def asks_to_save(request: Any) -> bool:
+    """Whether a request's cache is to be kept in a folder; :func:`check_request` has passed it.
+
+    Args:
+        request: vLLM's Request or EngineCoreRequest.
+
+    """
+    params = request.sampling_params
+    return bool(params and number((params.extra_args or {}).get(SAVE)))
+
+
+def _check_save(request: Any, config: KVPolicyConfig | None) -> None:
+    """Refuse to keep what no later engine could use.
+
+    Raises:
+        ConfigError: for a value that says neither yes nor no, without a folder, and for a request
+            with an adapter, with images, or whose tokens are not known.
+
+    """
+    asked = number(request.sampling_params.extra_args[SAVE])
+    if asked not in (0, 1):
+        raise ConfigError(f"{SAVE}={asked!r}", "it takes 1 or 0", "it is a switch", "give 1 or 0")
+    if not asked:
+        return
+    if config is None or config.continuation_folder is None:
+        raise ConfigError(
+            f"{SAVE}={asked!r}",
+            "the engine has no folder",
+            "there is no place to keep a cache",
+            f"start it with --kv-policy-config.continuation /PATH, or leave {SAVE} out",
+        )
+    others = {
+        "a LoRA adapter": request.lora_request,
+        "images": request.mm_features,
+        "prompt embeddings": request.prompt_embeds is not None,
+        "more parts to come": request.resumable,
+    }
+    for what, has in others.items():
+        if has:
+            raise ConfigError(
+                f"{SAVE}={asked!r}",
+                f"the request has {what}",
+                "files keep the text of the model without adapters",
+                f"leave {SAVE} out",
+            )
 
 
 # Typed, for 1 is one slot and 1.0 is every token.
@@ -158,7 +210,7 @@ def _check_keys(extra_args: Mapping[str, Any]) -> None:
         if plain in _OWN or plain.startswith("kv_policy"):
             raise ConfigError(
                 f"{key!r} in a request",
-                f"a request sets its budget alone, by {KEY!r}",
+                f"a request sets {KEY!r} and {SAVE!r} alone",
                 "policy and options belong to the engine",
                 f"give {KEY!r}, or set the option when the engine starts",
             )
@@ -171,6 +223,8 @@ def _checked(request: Any, vllm_config: Any, other_pages: Callable[[int], int]) 
     if config is not None:
         _check_keys(extra_args)
     asked = asked_budget(extra_args)
+    if SAVE in extra_args:
+        _check_save(request, config)
     if asked is None:
         return request
     if config is None:

@@ -102,6 +102,12 @@ def stages(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config.pipeline_parallel_size)
 
 
+def spans_nodes(vllm_config: Any) -> bool:
+    """Whether workers may run on another node than the scheduler."""
+    parallel = vllm_config.parallel_config
+    return parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray"
+
+
 def old_gpu(_: Any) -> bool:
     """Whether the GPU has no float8."""
     from vllm.platforms import current_platform

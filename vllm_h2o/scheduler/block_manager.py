@@ -258,8 +258,7 @@ class HeavyHitterManager(FullAttentionManager):
         state = self.ledger.states[request_id]
         if entry:
             del self._entries[request_id]
-            if entry.number is not None:
-                self.ledger.stats.continuation_host_hits += start
+            self.ledger.stats.count_copied(entry.place, start)
             num_pages = self.ledger.num_pages(entry.turn.num_slots)
             self._continued[request_id] = entry.continued(new_blocks[:num_pages])
         row_end = state.first_block_idx + self.ledger.num_pages(state.held_len)

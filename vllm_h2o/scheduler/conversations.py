@@ -9,6 +9,8 @@ A request that continues gets blocks of its own, and the workers copy. Steps run
 scheduling, so an entry needs no holder: its blocks may be taken in the same step, even by the
 request that continues from it.
 
+What a request asks to keep is also written to files, for engines to come (folder.py).
+
 The name of an entry is that of its tokens (prefixes.py), with the budget and the weights that
 computed it (weights.py). A request whose weights are replaced while it runs leaves no entry, and
 publishes no more blocks for the prefix cache. A later turn that differs from an entry's answer is
@@ -19,20 +21,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from heapq import merge
 
+from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.options.request import asks_to_save
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.events import EntryEvents
+from vllm_h2o.scheduler.folder import Folder, Kept
 from vllm_h2o.scheduler.host import HostMemory
 from vllm_h2o.scheduler.misses import Misses
 from vllm_h2o.scheduler.prefixes import Name, Names, Prefixes
 from vllm_h2o.scheduler.state import Left, RequestState
-from vllm_h2o.scheduler.weights import Identity, Weights
-from vllm_h2o.wire import Continuation
+from vllm_h2o.scheduler.weights import FIRST, Identity, Weights
+from vllm_h2o.wire import Continuation, Saved
+
+logger = init_logger("vllm.kv_policy")
 
 WHOLE = (
     RequestStatus.FINISHED_STOPPED,
@@ -41,6 +49,11 @@ WHOLE = (
     RequestStatus.FINISHED_REPETITION,
 )
 """Status of finished requests whose blocks hold exactly their tokens."""
+LOST = (
+    "its tokens were computed with other weights than the engine began with, or past its last one, "
+    "or lie in pages that the prefix cache holds"
+)
+"""Why a request leaves nothing to be kept."""
 FOUND_PER_STEP = 16
 """Fewest tokens to save for each token that takes a step of its own, where KV heads share slots:
 else it is faster to compute them, in chunks."""
@@ -52,10 +65,10 @@ class Entry:
 
     Args:
         turn: its lengths.
-        blocks: its blocks, in order; none where host memory holds it.
+        blocks: its blocks, in order; none where it is elsewhere.
         name: of its tokens.
         weights: that computed it.
-        number: of its copy in host memory; None: it is in blocks.
+        place: of its copy, in host memory or in files (wire.Saved); None: it is in blocks.
 
     """
 
@@ -63,7 +76,7 @@ class Entry:
     blocks: tuple[KVCacheBlock, ...]
     name: Name
     weights: Identity
-    number: int | None = None
+    place: int | str | None = None
 
     @property
     def source(self) -> tuple[int, ...]:
@@ -79,7 +92,7 @@ class Entry:
         """
         turn, ids = self.turn, tuple(block.block_id for block in blocks)
         lengths = (turn.num_slots, turn.restored_end, turn.is_split)
-        return Continuation(self.source, ids, *lengths, self.number)
+        return Continuation(self.source, ids, *lengths, self.place)
 
 
 class Conversations:
@@ -90,6 +103,7 @@ class Conversations:
         group_id: of the policy's layers.
         hash_fn: vLLM's function of the prefix cache.
         num_host_slots: most slots of entries in host memory.
+        folder: keeps entries of requests that ask for it; None: nothing does.
 
     """
 
@@ -99,6 +113,7 @@ class Conversations:
         group_id: int,
         hash_fn: Callable[[object], bytes],
         num_host_slots: int = 0,
+        folder: Folder | None = None,
     ) -> None:
         self._pool = pool
         self._names = Names(pool.hash_block_size, hash_fn)
@@ -109,6 +124,10 @@ class Conversations:
         self._misses = Misses(self._names)
         self._events = EntryEvents(pool, group_id) if pool.enable_kv_cache_events else None
         self.weights = Weights(self._drop_replaced)
+        self._folder = folder
+        self._kept: Prefixes[Entry] = Prefixes(self._names)
+        for kept in folder.read() if folder else ():
+            self._keep(kept)
 
     def _drop_replaced(self) -> None:
         """Drop what other weights have computed: entries, and all of vLLM's prefix cache.
@@ -118,6 +137,8 @@ class Conversations:
         for entry in list(self._entries.values()):
             if not self.weights.holds(entry.weights):
                 self._forget(entry)
+        if not self.weights.holds(FIRST):
+            self._forget_kept()
         hashed = {block.block_id for block in self._pool.blocks if block.block_hash}
         self._pool.evict_blocks(hashed)
 
@@ -138,13 +159,9 @@ class Conversations:
             Whether it leaves an entry. If not, it still holds the blocks.
 
         """
-        if request.status not in WHOLE or request.resumable:
-            return False
-        if turn.logical_len > request.num_tokens:
-            return False
-        if any(block.is_null or block.ref_cnt != 1 or block.block_hash for block in blocks):
-            return False
-        weights = self.weights.kept_by(request)
+        weights = self._weights_of(request, turn, blocks)
+        if self._folder and asks_to_save(request) and request.is_finished() and weights != FIRST:
+            logger.warning("request %s asked to be kept, and is not: %s", request.request_id, LOST)
         if weights is None:
             return False
         same = (state.budget, weights)
@@ -157,7 +174,32 @@ class Conversations:
         self._misses.add(name, request, turn.logical_len, same)
         if self._events:
             self._events.stored(name, request, turn.logical_len)
+        if self._folder and asks_to_save(request) and weights == FIRST:
+            self._keep(self._folder.save(request, state.budget, turn, entry.source))
         return True
+
+    def _weights_of(
+        self, request: Request, turn: Left, blocks: Sequence[KVCacheBlock]
+    ) -> Identity | None:
+        """The weights that computed what a request leaves; None: it leaves nothing."""
+        if request.status not in WHOLE or request.resumable:
+            return None
+        if turn.logical_len > request.num_tokens:
+            return None
+        if any(block.is_null or block.ref_cnt != 1 or block.block_hash for block in blocks):
+            return None
+        return self.weights.kept_by(request)
+
+    def _keep(self, kept: Kept) -> None:
+        """Let requests continue from what is in files, or is about to be."""
+        name = self._names.name(kept.request(), kept.turn.logical_len, (kept.budget, FIRST))
+        self._kept.put(name, Entry(kept.turn, (), name, FIRST, kept.place))
+
+    def _forget_kept(self) -> None:
+        """Know of no files until the engine starts again: other weights may have replaced those."""
+        self._kept = Prefixes(self._names)
+        if self._folder:
+            self._folder.forget_copies()
 
     def find(self, request: Request, budget: Budget, num_cached: int = 0) -> Entry | None:
         """Find the longest entry that is shorter than a request's tokens and begins them.
@@ -169,11 +211,20 @@ class Conversations:
 
         """
         weights = self.weights.begun_with(request)
-        if not self._entries or weights is None or not _may_continue(request):
+        if weights is None or not _may_continue(request):
             return None
-        longest = request.num_tokens - 1
-        found = self._entries.longest_first(request, (budget, weights), longest)
-        return next((e for e in found if _saves_enough(e.turn, request, num_cached)), None)
+        own = (request, (budget, weights), request.num_tokens - 1)
+        known = (entries.longest_first(*own) for entries in (self._entries, self._kept) if entries)
+        for entry in merge(*known, key=lambda entry: -entry.turn.logical_len):
+            if _saves_enough(entry.turn, request, num_cached) and self._is_there(entry):
+                return entry
+        return None
+
+    def _is_there(self, entry: Entry) -> bool:
+        """Whether an entry can be copied: not where a file of it is gone, or not written yet."""
+        if self._folder is None or not isinstance(entry.place, str):
+            return True
+        return self._folder.is_whole(entry.place)
 
     def use(self, entry: Entry) -> None:
         """Make an entry the newest, from the second request on that continues from it.
@@ -184,10 +235,12 @@ class Conversations:
             entry: found for a request that is about to take its blocks.
 
         """
+        if isinstance(entry.place, str):
+            return
         if entry.name not in self._used:
             self._used.add(entry.name)
-        elif entry.number is not None:
-            self.host.use(entry.number)
+        elif isinstance(entry.place, int):
+            self.host.use(entry.place)
         else:
             self._pool.touch(entry.blocks)
             self._leave_in_pool(entry)
@@ -214,7 +267,7 @@ class Conversations:
 
         """
         self.host.check_integrity(
-            {entry.number for entry in self._entries.values() if entry.number is not None}
+            {entry.place for entry in self._entries.values() if isinstance(entry.place, int)}
         )
         blocks = (block for entry in self._entries.values() for block in entry.blocks)
         held = [block.block_id for block in blocks if block.ref_cnt]
@@ -228,6 +281,12 @@ class Conversations:
         for entry in list(self._entries.values()):
             self._forget(entry)
         self.host.forget_copies()
+        self._forget_kept()
+
+    def take(self) -> tuple[tuple[Saved, ...], tuple[int, ...]]:
+        """Take what a step copies to host memory and to files, and what host memory drops."""
+        saved, dropped = self.host.take()
+        return saved + (self._folder.take() if self._folder else ()), dropped
 
     def _leave_in_pool(self, entry: Entry) -> None:
         """Free an entry's blocks, behind all that are free, until the pool needs them."""
@@ -245,7 +304,7 @@ class Conversations:
         for number in self.host.too_many(turn.num_slots):
             self._forget(self._on_host[number])
         number = self.host.save(entry.source, turn)
-        self._on_host[number] = moved = replace(entry, blocks=(), number=number)
+        self._on_host[number] = moved = replace(entry, blocks=(), place=number)
         self._entries.put(entry.name, moved)
 
     def _forget(self, entry: Entry) -> None:
@@ -255,9 +314,9 @@ class Conversations:
         self._used.discard(entry.name)
         if self._events:
             self._events.removed(entry.name)
-        if entry.number is not None:
-            del self._on_host[entry.number]
-            self.host.drop(entry.number)
+        if isinstance(entry.place, int):
+            del self._on_host[entry.place]
+            self.host.drop(entry.place)
 
 
 def _saves_enough(turn: Left, request: Request, num_cached: int) -> bool:

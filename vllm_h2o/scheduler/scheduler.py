@@ -35,6 +35,7 @@ from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.chunks import CutsChunks
 from vllm_h2o.scheduler.conversations import Conversations
+from vllm_h2o.scheduler.folder import folder_of
 from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.other_groups import OtherGroups, policy_group
@@ -130,9 +131,8 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         output = super().schedule(throttle_prefills)
         plan = self.ledger.take_step(output.num_scheduled_tokens)
         copies: dict[str, Any] = {"continued": self.block_manager.take_continued()}
-        # Workers do nothing in a step without tokens: what it takes is still unwritten in the next.
-        if self.conversations is not None and output.total_num_scheduled_tokens:
-            copies["saved"], copies["dropped"] = self.conversations.host.take()
+        if self.conversations is not None:
+            copies["saved"], copies["dropped"] = self.conversations.take()
         # A liberty: an attribute added to vLLM's object, which reaches every worker.
         output.residency_plan = replace(plan, **copies)
         return output
@@ -367,7 +367,8 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         page_bytes = num_layers * manager.kv_cache_spec.page_size_bytes
         host_bytes = self.policy_config.continuation_host_bytes
         num_host_slots = host_bytes // page_bytes * manager.block_size
-        return Conversations(manager.block_pool, group_id, hash_fn, num_host_slots)
+        folder = folder_of(self.vllm_config, self.policy_config)
+        return Conversations(manager.block_pool, group_id, hash_fn, num_host_slots, folder)
 
     def _log_start(self, config: KVPolicyConfig) -> None:
         manager, limits = self.block_manager, self.scheduler_config

@@ -304,6 +304,7 @@ class LedgerStats:
     continuation_hits: int = 0
     continuation_misses: int = 0
     continuation_host_hits: int = 0
+    continuation_folder_hits: int = 0
 
     def count(self, plan: RequestPlan) -> None:
         """Count what one request evicts in a step."""
@@ -312,6 +313,11 @@ class LedgerStats:
         if plan.falls_back:
             self.pressure_packs += 1
             self.pressure_evicted_tokens += plan.num_evicted
+
+    def count_copied(self, place: int | str | None, num_tokens: int) -> None:
+        """Count tokens that a request continues from, by where their copy is (wire.Saved)."""
+        self.continuation_host_hits += num_tokens if isinstance(place, int) else 0
+        self.continuation_folder_hits += num_tokens if isinstance(place, str) else 0
 
     def count_begun(self, plan: RequestPlan, state: RequestState) -> None:
         """Count all tokens of a request that this step admits, and the tokens it continues from."""

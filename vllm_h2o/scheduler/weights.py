@@ -30,6 +30,8 @@ Files = tuple[tuple[str, int, int, int, int], ...]
 """Name, inode, size and times of each file."""
 Identity = tuple[int, ...]
 """Identifies weights: changes of the model's, the adapter, and its loads, each a number."""
+FIRST: Identity = (0,)
+"""The model's weights with which an engine starts."""
 
 
 @dataclass(frozen=True)

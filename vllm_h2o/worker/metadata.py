@@ -23,7 +23,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
 from vllm_h2o.paths import WORKER
 from vllm_h2o.policy import Ranking, Term
-from vllm_h2o.wire import RequestPlan
+from vllm_h2o.wire import RequestPlan, ResidencyPlan
 from vllm_h2o.worker.after_step import Layers, Packing, Restoring
 from vllm_h2o.worker.batching import Batching, CopiedBatches, PersistentBatch, Rows
 from vllm_h2o.worker.drafts import Drafts
@@ -96,7 +96,9 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         config = KVPolicyConfig.required(vllm_config)
         self.spec, self.position_limit = kv_cache_spec, config.position_limit
         context = vllm_config.compilation_config.static_forward_context
-        self.layers, self.turns = Layers(layer_names, context), Turns()
+        self.layers = Layers(layer_names, context)
+        parallel = vllm_config.parallel_config
+        self.turns = Turns(parallel.rank, parallel.world_size)
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.ranking = self._computed(config.ranking)
         self.scoring = Scoring.of(self.ranking, config.schedule.by_page, config.merge_above)
@@ -167,7 +169,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
 
     def _before(self, step: Step, rows: Rows, common: CommonAttentionMetadata) -> None:
         """Before the forward pass: next turns get their copies, and positions roll."""
-        self.turns.begin(step.plan, self.layers, self.kernels, self.device)
+        self.begin_turns(step.plan)
         if self.position_limit is None:
             return
         for plan, table_row in zip(rows.plans, rows.block_table, strict=False):
@@ -175,6 +177,10 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
                 blocks = table_row[: num_pages(plan.resident_start, self.spec.block_size)]
                 renumber(plan, blocks, self.layers, self.kernels, self.scoring.power > 0)
         step.after.add("unroll", Rolled.of(rows.plans, common.positions, self.position_limit))
+
+    def begin_turns(self, plan: ResidencyPlan) -> None:
+        """Copy caches of ended requests, in a step without tokens as well."""
+        self.turns.begin(plan, self.layers, self.kernels, self.device)
 
     def _add_drafts(self, step: Step, rows: Rows, drafts: Drafts) -> None:
         """Queries of drafts that this step computes, or that it scores."""

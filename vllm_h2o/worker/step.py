@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_pp_group
@@ -85,6 +86,14 @@ class Step:
             )
         table = common.block_table_tensor
         return Rows(order, plans, table, starts, common.num_reqs, num_window_queries)
+
+
+@runtime_checkable
+class BeginsTurns(Protocol):
+    """A metadata builder that copies caches of ended requests."""
+
+    def begin_turns(self, plan: ResidencyPlan) -> None:
+        """Copy what a plan says."""
 
 
 class WarmUp:
@@ -185,6 +194,8 @@ class PublishesSteps:
         order = rows(self.model_runner, scheduler_output)
         plan = self._plans.complete(scheduler_output.residency_plan, gone)
         scheduler_output.residency_plan = plan
+        if not scheduler_output.total_num_scheduled_tokens:
+            self._begin_turns(plan)  # nothing builds attention metadata
         step = Step(plan, order, draft_queries=self._draft_queries, reader=Reader(self))
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -193,6 +204,12 @@ class PublishesSteps:
         if not get_pp_group().is_last_rank:  # it samples nothing that would wait
             self.finish_step()
         return result
+
+    def _begin_turns(self, plan: ResidencyPlan) -> None:
+        builders = (g.get_metadata_builder() for g in chain(*self.model_runner.attn_groups))
+        for builder in builders:
+            if isinstance(builder, BeginsTurns):
+                builder.begin_turns(plan)
 
     def finish_step(self) -> ResidencyPlan | None:
         """Reread, pack and restore, unless the last step is finished.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Before a step: a conversation's next turn gets a copy of what the last one held.
 
-What ended requests held is copied to host memory before a step takes their pages, where the plan
-says so, and from there to the turns that continue from it.
+What ended requests held is copied to host memory before a step takes their pages, or to a file,
+where the plan says so, and from there to the turns that continue from it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_h2o.kernels.interface import Held, Kernels
+from vllm_h2o.kernels.held import Held
+from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
 from vllm_h2o.worker.after_step import Layers
+from vllm_h2o.worker.files import read, write
 from vllm_h2o.worker.reconstruction import sent
 
 HOST = torch.device("cpu")
@@ -24,10 +26,14 @@ class Turns:
     """Copies caches of ended requests.
 
     Args:
+        rank: of this worker.
+        num_workers: of the engine.
         host: copies in host memory by number, each of all layers, in order.
 
     """
 
+    rank: int = 0
+    num_workers: int = 1
     host: dict[int, list[Held]] = field(default_factory=dict)
 
     @torch.inference_mode()
@@ -49,22 +55,31 @@ class Turns:
         sources = [sent(torch.tensor(copied.source), device) for copied in each]
         turns = list(plan.continued.values())
         rows = [sent(torch.tensor(turn.blocks), device) for turn in turns]
-        self.host |= {saved.number: [] for saved in plan.saved}
+        files = {turn.place for turn in turns if isinstance(turn.place, str)}
+        where = (self.rank, self.num_workers)
+        copies: dict[int | str, list[Held]] = dict(self.host.items())
+        copies |= {place: read(place, *where) for place in files}
+        copies |= {saved.place: [] for saved in plan.saved}
         for layer, cache in enumerate(layers.caches()):
             held: list[Held] = []
             for copied, source in zip(each, sources, strict=True):
-                if isinstance(copied, Continuation) and copied.number is not None:
-                    held.append(self.host[copied.number][layer].to(device))
+                if isinstance(copied, Continuation) and copied.place is not None:
+                    held.append(copies[copied.place][layer].to(device))
                     continue
                 if copied.is_split:
                     tokens = kernels.hold_pages(cache, source, copied.restored_end)
                 else:
                     tokens = kernels.hold(cache, source, copied.num_slots, copied.restored_end)
                 if isinstance(copied, Saved):
-                    self.host[copied.number].append(tokens.to(HOST))
+                    copies[copied.place].append(tokens.to(HOST))
                 else:
                     held.append(tokens)
             for blocks, tokens in zip(rows, held, strict=True):
                 tokens.store(cache, blocks)
+        for saved in plan.saved:
+            if isinstance(saved.place, str):
+                write(saved.place, *where, copies[saved.place], saved.header)
+            else:
+                self.host[saved.place] = copies[saved.place]
         for number in plan.dropped:
             del self.host[number]

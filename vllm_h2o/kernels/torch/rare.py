@@ -8,77 +8,14 @@ Twins of methods of :class:`~vllm_h2o.kernels.strip.Strip`, batched over KV head
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cache import LayerCache, first_slots
+from vllm_h2o.kernels.held import HeldPages, HeldTokens, views_of
 from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.kernels.torch.prefill import chunk_rows
-
-
-@dataclass(frozen=True)
-class HeldTokens:
-    """A copy of the slots of one request, of one layer, in order of position.
-
-    Args:
-        views: of each of the cache's views, [H, num_slots, ...].
-
-    """
-
-    views: tuple[torch.Tensor, ...]
-
-    def store(self, cache: LayerCache, blocks: torch.Tensor) -> None:
-        """Write it to the first slots of some blocks.
-
-        Args:
-            cache: written.
-            blocks: [P], integers: the blocks that hold the slots from now on.
-
-        """
-        at = first_slots(cache, blocks, self.views[0].shape[1])
-        for view, held in zip(_views(cache), self.views, strict=True):
-            view[at] = held
-
-    def to(self, device: torch.device) -> HeldTokens:
-        """The same copy on a device."""
-        return HeldTokens(tuple(view.to(device) for view in self.views))
-
-
-@dataclass(frozen=True)
-class HeldPages:
-    """A copy of the pages of one request whose KV heads share slots, of one layer, as they are.
-
-    Args:
-        views: of each of the cache's views, [H, P, N, ...].
-        bounds: [1, H + 1], int32: ``first_rows`` of the request.
-        victims: [1, H], int32: the slots that its next token takes.
-
-    """
-
-    views: tuple[torch.Tensor, ...]
-    bounds: torch.Tensor
-    victims: torch.Tensor
-
-    def store(self, cache: LayerCache, blocks: torch.Tensor) -> None:
-        """Write it to as many blocks.
-
-        Args:
-            cache: written.
-            blocks: [P], integers: the blocks that hold the slots from now on.
-
-        """
-        rows = cache.rows(blocks)
-        for view, held in zip(_views(cache), self.views, strict=True):
-            view[rows] = held
-        assert cache.first_rows is not None and cache.victims is not None
-        cache.first_rows[blocks[:1]], cache.victims[blocks[:1]] = self.bounds, self.victims
-
-    def to(self, device: torch.device) -> HeldPages:
-        """The same copy on a device."""
-        views = tuple(view.to(device) for view in self.views)
-        return HeldPages(views, self.bounds.to(device), self.victims.to(device))
 
 
 class RareStages:
@@ -154,18 +91,10 @@ def _held(
     cache: LayerCache, at: tuple[torch.Tensor, ...], restored_end: int
 ) -> tuple[torch.Tensor, ...]:
     """Copy the views at an index; prompts' tokens count as kept if a term's lifetime is over."""
-    held = [view[at] for view in _views(cache)]
+    held = [view[at] for view in views_of(cache)]
     if cache.score_without_window is not None:
         if restored_end:
             of_prompt = held[3] < restored_end
             held[2] = torch.where(of_prompt, held[4], held[2])
         held[4] = held[2]
     return tuple(held)
-
-
-def _views(cache: LayerCache) -> list[torch.Tensor]:
-    """The views that move with a slot; float8 is moved as it is."""
-    views = [cache.key, cache.value, cache.score, cache.position]
-    if cache.score_without_window is not None:
-        views.append(cache.score_without_window)
-    return views

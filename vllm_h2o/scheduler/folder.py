@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knows the prompts whose caches are kept in a folder, also after the engine has ended.
+
+The scheduler names a prompt's files and says what is in them; each worker writes its own. A file
+is known by what it says: of another model, other options or another version it is not looked at
+again. It is used when the files of all workers are there and are as they were written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import vllm
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
+from vllm import SamplingParams
+from vllm.config import ModelConfig, VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+import vllm_h2o
+from vllm_h2o import files
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.traits import stages
+from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.state import Left
+from vllm_h2o.wire import Saved
+
+logger = init_logger("vllm.kv_policy")
+
+FORMAT = 1
+"""Version of the files."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Files of a model's folder that hold weights."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One prompt whose cache is in the folder.
+
+    Args:
+        place: beginning of its files' names.
+        tokens: of the prompt.
+        salt: vLLM's cache_salt of its request.
+        budget: of its request.
+        turn: lengths of its cache.
+
+    """
+
+    place: str
+    tokens: tuple[int, ...]
+    salt: str | None
+    budget: Budget
+    turn: Left
+
+    def request(self) -> Request:
+        """A request that begins so, to name it."""
+        return Request(
+            request_id=self.place,
+            prompt_token_ids=list(self.tokens),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=self.salt,
+        )
+
+
+class Folder:
+    """The files of prompts that requests asked to keep.
+
+    Args:
+        path: of the folder, which exists.
+        made_by: what computes caches: only those of the same model, options and versions are used.
+        num_workers: of the engine, each with a file of its own.
+
+    """
+
+    def __init__(self, path: Path, made_by: str, num_workers: int) -> None:
+        self._path = path
+        self._made_by = made_by
+        self._num_workers = num_workers
+        self._saved: dict[str, Saved] = {}
+
+    def read(self) -> Iterator[Kept]:
+        """Read what is there when the engine starts; the log says how much, and what it is not."""
+        num_kept = num_other = 0
+        for path in sorted(self._path.glob(f"*.0-of-{self._num_workers}.????????")):
+            header = _header(path)
+            if header is None or header["made_by"] != self._made_by:
+                num_other += 1
+                continue
+            num_kept += 1
+            tokens, salt = tuple(header["tokens"]), header["salt"]
+            place = str(self._path / path.name.split(".")[0])
+            yield Kept(place, tokens, salt, Budget(**header["budget"]), Left(**header["turn"]))
+        logger.info(
+            "%s: %d prompts are kept; %d files are of another model, policy or version",
+            self._path,
+            num_kept,
+            num_other,
+        )
+
+    def save(self, request: Request, budget: Budget, turn: Left, source: tuple[int, ...]) -> Kept:
+        """Have a cache written before the next step, unless its files are there.
+
+        Args:
+            request: that ends.
+            budget: its own, or the engine's.
+            turn: lengths of its cache.
+            source: ids of its blocks.
+
+        """
+        tokens = tuple(request.all_token_ids[: turn.logical_len])
+        said = {
+            "made_by": self._made_by,
+            "tokens": tokens,
+            "salt": request.cache_salt,
+            "budget": asdict(budget),
+            "turn": asdict(turn),
+        }
+        header = json.dumps(said)
+        place = str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32])
+        kept = Kept(place, tokens, request.cache_salt, budget, turn)
+        if not self.is_whole(place):
+            lengths = (turn.num_slots, turn.restored_end, turn.is_split)
+            self._saved[place] = Saved(place, source, *lengths, header)
+        return kept
+
+    def is_whole(self, place: str) -> bool:
+        """Whether every worker's file is there, as it was written."""
+        ranks = range(self._num_workers)
+        return all(
+            any(_is_as_written(path) for path in files.of_worker(place, rank, len(ranks)))
+            for rank in ranks
+        )
+
+    def forget_copies(self) -> None:
+        """Have nothing written that is not written yet."""
+        self._saved.clear()
+
+    def take(self) -> tuple[Saved, ...]:
+        """Take what a step writes."""
+        saved = tuple(self._saved.values())
+        self._saved.clear()
+        return saved
+
+
+def folder_of(vllm_config: VllmConfig, config: KVPolicyConfig) -> Folder | None:
+    """The folder that the options name, which exists by now; None: they name none."""
+    path = config.continuation_folder
+    if path is None:
+        return None
+    return Folder(path, _made_by(vllm_config, config), vllm_config.parallel_config.world_size)
+
+
+def _made_by(vllm_config: VllmConfig, config: KVPolicyConfig) -> str:
+    """Name all that a cache depends on besides tokens and budget, by a hash."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    options = {k: v for k, v in config.to_dict().items() if k != "continuation"}
+    versions = (FORMAT, vllm_h2o.__version__, vllm.__version__)
+    layout = (
+        cache.cache_dtype,
+        cache.block_size,
+        parallel.tensor_parallel_size,
+        stages(vllm_config),
+    )
+    everything = (*versions, model.compute_hash(), _weights(model), layout, options)
+    return hashlib.sha256(json.dumps(everything, default=str).encode()).hexdigest()
+
+
+def _weights(model: ModelConfig) -> object:
+    """Tell weights apart: local ones by their files' sizes and times, a hub's by their revision."""
+    path = Path(model.model)
+    if not path.exists():
+        return try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    found = [f for f in path.iterdir() if f.suffix in WEIGHTS] if path.is_dir() else [path]
+    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(found)]
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """The header of a file; None where it is none of ours."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            header: dict[str, Any] = json.loads(file.metadata()[files.HEADER])
+            return header
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _is_as_written(path: Path) -> bool:
+    """Whether a file has the checksum in its name; it is read once, unless it changes."""
+    try:
+        stat = path.stat()
+        return _checksum(path, stat.st_size, stat.st_mtime_ns) == path.suffix[1:]
+    except OSError:
+        return False
+
+
+@lru_cache(maxsize=4096)
+def _checksum(path: Path, size: int, modified: int) -> str:
+    return files.checksum(path)
