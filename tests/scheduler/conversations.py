@@ -254,13 +254,15 @@ class WithFiles(Talking):
     """Every other request leaves files in the folder of the options, where some are lost."""
 
     asks_to_save = True
+    loses = 0.1
+    """How often a step loses one."""
 
     def step(self) -> SchedulerOutput:
         """One step, after which a file may be gone, or shorter than it was written."""
         output = super().step()
         folder = self.scheduler.policy_config.continuation_folder
         assert folder is not None
-        if self.random.random() < 0.1 and (kept := sorted(folder.iterdir())):
+        if self.random.random() < self.loses and (kept := sorted(folder.iterdir())):
             lost = self.random.choice(kept)
             if self.random.random() < 0.5:
                 lost.unlink()

@@ -16,7 +16,7 @@ class HeldTokens:
     """A copy of the slots of one request, of one layer, in order of position.
 
     Args:
-        views: of each of the cache's views, [H, num_slots, ...].
+        views: K, V, score and position, [H, num_slots, ...]; scores count as kept.
 
     """
 
@@ -31,8 +31,7 @@ class HeldTokens:
 
         """
         at = first_slots(cache, blocks, self.views[0].shape[1])
-        for view, held in zip(views_of(cache), self.views, strict=True):
-            view[at] = held
+        _store(cache, at, self.views)
 
     def to(self, device: torch.device) -> HeldTokens:
         """The same copy on a device."""
@@ -48,7 +47,7 @@ class HeldPages:
     """A copy of the pages of one request whose KV heads share slots, of one layer, as they are.
 
     Args:
-        views: of each of the cache's views, [H, P, N, ...].
+        views: K, V, score and position, [H, P, N, ...]; scores count as kept.
         bounds: [1, H + 1], int32: ``first_rows`` of the request.
         victims: [1, H], int32: the slots that its next token takes.
 
@@ -67,8 +66,7 @@ class HeldPages:
 
         """
         rows = cache.rows(blocks)
-        for view, held in zip(views_of(cache), self.views, strict=True):
-            view[rows] = held
+        _store(cache, rows, self.views)
         assert cache.first_rows is not None and cache.victims is not None
         cache.first_rows[blocks[:1]], cache.victims[blocks[:1]] = self.bounds, self.victims
 
@@ -95,9 +93,12 @@ def of_parts(parts: Mapping[str, torch.Tensor]) -> Held:
     return HeldTokens(views)
 
 
-def views_of(cache: LayerCache) -> list[torch.Tensor]:
-    """The views that move with a slot; float8 is moved as it is."""
-    views = [cache.key, cache.value, cache.score, cache.position]
+def _store(
+    cache: LayerCache,
+    at: torch.Tensor | tuple[torch.Tensor, ...],
+    views: tuple[torch.Tensor, ...],
+) -> None:
+    """Write K, V, score and position at an index; float8 is moved as it is."""
+    cache.key[at], cache.value[at], cache.score[at], cache.position[at] = views
     if cache.score_without_window is not None:
-        views.append(cache.score_without_window)
-    return views
+        cache.score_without_window[at] = views[2]

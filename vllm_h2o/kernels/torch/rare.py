@@ -13,7 +13,7 @@ import torch
 
 from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cache import LayerCache, first_slots
-from vllm_h2o.kernels.held import HeldPages, HeldTokens, views_of
+from vllm_h2o.kernels.held import HeldPages, HeldTokens
 from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.kernels.torch.prefill import chunk_rows
 
@@ -90,11 +90,8 @@ class RareStages:
 def _held(
     cache: LayerCache, at: tuple[torch.Tensor, ...], restored_end: int
 ) -> tuple[torch.Tensor, ...]:
-    """Copy the views at an index; prompts' tokens count as kept if a term's lifetime is over."""
-    held = [view[at] for view in views_of(cache)]
-    if cache.score_without_window is not None:
-        if restored_end:
-            of_prompt = held[3] < restored_end
-            held[2] = torch.where(of_prompt, held[4], held[2])
-        held[4] = held[2]
-    return tuple(held)
+    """Copy what is at an index; prompts' tokens count as kept if a term's lifetime is over."""
+    score, position = cache.score[at], cache.position[at]
+    if restored_end and cache.score_without_window is not None:
+        score = torch.where(position < restored_end, cache.score_without_window[at], score)
+    return cache.key[at], cache.value[at], score, position

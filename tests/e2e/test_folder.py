@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt that a request asked to keep is asked again by an engine that starts later."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import LLM, RequestOutput
+
+from tests.e2e import ranks
+from tests.e2e.conversations import own_text
+from tests.e2e.harness import engine, generate, smollm2, tiny_llama
+from tests.e2e.server import Completing
+from vllm_h2o.options.request import RefusedRequestError
+
+SMALL = {"block_size": 16, "num_gpu_blocks_override": 120, "max_num_batched_tokens": 128}
+DOCUMENT = own_text(1, 90)
+QUESTION = [*DOCUMENT, *own_text(2, 5)]
+KEPT = {"kv_save": 1}
+WHAT: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("h2o", {}, {}),
+    ("h2o2", {"observation_window": 4}, {"kv_cache_dtype": "fp8"}),
+    ("h2o2", {"score": "reconstruction"}, {}),
+    ("h2o", {"split": "heads"}, {"dtype": "bfloat16"}),
+    ("snapkv", {"observation_window": 6}, {"enable_prefix_caching": True}),
+    ("streaming", {}, {}),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of two KV heads."""
+    return tiny_llama(tmp_path_factory.mktemp("llama"), 4, 2)
+
+
+@pytest.fixture
+def any_length(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Turns continue however many steps they take."""
+    monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
+    return monkeypatch
+
+
+def starts(
+    model: str, folder: Path, policy: str = "h2o", options: Any = None, **engine_args: Any
+) -> Any:
+    """An engine with a folder."""
+    own = {"budget": 64, **(options or {}), "continuation": str(folder)}
+    return engine(model, policy, own, **{**SMALL, **engine_args})
+
+
+def ask(llm: LLM, prompt: list[int] = QUESTION, **extra_args: Any) -> RequestOutput:
+    """One answer, with its log-probabilities."""
+    (output,) = generate(llm, [prompt], 12, logprobs=1, extra_args=extra_args)
+    return output
+
+
+def likely(output: RequestOutput) -> list[float]:
+    """The log-probability of each token of an answer."""
+    (answer,) = output.outputs
+    assert answer.logprobs is not None
+    each = zip(answer.token_ids, answer.logprobs, strict=True)
+    return [chances[token].logprob for token, chances in each]
+
+
+@pytest.mark.parametrize(("policy", "options", "args"), WHAT, ids=[f"{p} {o}" for p, o, _ in WHAT])
+def test_later_engine_answers_as_the_one_that_read_it(
+    policy: str,
+    options: dict[str, Any],
+    args: dict[str, Any],
+    model: str,
+    tmp_path: Path,
+    any_length: pytest.MonkeyPatch,
+) -> None:
+    """Token for token and bit for bit; what is not kept is not found."""
+    answers = []
+    for is_first in (True, False, False):
+        with starts(model, tmp_path, policy, options, **args) as llm:
+            if is_first:
+                generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+                generate(llm, [own_text(3, 80)], 1)
+            answers.append(ask(llm))
+            assert answers[-1].num_cached_tokens == len(DOCUMENT)
+            assert ask(llm, [*own_text(3, 80), 7]).num_cached_tokens == (80 if is_first else 0)
+    assert likely(answers[0]) == likely(answers[1]) == likely(answers[2])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_only_the_same_engine_and_budget_find_it(
+    model: str, tmp_path: Path, any_length: pytest.MonkeyPatch
+) -> None:
+    """Another policy, page size, budget or model computes anew, and leaves the file there."""
+    other = tiny_llama(tmp_path / "other", 4, 2)
+    kept = tmp_path / "kept"
+    with starts(model, kept) as llm:
+        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+        ask(llm, kv_budget=32)
+    changed: tuple[dict[str, Any], ...] = (
+        {"policy": "streaming"},
+        {"options": {"num_sink_tokens": 3}},
+        {"block_size": 32},
+        {"model": other},
+    )
+    for change in changed:
+        with starts(**{"model": model, "folder": kept, **change}) as llm:
+            assert ask(llm).num_cached_tokens == 0
+    with starts(model, kept) as llm:
+        assert ask(llm, kv_budget=32).num_cached_tokens == 0
+        assert ask(llm).num_cached_tokens == len(DOCUMENT)
+        assert ask(llm, [5, *QUESTION]).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("how", ["cut", "changed", "gone"])
+def test_file_that_is_not_as_it_was_written_is_not_used(
+    how: str, model: str, tmp_path: Path, any_length: pytest.MonkeyPatch
+) -> None:
+    """The document is computed anew, also in an engine that has used the file before."""
+    with starts(model, tmp_path) as llm:
+        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+        ask(llm, own_text(4, 40))
+    with starts(model, tmp_path) as llm:
+        assert ask(llm).num_cached_tokens == len(DOCUMENT)
+        (path,) = tmp_path.iterdir()
+        if how == "gone":
+            path.unlink()
+        elif how == "cut":
+            os.truncate(path, path.stat().st_size - 1)
+        else:
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        assert ask(llm, [*DOCUMENT, 9]).num_cached_tokens == 0
+        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+        ask(llm, own_text(4, 40))
+    with starts(model, tmp_path) as llm:
+        assert ask(llm).num_cached_tokens == len(DOCUMENT)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_folder_that_cannot_be_written_to_fails_no_request(
+    model: str, tmp_path: Path, any_length: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so; the entry in the pool is still there."""
+    folder = tmp_path / "kept"
+    with starts(model, folder) as llm:
+        folder.rmdir()
+        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+        assert ask(llm).num_cached_tokens == len(DOCUMENT)
+    assert "a prompt's cache is not saved to" in caplog.text
+
+
+def test_new_weights_are_not_those_of_the_files(
+    model: str, tmp_path: Path, any_length: pytest.MonkeyPatch
+) -> None:
+    """What is computed with them is not kept; the files are there for the next start."""
+    with starts(model, tmp_path) as llm:
+        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+        ask(llm, own_text(4, 40))
+    with starts(model, tmp_path) as llm:
+        llm.collective_rpc("reload_weights")
+        assert ask(llm).num_cached_tokens == 0
+        generate(llm, [own_text(5, 70)], 1, extra_args=KEPT)
+        ask(llm, own_text(4, 40))
+    assert len(list(tmp_path.iterdir())) == 1
+    with starts(model, tmp_path) as llm:
+        assert ask(llm).num_cached_tokens == len(DOCUMENT)
+
+
+def test_two_ranks_keep_a_file_each(
+    model: str, tmp_path: Path, any_length: pytest.MonkeyPatch
+) -> None:
+    """Both have to be there."""
+    ranks.install(any_length)
+    any_length.setenv("TORCH_COMPILE_DISABLE", "1")
+    answers = []
+    for is_first in (True, False):
+        with starts(model, tmp_path, tensor_parallel_size=2) as llm:
+            if is_first:
+                generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+            answers.append(ask(llm))
+            assert answers[-1].num_cached_tokens == len(DOCUMENT)
+    assert likely(answers[0]) == likely(answers[1])
+    assert sorted(path.name.split(".")[1] for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
+    next(tmp_path.glob("*.1-of-2.*")).unlink()
+    with starts(model, tmp_path, tensor_parallel_size=2) as llm:
+        assert ask(llm).num_cached_tokens == 0
+
+
+def test_request_that_cannot_be_kept_is_refused(model: str, tmp_path: Path) -> None:
+    """Without a folder, and with a value that is no switch."""
+    with (
+        engine(model, "h2o", {"budget": 64, "continuation": True}, **SMALL) as llm,
+        pytest.raises(RefusedRequestError, match="the engine has no folder"),
+    ):
+        ask(llm, kv_save=1)
+    with (
+        starts(model, tmp_path) as llm,
+        pytest.raises(RefusedRequestError, match="kv_save='manual' is not supported"),
+    ):
+        ask(llm, kv_save="manual")
+
+
+def _wait_for(found: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_server_that_was_killed_answers_from_files(tmp_path: Path) -> None:
+    """The file is written while the server idles; a client sees how many tokens it saved."""
+    text = "The harbour master keeps the key of the lighthouse in a blue tin." * 12
+    folder, model = tmp_path / "kept", Path(smollm2())
+    own = ["--kv-policy=h2o", "--kv-policy-config.budget=64"]
+    own += [f"--kv-policy-config.continuation={folder}", "--enable-prompt-tokens-details"]
+    own += ["--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=16"]
+    with Completing(model, tmp_path / "first.log", own) as server:
+        status, answer = server.complete(prompt=text, max_tokens=1, vllm_xargs=KEPT)
+        assert status == 200
+        _wait_for(lambda: list(folder.glob("*-of-1.????????")))
+        for process in (server.process, *server.children):
+            os.kill(process.pid, signal.SIGKILL)
+        server.process.wait()
+    with Completing(model, tmp_path / "second.log", own) as server:
+        status, answer = server.complete(prompt=text + " Where is the key?", max_tokens=4)
+        details = answer["usage"]["prompt_tokens_details"]
+        assert status == 200 and details["cached_tokens"] > 150
+        metric = "vllm:kv_policy_continuation_folder_hits_total"
+        lines = [line for line in server.get("/metrics").splitlines() if line.startswith(metric)]
+        assert [float(line.split()[-1]) for line in lines] == [details["cached_tokens"]]
+    assert "1 prompts are kept" in (tmp_path / "second.log").read_text()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A copy that was written is read again, bit for bit; a file has its name when it is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_h2o import files
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.kernels.held import Held, HeldPages, HeldTokens
+from vllm_h2o.worker.files import read, write
+
+
+def views(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Of eleven slots or pages: K is a view into something larger."""
+    torch.manual_seed(seed)
+    key, value = torch.randn(2, 2, 11, 2, 8)[:, :, :, 1].to(dtype)
+    return key, value, torch.rand(2, 11), torch.randint(99, (2, 11), dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_copies_are_read_as_they_were_written(
+    is_split: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """More than ten layers, so that their order is not that of their names."""
+    bounds, victims = torch.tensor([[0, 3, 5]]), torch.tensor([[-1, 7]])
+    held: list[Held] = [
+        HeldPages(views(layer, dtype), bounds + layer, victims + layer)
+        if is_split
+        else HeldTokens(views(layer, dtype))
+        for layer in range(12)
+    ]
+    path = write(str(tmp_path / "doc"), 1, 2, held, "{}")
+    assert path is not None and list(tmp_path.iterdir()) == [path]
+    assert path.name == f"doc.1-of-2.{files.checksum(path)}"
+    for before, after in zip(held, read(str(tmp_path / "doc"), 1, 2), strict=True):
+        assert type(before) is type(after)
+        parts = before.parts(), after.parts()
+        assert parts[0].keys() == parts[1].keys()
+        for name, part in parts[0].items():
+            assert parts[1][name].dtype == part.dtype
+            bits = (each.contiguous().view(torch.uint8) for each in (parts[1][name], part))
+            assert torch.equal(*bits)
+
+
+def test_file_that_is_written_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    """Of the same worker, and of no other."""
+    place = str(tmp_path / "doc")
+    for rank, seed in ((0, 1), (1, 1), (0, 2)):
+        write(place, rank, 2, [HeldTokens(views(seed, torch.float32))], "{}")
+    assert len(list(tmp_path.iterdir())) == 2
+    (found,) = read(place, 0, 2)
+    assert torch.equal(found.views[0], views(2, torch.float32)[0])
+
+
+def test_failures_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To write is not needed by any request; to read is."""
+    place = str(tmp_path / "none" / "doc")
+    assert write(place, 0, 1, [HeldTokens(views(1, torch.float32))], "{}") is None
+    assert "a prompt's cache is not saved" in caplog.text
+    with pytest.raises(IntegrityError, match="cannot be read"):
+        read(place, 0, 1)
