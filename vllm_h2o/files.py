@@ -9,12 +9,51 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 HEADER = "request"
 """Key of the header, JSON, in the metadata of a file (safetensors)."""
 _READ_BYTES = 1 << 22
+
+
+def is_as_written(path: Path) -> bool:
+    """Whether a file has the checksum in its name; it is read once, unless it changes."""
+    try:
+        stat = path.stat()
+        return _checksum(path, stat.st_size, stat.st_mtime_ns) == path.suffix[1:]
+    except OSError:
+        return False
+
+
+def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
+    """Give a file that is whole its name, unless the same worker of another engine has written one.
+
+    Args:
+        written: the file, in the same folder.
+        place: the names' beginning: folder and name of the prompt.
+        rank: of the worker.
+        num_workers: of the engine.
+
+    Returns:
+        The file that is there.
+
+    """
+    for other in of_worker(place, rank, num_workers):
+        if is_as_written(other):  # an engine may be about to read it
+            written.unlink()
+            return other
+        other.unlink(missing_ok=True)
+    with written.open("rb") as file:
+        os.fsync(file.fileno())
+    path = Path(f"{place}.{rank}-of-{num_workers}.{checksum(written)}")
+    return written.replace(path)
+
+
+def of_worker(place: str, rank: int, num_workers: int) -> list[Path]:
+    """Find a worker's files by their name's beginning; there is one, or none."""
+    path = Path(place)
+    return sorted(path.parent.glob(f"{path.name}.{rank}-of-{num_workers}.????????"))
 
 
 def checksum(path: Path) -> str:
@@ -26,28 +65,6 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
-    """Give a file that is whole its name, instead of earlier ones of the same worker.
-
-    Args:
-        written: the file, in the same folder.
-        place: the names' beginning: folder and name of the prompt.
-        rank: of the worker.
-        num_workers: of the engine.
-
-    """
-    with written.open("rb") as file:
-        os.fsync(file.fileno())
-    before = list(of_worker(place, rank, num_workers))
-    path = Path(f"{place}.{rank}-of-{num_workers}.{checksum(written)}")
-    written.replace(path)
-    for other in before:
-        if other != path:
-            other.unlink(missing_ok=True)
-    return path
-
-
-def of_worker(place: str, rank: int, num_workers: int) -> Iterator[Path]:
-    """Find a worker's files by their name's beginning; there is one, or none."""
-    path = Path(place)
-    return path.parent.glob(f"{path.name}.{rank}-of-{num_workers}.????????")
+@lru_cache(maxsize=4096)
+def _checksum(path: Path, size: int, modified: int) -> str:
+    return checksum(path)

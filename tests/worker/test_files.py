@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,17 @@ def test_copies_are_read_as_they_were_written(
             assert torch.equal(*bits)
 
 
-def test_file_that_is_written_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    """Of the same worker, and of no other."""
+def test_first_file_that_is_whole_stays(tmp_path: Path) -> None:
+    """Another engine may be about to read it; one that is cut is replaced."""
     place = str(tmp_path / "doc")
     for rank, seed in ((0, 1), (1, 1), (0, 2)):
         write(place, rank, 2, [HeldTokens(views(seed, torch.float32))], "{}")
     assert len(list(tmp_path.iterdir())) == 2
+    (found,) = read(place, 0, 2)
+    assert torch.equal(found.views[0], views(1, torch.float32)[0])
+    (path,) = files.of_worker(place, 0, 2)
+    os.truncate(path, 9)
+    write(place, 0, 2, [HeldTokens(views(2, torch.float32))], "{}")
     (found,) = read(place, 0, 2)
     assert torch.equal(found.views[0], views(2, torch.float32)[0])
 

@@ -12,12 +12,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import vllm
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from vllm import SamplingParams
 from vllm.config import ModelConfig, VllmConfig
@@ -26,6 +26,7 @@ from vllm.v1.request import Request
 
 import vllm_h2o
 from vllm_h2o import files
+from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.traits import stages
 from vllm_h2o.policy import Budget
@@ -135,7 +136,7 @@ class Folder:
         """Whether every worker's file is there, as it was written."""
         ranks = range(self._num_workers)
         return all(
-            any(_is_as_written(path) for path in files.of_worker(place, rank, len(ranks)))
+            any(files.is_as_written(path) for path in files.of_worker(place, rank, len(ranks)))
             for rank in ranks
         )
 
@@ -178,9 +179,25 @@ def _weights(model: ModelConfig) -> object:
     """Tell weights apart: local ones by their files' sizes and times, a hub's by their revision."""
     path = Path(model.model)
     if not path.exists():
-        return try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+        return _revision(model)
     found = [f for f in path.iterdir() if f.suffix in WEIGHTS] if path.is_dir() else [path]
     return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(found)]
+
+
+def _revision(model: ModelConfig) -> str:
+    """The folder of a hub's model, which names its revision."""
+    try:
+        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    except HFValidationError:
+        found = None
+    if isinstance(found, str):
+        return found
+    raise ConfigError(
+        "a folder for caches",
+        f"the weights of {model.model} are neither files here nor of a known revision",
+        "caches of other weights would pass for those of these",
+        "use continuation=true, or a model in a local folder",
+    )
 
 
 def _header(path: Path) -> dict[str, Any] | None:
@@ -191,17 +208,3 @@ def _header(path: Path) -> dict[str, Any] | None:
             return header
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
-
-
-def _is_as_written(path: Path) -> bool:
-    """Whether a file has the checksum in its name; it is read once, unless it changes."""
-    try:
-        stat = path.stat()
-        return _checksum(path, stat.st_size, stat.st_mtime_ns) == path.suffix[1:]
-    except OSError:
-        return False
-
-
-@lru_cache(maxsize=4096)
-def _checksum(path: Path, size: int, modified: int) -> str:
-    return files.checksum(path)

@@ -72,12 +72,12 @@ def read(place: str, rank: int, num_workers: int) -> list[Held]:
         IntegrityError: when the file is gone since the scheduler has seen it.
 
     """
-    path = next(files.of_worker(place, rank, num_workers), None)
+    path = next(iter(files.of_worker(place, rank, num_workers)), place)
     try:
-        tensors = load_file(path or place)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise IntegrityError(
-            f"{path or place} was there when a request was given its cache, and cannot be read: "
+            f"{path} was there when a request was given its cache, and cannot be read: "
             f"{error}. Do not remove files of a folder while an engine continues from them"
         ) from error
     layers: dict[int, dict[str, torch.Tensor]] = {}
