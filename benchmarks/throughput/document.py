@@ -2,8 +2,9 @@
 """P12: one document that many questions are asked about, which nobody knows when it is read.
 
 Stock vLLM computes the document for each question; with its prefix cache it keeps all tokens of
-it. ``h2o2`` reads it twice, keeps a share of it, and each question continues from there. The
-sides take turns. A question is found when each token of its answer is the model's own first choice.
+it. ``h2o2`` reads it twice, keeps a share of it, and each question continues from there; or
+from files that an earlier engine has left. The sides take turns. A question is found when each
+token of its answer is the model's own first choice.
 
 Usage::
 
@@ -14,16 +15,20 @@ Usage::
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import Tokenizer
+from vllm import LLM, SamplingParams, TokensPrompt
 
 from benchmarks.quality.facts import document
 from benchmarks.quality.forced import BLOCK_SIZE, force, forced_engine
@@ -35,7 +40,8 @@ from benchmarks.throughput.runs import ENVIRONMENT, ON_CPU
 
 DTYPE = "float32"
 STOCK, CACHED, OURS = "stock vLLM", "stock vLLM, prefix caching", "h2o2, score=reconstruction"
-SIDES = (STOCK, CACHED, OURS)
+FILES = "h2o2, score=reconstruction, from files"
+SIDES = (STOCK, CACHED, OURS, FILES)
 LONGEST = 160
 """Tokens of a question and its answer, at most."""
 
@@ -63,23 +69,44 @@ class Work:
         return BLOCK_SIZE * round(self.share * self.length / BLOCK_SIZE)
 
 
+def keep(llm: LLM, text: list[int]) -> None:
+    """Have the document read and its cache kept."""
+    params = SamplingParams(max_tokens=1, extra_args={"kv_save": 1})
+    llm.generate([TokensPrompt(prompt_token_ids=text)], params, use_tqdm=False)
+    llm.llm_engine.step()  # in which workers hear that the request has ended
+
+
 def measure(side: str, work: Work) -> dict[str, Any]:
     """Run one engine, ask everything at once, and return its row."""
+    with TemporaryDirectory() as folder:
+        return _measure(side, work, folder)
+
+
+def _measure(side: str, work: Work, folder: str) -> dict[str, Any]:
     model = model_dir(DTYPE)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     text, asked = document(tokenizer, CONFIRMATION, work.questions, work.length, work.number)
-    options = {"score": "reconstruction", "budget": work.budget, "continuation": True}
-    engine = forced_engine(
+    is_ours = side in (OURS, FILES)
+    options = {
+        "score": "reconstruction",
+        "budget": work.budget,
+        "continuation": folder if side == FILES else True,
+    }
+    engine = partial(
+        forced_engine,
         str(model),
-        "h2o2" if side == OURS else None,
-        options if side == OURS else None,
+        "h2o2" if is_ours else None,
+        options if is_ours else None,
         work.length + LONGEST,
         enable_prefix_caching=side == CACHED,
         max_num_batched_tokens=2048,
     )
-    with engine as llm:
+    if side == FILES:
+        with engine() as llm:
+            keep(llm, text)
+    with engine() as llm:
         start = time.perf_counter()
-        if side != STOCK:  # one token more than the document, of which nothing is kept
+        if side in (CACHED, OURS):  # one token more than the document, of which nothing is kept
             force(llm, [(text, asked[0][0][:1])], [None], progress=False)
         read = time.perf_counter() - start
         texts = [([*text, *question], answer) for question, answer in asked]
@@ -94,7 +121,7 @@ def measure(side: str, work: Work) -> dict[str, Any]:
         "dtype": DTYPE,
         "document": work.number,
         "length": work.length,
-        "budget": work.budget if side == OURS else work.length + LONGEST,
+        "budget": work.budget if is_ours else work.length + LONGEST,
         "questions": work.questions,
         "found": sum(all(each.first) for each in judged),
         "cached": round(statistics.fmean(each.num_cached_tokens for each in judged)),
@@ -106,13 +133,14 @@ def measure(side: str, work: Work) -> dict[str, Any]:
 def rows(rounds: int, work: Work) -> Iterator[dict[str, Any]]:
     """Yield a row for each engine: the sides take turns, and another one begins each round."""
     for number in range(rounds):
-        for side in (*SIDES[number % 3 :], *SIDES[: number % 3]):
+        begun = number % len(SIDES)
+        for side in (*SIDES[begun:], *SIDES[:begun]):
             yield {"round": number, **measure(side, work)}
 
 
-def ratios(found: Sequence[dict[str, Any]], side: str) -> list[float]:
+def ratios(found: Sequence[dict[str, Any]], side: str, ours: str = OURS) -> list[float]:
     """Return how many times as long as ours a side took, in each round."""
-    return runs.ratios(found, "seconds", side, OURS, turn="round")
+    return runs.ratios(found, "seconds", side, ours, turn="round")
 
 
 def main() -> None:
@@ -136,8 +164,8 @@ def main() -> None:
         )
         if args.csv:
             append_rows(args.csv, [row])
-    for side in (STOCK, CACHED):
-        print(f"{side}: {runs.spread(ratios(found, side))} times ours")
+    for side, ours in itertools.product((STOCK, CACHED), (OURS, FILES)):
+        print(f"{side}: {runs.spread(ratios(found, side, ours))} times {ours}")
 
 
 if __name__ == "__main__":

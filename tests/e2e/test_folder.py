@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from vllm import LLM, RequestOutput
 from tests.e2e import ranks
 from tests.e2e.conversations import own_text
 from tests.e2e.harness import engine, generate, smollm2, tiny_llama
-from tests.e2e.server import Completing
+from tests.e2e.server import MODEL, Completing, blocks, run
+from tests.house_rules import ROOT
 from vllm_h2o.options.request import RefusedRequestError
 
 SMALL = {"block_size": 16, "num_gpu_blocks_override": 120, "max_num_batched_tokens": 128}
@@ -213,24 +216,24 @@ def _wait_for(found: Callable[[], object]) -> None:
 
 
 def test_server_that_was_killed_answers_from_files(tmp_path: Path) -> None:
-    """The file is written while the server idles; a client sees how many tokens it saved."""
-    text = "The harbour master keeps the key of the lighthouse in a blue tin." * 12
-    folder, model = tmp_path / "kept", Path(smollm2())
-    own = ["--kv-policy=h2o", "--kv-policy-config.budget=64"]
-    own += [f"--kv-policy-config.continuation={folder}", "--enable-prompt-tokens-details"]
-    own += ["--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=16"]
-    with Completing(model, tmp_path / "first.log", own) as server:
-        status, answer = server.complete(prompt=text, max_tokens=1, vllm_xargs=KEPT)
-        assert status == 200
-        _wait_for(lambda: list(folder.glob("*-of-1.????????")))
+    """The page's commands; the file is written while the server idles."""
+    start, keep, later = blocks(ROOT / "examples/document.md")
+    folder, model = tmp_path / "kept", smollm2()
+    _, _, served, *flags = shlex.split(start.code.replace("/tmp/kept", str(folder)))
+    assert served == MODEL
+    flags += ["--dtype=float32", "--enforce-eager", "--max-model-len=1024", "--block-size=16"]
+    with Completing(Path(model), tmp_path / "first.log", flags) as server:
+        run(keep, server)
+        _wait_for(lambda: list(folder.glob("*.0-of-1.????????")))
         for process in (server.process, *server.children):
             os.kill(process.pid, signal.SIGKILL)
         server.process.wait()
-    with Completing(model, tmp_path / "second.log", own) as server:
-        status, answer = server.complete(prompt=text + " Where is the key?", max_tokens=4)
-        details = answer["usage"]["prompt_tokens_details"]
-        assert status == 200 and details["cached_tokens"] > 150
+    with Completing(Path(model), tmp_path / "second.log", flags) as server:
+        said = re.findall(r"(\d+) tokens, (\d+) of them kept", run(later, server))
+        prompts, kept = ([int(n) for n in each] for each in zip(*said, strict=True))
+        assert len(said) == 3 and min(prompts) > min(kept) == max(kept) > 700
         metric = "vllm:kv_policy_continuation_folder_hits_total"
         lines = [line for line in server.get("/metrics").splitlines() if line.startswith(metric)]
-        assert [float(line.split()[-1]) for line in lines] == [details["cached_tokens"]]
+        assert [float(line.split()[-1]) for line in lines] == [sum(kept)]
+    assert "is kept in" in (tmp_path / "first.log").read_text()
     assert "1 prompts are kept" in (tmp_path / "second.log").read_text()
