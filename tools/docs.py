@@ -129,6 +129,7 @@ TEMPLATES = {
     "split={s.split}": "`split=heads` or `layers`",
     "merge={s.merge}": "`merge`",
     "positions={o.positions}": "`positions=rolling`",
+    "continuation={o.continuation}": "`continuation=/PATH`",
     "budget_basis={o.budget_basis}": "`budget_basis`",
     "budget={o.budget}": "`budget` in tokens",
 }

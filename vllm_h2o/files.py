@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import zlib
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 HEADER = "request"
 """Key of the header, JSON, in the metadata of a file (safetensors)."""
+CHECKSUM = "[0-9a-f]" * 8
+"""Pattern of the checksum that ends a name; a file that is being written has none."""
 _READ_BYTES = 1 << 22
 
 
@@ -53,7 +55,7 @@ def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
 def of_worker(place: str, rank: int, num_workers: int) -> list[Path]:
     """Find a worker's files by their name's beginning; there is one, or none."""
     path = Path(place)
-    return sorted(path.parent.glob(f"{path.name}.{rank}-of-{num_workers}.????????"))
+    return sorted(path.parent.glob(f"{path.name}.{rank}-of-{num_workers}.{CHECKSUM}"))
 
 
 def checksum(path: Path) -> str:
@@ -65,6 +67,6 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
-@lru_cache(maxsize=4096)
+@cache
 def _checksum(path: Path, size: int, modified: int) -> str:
     return checksum(path)

@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.request import asked_budget, budget_of, check_request
+from vllm_h2o.options.request import asked_budget, asks_to_save, budget_of, check_request
 from vllm_h2o.policy import Budget
 
 
@@ -93,6 +93,8 @@ def check(
     images: Sequence[MultiModalFeatureSpec] = (),
     engines: int = 1,
     resumable: bool = False,
+    adapter: object = None,
+    embeds: object = None,
 ) -> None:
     """Send a request of 100 + 50 tokens to an engine of 1024."""
     params = SimpleNamespace(extra_args=extra_args, max_tokens=50)
@@ -101,6 +103,8 @@ def check(
         prompt_token_ids=[1] * 100,
         mm_features=images,
         resumable=resumable,
+        lora_request=adapter,
+        prompt_embeds=embeds,
     )
     parallel = SimpleNamespace(
         data_parallel_size=engines,
@@ -140,6 +144,41 @@ def test_request_that_names_an_option_is_refused(key: str) -> None:
         check({}, {key: 64})
     assert "Give 'kv_budget'" in str(caught.value)
     check(None, {key: 64})
+
+
+FOLDER = {"continuation": "/kept"}
+
+
+@pytest.mark.parametrize("asked", [0, 1, "0", "1", True, False])
+def test_wish_to_be_kept_is_a_switch(asked: object) -> None:
+    """However JSON or a command line writes it."""
+    check(FOLDER, {"kv_save": asked})
+    check(FOLDER, {"kv_save": asked, "kv_budget": 64})
+    request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"kv_save": asked}))
+    assert asks_to_save(request) == (asked in (1, "1", True))
+
+
+@pytest.mark.parametrize(
+    ("options", "extra_args", "given", "message"),
+    [
+        (FOLDER, {"kv_save": "manual"}, {}, "kv_save='manual' is not supported: it takes 1 or 0"),
+        (FOLDER, {"kv_save": [1]}, {}, "kv_save=[1] is not supported: it takes 1 or 0"),
+        (FOLDER, {"kv-save": 1}, {}, "'kv-save' in a request is not supported: the key of"),
+        ({"continuation": True}, {"kv_save": 1}, {}, "the engine has no folder"),
+        (None, {"kv_save": 1}, {}, "the engine has no folder"),
+        (FOLDER, {"kv_save": 1}, {"adapter": object()}, "the request has a LoRA adapter"),
+        (FOLDER, {"kv_save": 1}, {"images": [object()]}, "the request has images"),
+        (FOLDER, {"kv_save": 1}, {"embeds": object()}, "the request has prompt embeddings"),
+        (FOLDER, {"kv_save": 1}, {"resumable": True}, "the request has more parts to come"),
+    ],
+)
+def test_wish_to_be_kept_is_refused(
+    options: Any, extra_args: Any, given: dict[str, Any], message: str
+) -> None:
+    """What no later engine could continue from."""
+    with pytest.raises(ConfigError) as caught:
+        check(options, extra_args, **given)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["merge", "score", "positions", "session_id", "my_budgets"])

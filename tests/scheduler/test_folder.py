@@ -112,6 +112,18 @@ def test_files_of_others_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "1 prompts are kept; 2 files are of another model" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "header",
+    ["", "[]", "3", "{}", '{"made_by": "me"}', '{"made_by": "me", "tokens": [1], "turn": {}}']
+    + ['{"made_by": "me", "tokens": [1], "turn": {"logical_len": 9, "resident_len": 1}}'],
+)
+def test_file_with_an_odd_header_is_left_alone(header: str, tmp_path: Path) -> None:
+    """An engine starts beside whatever is in the folder."""
+    write(str(tmp_path / "doc"), 0, 1, [HeldTokens((torch.zeros(1),))], header)
+    assert list(Folder(tmp_path, "me", 1).read()) == []
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("num_bytes", [0, 5, 100])
 def test_file_that_is_cut_is_not_whole(num_bytes: int, tmp_path: Path) -> None:
     """Its name says what it was."""

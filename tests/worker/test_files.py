@@ -63,9 +63,24 @@ def test_first_file_that_is_whole_stays(tmp_path: Path) -> None:
     assert torch.equal(found.views[0], views(2, torch.float32)[0])
 
 
+def test_file_that_is_being_written_is_none(tmp_path: Path) -> None:
+    """However its name ends; what has no file's name is not touched."""
+    others = [tmp_path / f"doc.0-of-2.{end}" for end in ("123.part", "00000000.part", "ABCDEFGH")]
+    for path in others:
+        path.write_bytes(b"a part")
+    place = str(tmp_path / "doc")
+    written = write(place, 0, 2, [HeldTokens(views(1, torch.float32))], "{}")
+    assert files.of_worker(place, 0, 2) == [written]
+    assert len(read(place, 0, 2)) == 1
+    assert all(path.exists() for path in others)
+
+
 def test_failures_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """To write is not needed by any request; to read is."""
-    place = str(tmp_path / "none" / "doc")
+    (tmp_path / "file").touch()
+    for folder in ("none", "file"):  # and no folder
+        place = str(tmp_path / folder / "doc")
+        assert write(place, 0, 1, [HeldTokens(views(1, torch.float32))], "{}") is None
     assert write(place, 0, 1, [HeldTokens(views(1, torch.float32))], "{}") is None
     assert "a prompt's cache is not saved" in caplog.text
     with pytest.raises(IntegrityError, match="cannot be read"):

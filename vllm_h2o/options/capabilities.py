@@ -269,7 +269,7 @@ ENGINE_PARTS: tuple[Part, ...] = (
     Part(
         "an engine that may span nodes",
         lambda s: spans_nodes(s.engine),
-        "run all workers on one node, without Ray",
+        "run all workers on one node, without Ray or an external launcher",
         breaks={P.ONE_NODE: "has workers that write files elsewhere"},
     ),
     Part(

@@ -103,9 +103,10 @@ def stages(vllm_config: Any) -> int:
 
 
 def spans_nodes(vllm_config: Any) -> bool:
-    """Whether workers may run on another node than the scheduler."""
+    """Whether workers may run on another node than the scheduler, or have a scheduler each."""
     parallel = vllm_config.parallel_config
-    return parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray"
+    backend = parallel.distributed_executor_backend
+    return parallel.nnodes > 1 or backend in ("ray", "external_launcher")
 
 
 def old_gpu(_: Any) -> bool:

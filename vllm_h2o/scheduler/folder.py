@@ -13,13 +13,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import vllm
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.request import Request
@@ -86,19 +85,18 @@ class Folder:
         self._made_by = made_by
         self._num_workers = num_workers
         self._saved: dict[str, Saved] = {}
+        self._found: dict[str, list[Path]] = {}
 
     def read(self) -> Iterator[Kept]:
         """Read what is there when the engine starts; the log says how much, and what it is not."""
         num_kept = num_other = 0
-        for path in sorted(self._path.glob(f"*.0-of-{self._num_workers}.????????")):
-            header = _header(path)
-            if header is None or header["made_by"] != self._made_by:
+        for path in files.of_worker(str(self._path / "*"), 0, self._num_workers):
+            kept = _kept(path, self._made_by)
+            if kept is None:
                 num_other += 1
                 continue
             num_kept += 1
-            tokens, salt = tuple(header["tokens"]), header["salt"]
-            place = str(self._path / path.name.split(".")[0])
-            yield Kept(place, tokens, salt, Budget(**header["budget"]), Left(**header["turn"]))
+            yield kept
         logger.info(
             "%s: %d prompts are kept; %d files are of another model, policy or version",
             self._path,
@@ -134,14 +132,18 @@ class Folder:
 
     def is_whole(self, place: str) -> bool:
         """Whether every worker's file is there, as it was written."""
-        ranks = range(self._num_workers)
-        return all(
-            any(files.is_as_written(path) for path in files.of_worker(place, rank, len(ranks)))
-            for rank in ranks
-        )
+        found = self._found.get(place, [])
+        if len(found) < self._num_workers or not all(map(files.is_as_written, found)):
+            ranks = range(self._num_workers)
+            each = (files.of_worker(place, rank, self._num_workers) for rank in ranks)
+            whole = (next(filter(files.is_as_written, paths), None) for paths in each)
+            found = self._found[place] = list(filter(None, whole))
+        return len(found) == self._num_workers
 
     def forget_copies(self) -> None:
         """Have nothing written that is not written yet."""
+        if self._saved:
+            logger.warning("%d prompts are not kept: the cache was reset first", len(self._saved))
         self._saved.clear()
 
     def take(self) -> tuple[Saved, ...]:
@@ -165,13 +167,11 @@ def _made_by(vllm_config: VllmConfig, config: KVPolicyConfig) -> str:
     parallel = vllm_config.parallel_config
     options = {k: v for k, v in config.to_dict().items() if k != "continuation"}
     versions = (FORMAT, vllm_h2o.__version__, vllm.__version__)
-    layout = (
-        cache.cache_dtype,
-        cache.block_size,
-        parallel.tensor_parallel_size,
-        stages(vllm_config),
-    )
-    everything = (*versions, model.compute_hash(), _weights(model), layout, options)
+    ranks = (parallel.tensor_parallel_size, stages(vllm_config), envs.VLLM_PP_LAYER_PARTITION)
+    layout = (cache.cache_dtype, cache.block_size, *ranks)
+    load_format = str(vllm_config.load_config.load_format)
+    loaded = load_format, model.seed if load_format == "dummy" else _weights(model)
+    everything = (*versions, model.compute_hash(), loaded, layout, options)
     return hashlib.sha256(json.dumps(everything, default=str).encode()).hexdigest()
 
 
@@ -181,6 +181,8 @@ def _weights(model: ModelConfig) -> object:
     if not path.exists():
         return _revision(model)
     found = [f for f in path.iterdir() if f.suffix in WEIGHTS] if path.is_dir() else [path]
+    if not found:
+        raise _unknown(model)
     return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(found)]
 
 
@@ -192,7 +194,11 @@ def _revision(model: ModelConfig) -> str:
         found = None
     if isinstance(found, str):
         return found
-    raise ConfigError(
+    raise _unknown(model)
+
+
+def _unknown(model: ModelConfig) -> ConfigError:
+    return ConfigError(
         "a folder for caches",
         f"the weights of {model.model} are neither files here nor of a known revision",
         "caches of other weights would pass for those of these",
@@ -200,11 +206,17 @@ def _revision(model: ModelConfig) -> str:
     )
 
 
-def _header(path: Path) -> dict[str, Any] | None:
-    """The header of a file; None where it is none of ours."""
+def _kept(path: Path, made_by: str) -> Kept | None:
+    """The prompt of a file; None where another engine, or something else, has written it."""
     try:
         with safe_open(path, framework="numpy") as file:
-            header: dict[str, Any] = json.loads(file.metadata()[files.HEADER])
-            return header
+            said = json.loads(file.metadata()[files.HEADER])
+        if said["made_by"] != made_by:
+            return None
+        place = str(path.parent / path.name.split(".")[0])
+        tokens, turn = tuple(said["tokens"]), Left(**said["turn"])
+        if len(tokens) != turn.logical_len:
+            return None
+        return Kept(place, tokens, said["salt"], Budget(**said["budget"]), turn)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None

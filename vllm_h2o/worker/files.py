@@ -7,9 +7,10 @@ name, and gives the header, which says whose cache it is: see scheduler/folder.p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -44,16 +45,18 @@ def write(
         for layer, copy in enumerate(held)
         for part, tensor in copy.parts().items()
     }
-    written = Path(f"{place}.{rank}-of-{num_workers}.{os.getpid()}.part")
+    written = Path(f"{place}.{rank}-of-{num_workers}.{uuid4().hex}.part")
     try:
         save_file(tensors, written, metadata={files.HEADER: header})
+        size = written.stat().st_size
         path = files.publish(written, place, rank, num_workers)
     except (OSError, SafetensorError) as error:
-        written.unlink(missing_ok=True)
+        with suppress(OSError):
+            written.unlink()
         logger.error("a prompt's cache is not saved to %s: %s", written, error)
         return None
     if rank == 0:
-        logger.info("a prompt's cache is kept in %s: %.1f MiB", path, path.stat().st_size / 2**20)
+        logger.info("a prompt's cache is kept in %s: %.1f MiB", path, size / 2**20)
     return path
 
 
@@ -72,7 +75,8 @@ def read(place: str, rank: int, num_workers: int) -> list[Held]:
         IntegrityError: when the file is gone since the scheduler has seen it.
 
     """
-    path = next(iter(files.of_worker(place, rank, num_workers)), place)
+    found = files.of_worker(place, rank, num_workers)
+    path = next(filter(files.is_as_written, found), place)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -16,7 +17,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_h2o.errors import IntegrityError
+from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.options.config import KVPolicyConfig
@@ -94,6 +95,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         if worker != WORKER:
             raise IntegrityError(f"the policy's backend runs in {worker}, not in {WORKER}")
         config = KVPolicyConfig.required(vllm_config)
+        _check_files(config, layer_names, vllm_config)
         self.spec, self.position_limit = kv_cache_spec, config.position_limit
         context = vllm_config.compilation_config.static_forward_context
         self.layers = Layers(layer_names, context)
@@ -229,3 +231,23 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             ends += [plan.restored_end] * num_blocks
         on_device = sent(torch.tensor(ends), self.device)
         return Restoring(torch.cat(own), on_device, self.layers, self.kernels)
+
+
+def _check_files(config: KVPolicyConfig, names: list[str], vllm_config: VllmConfig) -> None:
+    """Refuse to keep caches where vLLM divides the policy's layers, so that one has several files.
+
+    Raises:
+        UnsupportedError: for such a model.
+
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    layers = [each for each in context.values() if isinstance(each, AttentionLayerBase)]
+    backend = context[names[0]].get_attn_backend()
+    num_layers = sum(layer.get_attn_backend() is backend for layer in layers)
+    if config.continuation_folder is not None and num_layers != len(names):
+        raise UnsupportedError(
+            f"continuation={config.continuation}",
+            f"the model has layers with full attention of several shapes, {num_layers} in all",
+            "a worker's file has the layers of one shape",
+            "use continuation=true",
+        )
