@@ -240,11 +240,13 @@ def _check_files(config: KVPolicyConfig, names: list[str], vllm_config: VllmConf
         UnsupportedError: for such a model.
 
     """
+    if config.continuation_folder is None:
+        return
     context = vllm_config.compilation_config.static_forward_context
     layers = [each for each in context.values() if isinstance(each, AttentionLayerBase)]
     backend = context[names[0]].get_attn_backend()
     num_layers = sum(layer.get_attn_backend() is backend for layer in layers)
-    if config.continuation_folder is not None and num_layers != len(names):
+    if num_layers != len(names):
         raise UnsupportedError(
             f"continuation={config.continuation}",
             f"the model has layers with full attention of several shapes, {num_layers} in all",

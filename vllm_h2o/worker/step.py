@@ -194,7 +194,7 @@ class PublishesSteps:
         order = rows(self.model_runner, scheduler_output)
         plan = self._plans.complete(scheduler_output.residency_plan, gone)
         scheduler_output.residency_plan = plan
-        if not scheduler_output.total_num_scheduled_tokens:
+        if not plan.requests and (plan.saved or plan.dropped):
             self._begin_turns(plan)  # nothing builds attention metadata
         step = Step(plan, order, draft_queries=self._draft_queries, reader=Reader(self))
         with publish(step):
