@@ -9,13 +9,12 @@ token of its answer is the model's own first choice.
 Usage::
 
     python -m benchmarks.throughput.document [--rounds 3] [--length 3000] [--questions 12]
-        [--share 0.2] [--csv FILE]
+        [--share 0.2] [--restart] [--csv FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import statistics
 import time
@@ -41,7 +40,9 @@ from benchmarks.throughput.runs import ENVIRONMENT, ON_CPU
 DTYPE = "float32"
 STOCK, CACHED, OURS = "stock vLLM", "stock vLLM, prefix caching", "h2o2, score=reconstruction"
 FILES = "h2o2, score=reconstruction, from files"
-SIDES = (STOCK, CACHED, OURS, FILES)
+SIDES = (STOCK, CACHED, OURS)
+RESTART = (OURS, FILES)
+"""What is left to compare when only the engine's end matters."""
 LONGEST = 160
 """Tokens of a question and its answer, at most."""
 
@@ -113,7 +114,6 @@ def _measure(side: str, work: Work, folder: str) -> dict[str, Any]:
         judged = force(llm, texts, [None] * len(texts), progress=False)
         seconds = time.perf_counter() - start
     return {
-        "profile": "P12",
         "side": side,
         "machine": machine_name(),
         "vllm": version("vllm"),
@@ -130,12 +130,13 @@ def _measure(side: str, work: Work, folder: str) -> dict[str, Any]:
     }
 
 
-def rows(rounds: int, work: Work) -> Iterator[dict[str, Any]]:
+def rows(rounds: int, work: Work, sides: Sequence[str] = SIDES) -> Iterator[dict[str, Any]]:
     """Yield a row for each engine: the sides take turns, and another one begins each round."""
+    profile = "P12 restart" if FILES in sides else "P12"
     for number in range(rounds):
-        begun = number % len(SIDES)
-        for side in (*SIDES[begun:], *SIDES[:begun]):
-            yield {"round": number, **measure(side, work)}
+        begun = number % len(sides)
+        for side in (*sides[begun:], *sides[:begun]):
+            yield {"round": number, "profile": profile, **measure(side, work)}
 
 
 def ratios(found: Sequence[dict[str, Any]], side: str, ours: str = OURS) -> list[float]:
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=Work.length, help="tokens (3000)")
     parser.add_argument("--questions", type=int, default=Work.questions, help="at once (12)")
     parser.add_argument("--share", type=float, default=Work.share, help="that is kept (0.2)")
+    parser.add_argument("--restart", action="store_true", help="h2o2 before and after a restart")
     parser.add_argument("--document", type=int, default=Work.number, help="its number (0)")
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
     args = parser.parse_args()
@@ -157,15 +159,18 @@ def main() -> None:
     found = []
     print("| side | found | reading, s | all, s |")
     print("| --- | ---: | ---: | ---: |")
-    for row in rows(args.rounds, Work(args.length, args.questions, args.share, args.document)):
+    work = Work(args.length, args.questions, args.share, args.document)
+    sides = RESTART if args.restart else SIDES
+    for row in rows(args.rounds, work, sides):
         found.append(row)
         print(
             f"| {row['side']} | {row['found']} | {row['read_s']} | {row['seconds']} |", flush=True
         )
         if args.csv:
             append_rows(args.csv, [row])
-    for side, ours in itertools.product((STOCK, CACHED), (OURS, FILES)):
-        print(f"{side}: {runs.spread(ratios(found, side, ours))} times {ours}")
+    last = sides[-1]
+    for side in sides[:-1]:
+        print(f"{side}: {runs.spread(ratios(found, side, last))} times {last}")
 
 
 if __name__ == "__main__":
