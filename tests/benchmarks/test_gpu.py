@@ -40,7 +40,11 @@ CPU, HERE = torch.device("cpu"), processor()
 H100 = Card("NVIDIA H100 80GB HBM3", 90, 85.5)
 T4 = Card("Tesla T4", 75, 15.8)
 SMALL = parts(small=True, every=True, card=HERE)
-RUN = ("1/8, shared prefixes, graphs against eager",)
+RUN = (
+    "1/8, nothing compiled while it serves",
+    "1/8, shared prefixes, graphs against eager",
+    "1/8, read twice, graphs against eager",
+)
 LIKE_OTHERS = {f"engines: llama, {name}" for name in COMPARED if name not in RUN}
 """Parts that differ from the others by an option: each compiles a model's graph for a minute."""
 

@@ -84,7 +84,7 @@ def test_no_page_is_lost_shared_or_freed_twice() -> None:
     events = "add chunk decode preempt resume abort finish pack reset page restore together"
     for event in (*events.split(), "pressure_packs", "pressure_evicted_tokens"):
         assert totals[event] >= seen_by_all(50), (event, totals)
-    assert totals["pack resumed"] >= seen_by_all(5)
+    assert totals["pack resumed"] >= seen_by_all(20)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

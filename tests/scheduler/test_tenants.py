@@ -37,6 +37,9 @@ SHARED_SLOTS = (
     (*H2O2, READ_AGAIN),
 )
 
+RARE = ("fetch", "read", "share")
+"""Events of which some draws of as many examples show few."""
+
 totals: Counter[str] = Counter()
 
 
@@ -94,4 +97,4 @@ def test_no_cache_is_another_s(
         "write read lose"
     )
     for event in (*events.split(), *own_events.split()):
-        assert totals[event] >= seen_by_all(3), (event, totals)
+        assert totals[event] >= seen_by_all(3 if event in RARE else 20), (event, totals)
