@@ -80,7 +80,7 @@ def kept(path: Path, made_by: str = "me", num_workers: int = 2) -> tuple[Folder,
     """A folder with a prompt of which no worker has written anything, and its files' place."""
     folder = Folder(path, made_by, num_workers)
     request = Kept("any", tuple(range(50)), "salt", BUDGET, TURN).request()
-    place = folder.save(request, BUDGET, TURN, (3, 4)).place
+    place = folder.save(request, BUDGET, TURN, (3, 4))
     (saved,) = folder.take()
     assert (saved.place, saved.source, saved.num_slots) == (place, (3, 4), 16)
     assert folder.take() == ()
@@ -95,7 +95,7 @@ def test_every_worker_has_to_write(tmp_path: Path) -> None:
     folder, place = kept(tmp_path)
     assert folder.is_whole(place)
     request = Kept("any", tuple(range(50)), "salt", BUDGET, TURN).request()
-    assert folder.save(request, BUDGET, TURN, (3, 4)).place == place
+    assert folder.save(request, BUDGET, TURN, (3, 4)) == place
     assert folder.take() == ()
     (later,) = Folder(tmp_path, "me", 2).read()
     assert later == Kept(place, tuple(range(40)), "salt", BUDGET, TURN)

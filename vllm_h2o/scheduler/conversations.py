@@ -32,7 +32,7 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.options.request import asks_to_save
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.events import EntryEvents
-from vllm_h2o.scheduler.folder import Folder, Kept
+from vllm_h2o.scheduler.folder import Folder
 from vllm_h2o.scheduler.host import HostMemory
 from vllm_h2o.scheduler.misses import Misses
 from vllm_h2o.scheduler.prefixes import Name, Names, Prefixes
@@ -90,9 +90,8 @@ class Entry:
             blocks: first blocks of the request that continues, as many as the slots need.
 
         """
-        turn, ids = self.turn, tuple(block.block_id for block in blocks)
-        lengths = (turn.num_slots, turn.restored_end, turn.is_split)
-        return Continuation(self.source, ids, *lengths, self.place)
+        ids = tuple(block.block_id for block in blocks)
+        return Continuation(self.source, ids, *self.turn.copied, self.place)
 
 
 class Conversations:
@@ -127,7 +126,9 @@ class Conversations:
         self._folder = folder
         self._kept: Prefixes[Entry] = Prefixes(self._names)
         for kept in folder.read() if folder else ():
-            self._keep(kept)
+            turn = kept.turn
+            name = self._names.name(kept.request(), turn.logical_len, (kept.budget, FIRST))
+            self._keep(name, turn, kept.place)
 
     def _drop_replaced(self) -> None:
         """Drop what other weights have computed: entries, and all of vLLM's prefix cache.
@@ -160,7 +161,8 @@ class Conversations:
 
         """
         weights = self._weights_of(request, turn, blocks)
-        if self._folder and asks_to_save(request) and request.is_finished() and weights != FIRST:
+        folder = self._folder if asks_to_save(request) else None
+        if folder and request.is_finished() and weights != FIRST:
             logger.warning("request %s asked to be kept, and is not: %s", request.request_id, LOST)
         if weights is None:
             return False
@@ -174,8 +176,8 @@ class Conversations:
         self._misses.add(name, request, turn.logical_len, same)
         if self._events:
             self._events.stored(name, request, turn.logical_len)
-        if self._folder and asks_to_save(request) and weights == FIRST:
-            self._keep(self._folder.save(request, state.budget, turn, entry.source))
+        if folder and weights == FIRST:
+            self._keep(name, turn, folder.save(request, state.budget, turn, entry.source))
         return True
 
     def _weights_of(
@@ -190,10 +192,9 @@ class Conversations:
             return None
         return self.weights.kept_by(request)
 
-    def _keep(self, kept: Kept) -> None:
+    def _keep(self, name: Name, turn: Left, place: str) -> None:
         """Let requests continue from what is in files, or is about to be."""
-        name = self._names.name(kept.request(), kept.turn.logical_len, (kept.budget, FIRST))
-        self._kept.put(name, Entry(kept.turn, (), name, FIRST, kept.place))
+        self._kept.put(name, Entry(turn, (), name, FIRST, place))
 
     def _forget_kept(self) -> None:
         """Know of no files until the engine starts again: other weights may have replaced those."""

@@ -104,7 +104,7 @@ class Folder:
             num_other,
         )
 
-    def save(self, request: Request, budget: Budget, turn: Left, source: tuple[int, ...]) -> Kept:
+    def save(self, request: Request, budget: Budget, turn: Left, source: tuple[int, ...]) -> str:
         """Have a cache written before the next step, unless its files are there.
 
         Args:
@@ -113,22 +113,22 @@ class Folder:
             turn: lengths of its cache.
             source: ids of its blocks.
 
+        Returns:
+            The beginning of its files' names.
+
         """
-        tokens = tuple(request.all_token_ids[: turn.logical_len])
         said = {
             "made_by": self._made_by,
-            "tokens": tokens,
+            "tokens": request.all_token_ids[: turn.logical_len],
             "salt": request.cache_salt,
             "budget": asdict(budget),
             "turn": asdict(turn),
         }
         header = json.dumps(said)
         place = str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32])
-        kept = Kept(place, tokens, request.cache_salt, budget, turn)
         if not self.is_whole(place):
-            lengths = (turn.num_slots, turn.restored_end, turn.is_split)
-            self._saved[place] = Saved(place, source, *lengths, header)
-        return kept
+            self._saved[place] = Saved(place, source, *turn.copied, header)
+        return place
 
     def is_whole(self, place: str) -> bool:
         """Whether every worker's file is there, as it was written."""

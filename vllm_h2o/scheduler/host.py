@@ -63,8 +63,7 @@ class HostMemory:
         number = next(self._numbers)
         self._sizes[number] = turn.num_slots
         self.num_used += turn.num_slots
-        lengths = (turn.num_slots, turn.restored_end, turn.is_split)
-        self._saved[number] = Saved(number, source, *lengths)
+        self._saved[number] = Saved(number, source, *turn.copied)
         return number
 
     def use(self, number: int) -> None:

@@ -40,6 +40,11 @@ class Left:
         """Slots whose contents another request needs to continue."""
         return self.shared_len or self.resident_len
 
+    @property
+    def copied(self) -> tuple[int, int, bool]:
+        """Its lengths as ``wire.Saved`` and ``wire.Continuation`` take them."""
+        return self.num_slots, self.restored_end, self.is_split
+
     def prompt_end(self, prompt_len: int) -> int:
         """Tokens after which each one takes a step of its own.
 
