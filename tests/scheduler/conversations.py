@@ -254,7 +254,7 @@ class WithFiles(Talking):
     """Every other request leaves files in the folder of the options, where some are lost."""
 
     asks_to_save = True
-    loses = 0.1
+    loses = 0.02
     """How often a step loses one."""
 
     def step(self) -> SchedulerOutput:
