@@ -181,7 +181,8 @@ class Continuation:
         num_slots: slots in use; every slot holds a token, unless heads share them.
         restored_end: from now on the tokens [0, restored_end), a prompt's, are ranked without the
             term whose lifetime is over. 0: nothing changes.
-        is_split: whether KV heads share the slots: then pages are copied as they are.
+        keeps_slots: whether each token keeps its slot: KV heads share them, or the request goes on
+            where the earlier one has ended. Else they are put in order of position.
         place: of the copy, as in :class:`Saved`; None: it is in blocks.
 
     """
@@ -190,7 +191,7 @@ class Continuation:
     blocks: tuple[int, ...]
     num_slots: int
     restored_end: int = 0
-    is_split: bool = False
+    keeps_slots: bool = False
     place: int | str | None = None
 
 
@@ -201,18 +202,12 @@ class Saved:
     Args:
         place: its number in host memory; a text: the beginning of its files' names, see files.py.
         source: ids of the blocks.
-        num_slots: slots in use.
-        restored_end: as in :class:`Continuation`.
-        is_split: as in :class:`Continuation`.
         header: of the files.
 
     """
 
     place: int | str
     source: tuple[int, ...]
-    num_slots: int
-    restored_end: int = 0
-    is_split: bool = False
     header: str = ""
 
 

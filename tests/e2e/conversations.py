@@ -50,7 +50,8 @@ class ConversationOracle(Oracle):
         ]
         self.num_turns += 1
         turn = deepcopy(earlier[-1])
-        turn.begin_turn(in_chunks=not plan.is_split)
+        if self.requests[request_id].num_prompt_tokens > plan.logical_start + 1:
+            turn.begin_turn(in_chunks=not plan.is_split)
         return turn
 
 

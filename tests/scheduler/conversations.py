@@ -17,9 +17,9 @@ from vllm.v1.request import Request
 
 from tests.scheduler.harness import MAX_MODEL_LEN, STOP, Simulation, vllm_config
 from tests.scheduler.shadow import ShadowPool
-from vllm_h2o.kernels.held import HeldTokens
+from vllm_h2o.kernels.held import Held
 from vllm_h2o.scheduler.conversations import Conversations
-from vllm_h2o.wire import Continuation, RequestPlan, Saved
+from vllm_h2o.wire import Continuation, RequestPlan
 from vllm_h2o.worker.files import read, write
 
 
@@ -68,13 +68,13 @@ class ConversationPool(ShadowPool):
         rows |= dict(zip(cached.req_ids, granted, strict=True))
         for saved in plan.saved:
             if isinstance(saved.place, str):
-                write(saved.place, 0, 1, [HeldTokens((torch.zeros(1),))], saved.header)
+                write(saved.place, 0, 1, [Held({"score": torch.zeros(1)})], saved.header)
             else:
                 assert saved.place not in self.host
-            self.host[saved.place] = self._in_slots(saved)
+            self.host[saved.place] = self._in_pages(saved.source)
             self.chosen_on_host[saved.place] = self.chosen.get(saved.source[0], -1)
         read = {i: self._left(c, plan.requests[i]) for i, c in plan.continued.items()}
-        chosen = {i: self._chosen(each) for i, each in plan.continued.items() if each.is_split}
+        chosen = {i: self._chosen(each) for i, each in plan.continued.items() if each.keeps_slots}
         self.victims |= chosen
         for number in plan.dropped:
             del self.host[number], self.chosen_on_host[number]
@@ -86,8 +86,9 @@ class ConversationPool(ShadowPool):
                 self.slots[block, index % self.block_size] = token
             (_, _, packed), last = max(tokens, key=lambda token: token[1])
             assert last == plan.requests[request_id].logical_start - 1
-            # Where heads share slots, the next prompt is not packed at its end.
-            self.packed[request_id] = (*packed, *(() if each.is_split else self.packed[request_id]))
+            # What keeps its slots goes on as if one request had generated it.
+            ends = () if each.keeps_slots else self.packed[request_id]
+            self.packed[request_id] = (*packed, *ends)
             positions = {position for _, position in tokens}
             life = self.lives[request_id] + 1
             self.held[request_id] = (life, positions)
@@ -108,20 +109,18 @@ class ConversationPool(ShadowPool):
         """Tokens of slots before this step, of host memory or of a file that is there."""
         if isinstance(each.place, str):
             read(each.place, 0, 1)
-        tokens = self._in_slots(each) if each.place is None else self.host[each.place]
-        if each.is_split:  # a slot may be free
+        tokens = self._in_pages(each.source) if each.place is None else self.host[each.place]
+        tokens = tokens[: each.num_slots]
+        if plan.is_split:  # a slot may be free
             assert 0 <= len(tokens) - plan.resident_start <= 1
         else:
             assert len(tokens) == plan.resident_start
-        return tokens[: plan.resident_start]
+        tokens = tokens[: plan.resident_start]
+        return tokens if each.keeps_slots else sorted(tokens, key=lambda token: token[1])
 
-    def _in_slots(self, each: Continuation | Saved) -> list[Any]:
-        """Tokens of slots before this step, in order of position, or as heads share them."""
-        size, slots = self.block_size, range(each.num_slots)
-        if each.is_split:
-            return [self.slots.get((each.source[i // size], i % size)) for i in slots]
-        tokens = [self.slots[each.source[i // size], i % size] for i in slots]
-        return sorted(tokens, key=lambda token: token[1])
+    def _in_pages(self, blocks: Sequence[int]) -> list[Any]:
+        """What slots hold before this step."""
+        return [self.slots.get((block, i)) for block in blocks for i in range(self.block_size)]
 
 
 class Talking(Simulation):
@@ -134,9 +133,10 @@ class Talking(Simulation):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        entries_of(self).host.num_slots = self.num_host_slots
+        block_size = self.scheduler.block_manager.block_size
+        entries_of(self).host.num_pages = self.num_host_slots // block_size
         draws = self.pool.random
-        self.pool = ConversationPool(0, self.scheduler.block_manager.block_size)
+        self.pool = ConversationPool(0, block_size)
         self.pool.random = draws
         self.pool.requests = self.scheduler.requests
         self.said: list[tuple[Tenant, list[int]]] = []
@@ -176,7 +176,9 @@ class Talking(Simulation):
         self.count["write"] += sum(files)
         self.count["save"] += len(files) - sum(files)
         self.count["drop"] += len(plan.dropped)
-        self.count["share"] += sum(turn.is_split for turn in plan.continued.values())
+        self.count["share"] += sum(plan.requests[i].is_split for i in plan.continued)
+        kept = (i for i, turn in plan.continued.items() if turn.keeps_slots)
+        self.count["proceed"] += sum(not plan.requests[i].is_split for i in kept)
         self.count["fetch"] += sum(isinstance(t.place, int) for t in plan.continued.values())
         self.count["read"] += sum(isinstance(t.place, str) for t in plan.continued.values())
         self.remember()

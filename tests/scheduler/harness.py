@@ -329,7 +329,7 @@ class Simulation:
         if not plan.in_prompt and not plan.fits and rules.lifetime:
             over = end + rules.lifetime
             crosses = plan.logical_start < over <= plan.logical_end
-            scored = end - self.scheduler.ledger.states[request_id].turn_start > 1
+            scored = end - self.scheduler.ledger.states[request_id].prompt_start > 1
             assert plan.restored_end == (end if crosses and scored else 0)
             assert plan.num_new == 1 or not plan.restored_end
 

@@ -18,7 +18,7 @@ from tests.scheduler.conversations import (
     first_turn,
     talk,
 )
-from tests.scheduler.harness import vllm_config
+from tests.scheduler.harness import BLOCK_SIZE, vllm_config
 from tests.scheduler.schedules import PREFIXES, SNAPKV
 
 
@@ -84,7 +84,7 @@ def _request_of(talking: Talking, prompt: list[int]) -> Request:
 def with_host(num_host_slots: int, num_blocks: int = 13) -> Talking:
     """A pool that holds one request at a time, and host memory."""
     talking = Talking(vllm_config(12, 64, 8, "fcfs", False, (ON,)), num_blocks, 1)
-    entries_of(talking).host.num_slots = num_host_slots
+    entries_of(talking).host.num_pages = num_host_slots // BLOCK_SIZE
     return talking
 
 

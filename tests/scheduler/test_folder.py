@@ -12,13 +12,13 @@ import torch
 
 from tests.scheduler.conversations import TENANTS, Talking, Tenant, WithFiles, first_turn
 from tests.scheduler.harness import vllm_config
-from vllm_h2o.kernels.held import HeldTokens
+from vllm_h2o.kernels.held import Held
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.folder import Folder, Kept
 from vllm_h2o.scheduler.state import Left
 from vllm_h2o.worker.files import write
 
-BUDGET, TURN = Budget(16, 8, 7, 0), Left(40, 16)
+BUDGET, TURN = Budget(16, 8, 7, 0), Left(40, 16, prompt=(0, 30))
 
 
 def talk(folder: Path, policy: str = "h2o", after: Talking | None = None) -> WithFiles:
@@ -82,11 +82,11 @@ def kept(path: Path, made_by: str = "me", num_workers: int = 2) -> tuple[Folder,
     request = Kept("any", tuple(range(50)), "salt", BUDGET, TURN).request()
     place = folder.save(request, BUDGET, TURN, (3, 4))
     (saved,) = folder.take()
-    assert (saved.place, saved.source, saved.num_slots) == (place, (3, 4), 16)
+    assert (saved.place, saved.source) == (place, (3, 4))
     assert folder.take() == ()
     for rank in range(num_workers):
         assert not folder.is_whole(place)
-        write(place, rank, num_workers, [HeldTokens((torch.zeros(9),))], saved.header)
+        write(place, rank, num_workers, [Held({"score": torch.zeros(9)})], saved.header)
     return folder, place
 
 
@@ -119,7 +119,7 @@ def test_files_of_others_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFi
 )
 def test_file_with_an_odd_header_is_left_alone(header: str, tmp_path: Path) -> None:
     """An engine starts beside whatever is in the folder."""
-    write(str(tmp_path / "doc"), 0, 1, [HeldTokens((torch.zeros(1),))], header)
+    write(str(tmp_path / "doc"), 0, 1, [Held({"score": torch.zeros(1)})], header)
     assert list(Folder(tmp_path, "me", 1).read()) == []
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -252,7 +254,8 @@ def test_turn_after_shared_slots_takes_a_token_a_step() -> None:
     ledger = Ledger(BUDGET, 4, Rules(splits=True, continues=True, lifetime=3))
     run(ledger, 0, 20, 20)
     turn = ledger.states["r"].left(3)
-    assert turn == Left(20, 15, restored_end=20, shared_len=16) and turn.num_slots == 16
+    assert turn == Left(20, 15, restored_end=20, shared_len=16, prompt=(0, 20))
+    assert turn.num_slots == 16
     info = RequestInfo(30, turn=turn)
     assert ledger.align_chunk("s", 20, 10, info.prompt_end) == 1
     for start in range(20, 33):
@@ -268,6 +271,40 @@ def test_turn_after_shared_slots_takes_a_token_a_step() -> None:
         ledger.preview("s", 33, 35, info)
     whole = RequestInfo(30, turn=Left(20, 15))
     assert ledger.align_chunk("t", 20, 10, whole.prompt_end) == 10
+
+
+def in_requests(budget: Budget, rules: Rules, prompt_len: int, ends: set[int]) -> list[RequestPlan]:
+    """Plans of a prompt and 40 tokens, by requests that end after so many of these."""
+    ledger, plans, turn = Ledger(budget, 4, rules), [], None
+    for after in range(41):
+        start, end = (prompt_len + after - 1 if after else 0), prompt_len + after
+        info = RequestInfo(end, turn=turn)
+        plans.append(ledger.preview("r", start, end, info))
+        ledger.commit("r", plans[-1], info)
+        ledger.take_step({"r": end - start})
+        if after in ends:
+            turn = ledger.states["r"].left(rules.lifetime)
+            ledger.close("r")
+    return plans
+
+
+@given(
+    ends=st.sets(st.integers(0, 39)),
+    prompt_len=st.integers(1, 40),
+    lifetime=st.sampled_from([0, 3, 20]),
+    kind=st.sampled_from(["one", "five", "page", "heads"]),
+)
+def test_requests_that_go_on_plan_what_one_does(
+    ends: set[int], prompt_len: int, lifetime: int, kind: str
+) -> None:
+    """Wherever they end: survivors, victims, recent tokens, the end of a term's lifetime."""
+    every = {"five": 5, "page": 4}.get(kind, 1)
+    budget = replace(BUDGET, capacity=15 + every, evict_every=every, first_recent=4)
+    if kind == "page":
+        budget = replace(budget, capacity=20, num_heavy=8, unit=4)
+    rules = Rules(splits=kind == "heads", continues=True, lifetime=lifetime)
+    whole = in_requests(budget, rules, prompt_len, set())
+    assert in_requests(budget, rules, prompt_len, ends) == whole
 
 
 def test_positions_that_roll() -> None:

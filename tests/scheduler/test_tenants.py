@@ -89,7 +89,7 @@ def test_no_cache_is_another_s(
     )(play)
     events = (
         "add chunk decode preempt resume abort finish pack evict reset continue save fetch drop "
-        "write read lose"
+        "write read lose proceed"
     )
     seen = (*events.split(), *own_events.split())
     examples = drawn(num_examples)(random_conversations)

@@ -11,15 +11,19 @@ import torch
 
 from vllm_h2o import files
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.kernels.held import Held, HeldPages, HeldTokens
+from vllm_h2o.kernels.held import Held
 from vllm_h2o.worker.files import read, write
 
 
-def views(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Of eleven slots or pages: K is a view into something larger."""
+def copy(seed: int, dtype: torch.dtype = torch.float32, is_split: bool = False) -> Held:
+    """Of eleven pages: K is a view into something larger."""
     torch.manual_seed(seed)
     key, value = torch.randn(2, 2, 11, 2, 8)[:, :, :, 1].to(dtype)
-    return key, value, torch.rand(2, 11), torch.randint(99, (2, 11), dtype=torch.int32)
+    position = torch.randint(99, (2, 11), dtype=torch.int32)
+    parts = {"key": key, "value": value, "score": torch.rand(2, 11), "position": position}
+    if is_split:
+        parts["first_rows"], parts["victims"] = torch.tensor([[0, 3, 5]]), torch.tensor([[-1, 7]])
+    return Held(parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -28,23 +32,15 @@ def test_copies_are_read_as_they_were_written(
     is_split: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """More than ten layers, so that their order is not that of their names."""
-    bounds, victims = torch.tensor([[0, 3, 5]]), torch.tensor([[-1, 7]])
-    held: list[Held] = [
-        HeldPages(views(layer, dtype), bounds + layer, victims + layer)
-        if is_split
-        else HeldTokens(views(layer, dtype))
-        for layer in range(12)
-    ]
+    held = [copy(layer, dtype, is_split) for layer in range(12)]
     path = write(str(tmp_path / "doc"), 1, 2, held, "{}")
     assert path is not None and list(tmp_path.iterdir()) == [path]
     assert path.name == f"doc.1-of-2.{files.checksum(path)}"
     for before, after in zip(held, read(str(tmp_path / "doc"), 1, 2), strict=True):
-        assert type(before) is type(after)
-        parts = before.parts(), after.parts()
-        assert parts[0].keys() == parts[1].keys()
-        for name, part in parts[0].items():
-            assert parts[1][name].dtype == part.dtype
-            bits = (each.contiguous().view(torch.uint8) for each in (parts[1][name], part))
+        assert before.parts.keys() == after.parts.keys()
+        for name, part in before.parts.items():
+            assert after.parts[name].dtype == part.dtype
+            bits = (each.contiguous().view(torch.uint8) for each in (after.parts[name], part))
             assert torch.equal(*bits)
 
 
@@ -52,15 +48,15 @@ def test_first_file_that_is_whole_stays(tmp_path: Path) -> None:
     """Another engine may be about to read it; one that is cut is replaced."""
     place = str(tmp_path / "doc")
     for rank, seed in ((0, 1), (1, 1), (0, 2)):
-        write(place, rank, 2, [HeldTokens(views(seed, torch.float32))], "{}")
+        write(place, rank, 2, [copy(seed)], "{}")
     assert len(list(tmp_path.iterdir())) == 2
     (found,) = read(place, 0, 2)
-    assert torch.equal(found.views[0], views(1, torch.float32)[0])
+    assert torch.equal(found.parts["key"], copy(1).parts["key"])
     (path,) = files.of_worker(place, 0, 2)
     os.truncate(path, 9)
-    write(place, 0, 2, [HeldTokens(views(2, torch.float32))], "{}")
+    write(place, 0, 2, [copy(2)], "{}")
     (found,) = read(place, 0, 2)
-    assert torch.equal(found.views[0], views(2, torch.float32)[0])
+    assert torch.equal(found.parts["key"], copy(2).parts["key"])
 
 
 def test_file_that_is_being_written_is_none(tmp_path: Path) -> None:
@@ -69,7 +65,7 @@ def test_file_that_is_being_written_is_none(tmp_path: Path) -> None:
     for path in others:
         path.write_bytes(b"a part")
     place = str(tmp_path / "doc")
-    written = write(place, 0, 2, [HeldTokens(views(1, torch.float32))], "{}")
+    written = write(place, 0, 2, [copy(1)], "{}")
     assert files.of_worker(place, 0, 2) == [written]
     assert len(read(place, 0, 2)) == 1
     assert all(path.exists() for path in others)
@@ -80,8 +76,8 @@ def test_failures_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     (tmp_path / "file").touch()
     for folder in ("none", "file"):  # and no folder
         place = str(tmp_path / folder / "doc")
-        assert write(place, 0, 1, [HeldTokens(views(1, torch.float32))], "{}") is None
-    assert write(place, 0, 1, [HeldTokens(views(1, torch.float32))], "{}") is None
+        assert write(place, 0, 1, [copy(1)], "{}") is None
+    assert write(place, 0, 1, [copy(1)], "{}") is None
     assert "a prompt's cache is not saved" in caplog.text
     with pytest.raises(IntegrityError, match="cannot be read"):
         read(place, 0, 1)

@@ -9,7 +9,6 @@ import torch
 
 from tests.kernels.caches import Shape, filled
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
-from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
 from vllm_h2o.worker.after_step import Layers
 from vllm_h2o.worker.turns import Turns
@@ -47,7 +46,7 @@ def begin(
     """Begin a step."""
     by_id = {f"r{index}": each for index, each in enumerate(continued)}
     plan = ResidencyPlan({}, continued=by_id, saved=saved, dropped=dropped)
-    turns.begin(plan, layers, TorchKernels(), torch.device("cpu"))
+    turns.begin(plan, layers, torch.device("cpu"))
 
 
 def test_two_begin_and_one_takes_the_other_s_pages() -> None:
@@ -81,7 +80,7 @@ def test_copy_in_host_memory_is_what_a_copy_of_pages_is() -> None:
     (caches, layers), turns = two_layers(), Turns()
     begin(turns, layers, Continuation((2, 3), (7, 8), 7))
     expected = [content(cache, (7, 8), 7) for cache in caches]
-    saved = Saved(4, (2, 3), 7)
+    saved = Saved(4, (2, 3))
     begin(turns, layers, Continuation((), (3, 2), 7, place=4), saved=(saved,))
     found = [[content(cache, (3, 2), 7) for cache in caches]]
     for cache in caches:

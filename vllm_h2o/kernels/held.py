@@ -10,95 +10,80 @@ import torch
 
 from vllm_h2o.kernels.cache import LayerCache, first_slots
 
+VIEWS = ("key", "value", "score", "position", "score_without_window")
+"""What a slot holds; the last one where a term has a lifetime."""
+REQUEST = ("victims", "first_rows")
+"""What is kept under a request's first block; the last one where KV heads may share slots."""
+
 
 @dataclass(frozen=True)
-class HeldTokens:
-    """A copy of the slots of one request, of one layer, in order of position.
+class Held:
+    """A copy of the pages of one request, of one layer, as they are.
 
     Args:
-        views: K, V, score and position, [H, num_slots, ...]; scores count as kept.
+        parts: by attribute of :class:`LayerCache`; views of pages are [H, P, N, ...].
 
     """
 
-    views: tuple[torch.Tensor, ...]
+    parts: Mapping[str, torch.Tensor]
 
-    def store(self, cache: LayerCache, blocks: torch.Tensor) -> None:
-        """Write it to the first slots of some blocks.
+    @classmethod
+    def of(cls, cache: LayerCache, blocks: torch.Tensor) -> Held:
+        """Copy what a request holds; float8 is moved as it is.
 
         Args:
-            cache: written.
-            blocks: [P], integers: the blocks that hold the slots from now on.
+            cache: read.
+            blocks: [P], integers: the request's.
 
         """
-        at = first_slots(cache, blocks, self.views[0].shape[1])
-        _store(cache, at, self.views)
+        parts = {}
+        for names, at in ((VIEWS, cache.rows(blocks)), (REQUEST, blocks[:1])):
+            for name in names:
+                if (view := getattr(cache, name)) is not None:
+                    parts[name] = view[at]
+        return cls(parts)
 
-    def to(self, device: torch.device) -> HeldTokens:
-        """The same copy on a device."""
-        return HeldTokens(tuple(view.to(device) for view in self.views))
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        """The tensors by name."""
-        return {str(index): view for index, view in enumerate(self.views)}
-
-
-@dataclass(frozen=True)
-class HeldPages:
-    """A copy of the pages of one request whose KV heads share slots, of one layer, as they are.
-
-    Args:
-        views: K, V, score and position, [H, P, N, ...]; scores count as kept.
-        bounds: [1, H + 1], int32: ``first_rows`` of the request.
-        victims: [1, H], int32: the slots that its next token takes.
-
-    """
-
-    views: tuple[torch.Tensor, ...]
-    bounds: torch.Tensor
-    victims: torch.Tensor
-
-    def store(self, cache: LayerCache, blocks: torch.Tensor) -> None:
-        """Write it to as many blocks.
+    def store(self, cache: LayerCache, blocks: torch.Tensor, restored_end: int = 0) -> None:
+        """Write it to as many blocks: each token keeps its slot.
 
         Args:
             cache: written.
             blocks: [P], integers: the blocks that hold the slots from now on.
+            restored_end: tokens at positions below get the scores that they had without the term
+                with a lifetime; 0: all keep theirs.
 
         """
         rows = cache.rows(blocks)
-        _store(cache, rows, self.views)
-        assert cache.first_rows is not None and cache.victims is not None
-        cache.first_rows[blocks[:1]], cache.victims[blocks[:1]] = self.bounds, self.victims
+        for name, part in self._restored(restored_end).items():
+            getattr(cache, name)[blocks[:1] if name in REQUEST else rows] = part
 
-    def to(self, device: torch.device) -> HeldPages:
+    def store_in_order(
+        self, cache: LayerCache, blocks: torch.Tensor, num_slots: int, restored_end: int = 0
+    ) -> None:
+        """Write its tokens to the first slots of some blocks, in order of position.
+
+        Args:
+            cache: written.
+            blocks: [P], integers: the blocks that hold the slots from now on.
+            num_slots: slots in use, as many in each KV head.
+            restored_end: as in :meth:`store`.
+
+        """
+        at = first_slots(cache, blocks, num_slots)
+        position = self.parts["position"].flatten(1)[:, :num_slots]
+        order = position.argsort(dim=1)  # [H, num_slots]
+        heads = torch.arange(len(order), device=order.device)[:, None]
+        for name, part in self._restored(restored_end).items():
+            if name in VIEWS:
+                getattr(cache, name)[at] = part.flatten(1, 2)[heads, order]
+
+    def to(self, device: torch.device) -> Held:
         """The same copy on a device."""
-        views = tuple(view.to(device) for view in self.views)
-        return HeldPages(views, self.bounds.to(device), self.victims.to(device))
+        return Held({name: part.to(device) for name, part in self.parts.items()})
 
-    def parts(self) -> dict[str, torch.Tensor]:
-        """The tensors by name."""
-        own = {"bounds": self.bounds, "victims": self.victims}
-        return {str(index): view for index, view in enumerate(self.views)} | own
-
-
-Held = HeldTokens | HeldPages
-"""Either kind."""
-
-
-def of_parts(parts: Mapping[str, torch.Tensor]) -> Held:
-    """The copy that has these ``parts``."""
-    views = tuple(parts[name] for name in sorted(filter(str.isdigit, parts)))
-    if "bounds" in parts:
-        return HeldPages(views, parts["bounds"], parts["victims"])
-    return HeldTokens(views)
-
-
-def _store(
-    cache: LayerCache,
-    at: torch.Tensor | tuple[torch.Tensor, ...],
-    views: tuple[torch.Tensor, ...],
-) -> None:
-    """Write K, V, score and position at an index; float8 is moved as it is."""
-    cache.key[at], cache.value[at], cache.score[at], cache.position[at] = views
-    if cache.score_without_window is not None:
-        cache.score_without_window[at] = views[2]
+    def _restored(self, end: int) -> dict[str, torch.Tensor]:
+        """The parts after the end of a term's lifetime, for tokens at positions below ``end``."""
+        parts = dict(self.parts)
+        if end and (without := parts.get("score_without_window")) is not None:
+            parts["score"] = torch.where(parts["position"] < end, without, parts["score"])
+        return parts

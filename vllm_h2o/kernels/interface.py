@@ -14,7 +14,6 @@ import torch
 
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.held import Held
 from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.policy import Term
 
@@ -158,30 +157,5 @@ class Kernels(Protocol):
             end: one past the position of the newest token, before.
             rotate_back: what the layer's rotary embedding makes of a key some positions earlier.
             accumulates: whether scores are of attention: a token keeps its score per query.
-
-        """
-
-    def hold(
-        self, cache: LayerCache, blocks: torch.Tensor, num_slots: int, restored_end: int = 0
-    ) -> Held:
-        """Copy what the slots of one request hold, in order of position.
-
-        Args:
-            cache: read.
-            blocks: [P], integers: the blocks that hold the slots.
-            num_slots: slots in use.
-            restored_end: tokens at positions below get the scores that they had without the term
-                with a lifetime; 0: all keep theirs.
-
-        """
-        ...
-
-    def hold_pages(self, cache: LayerCache, blocks: torch.Tensor, restored_end: int = 0) -> Held:
-        """Copy what one request holds whose KV heads share slots: its pages, as they are.
-
-        Args:
-            cache: read.
-            blocks: [P], integers: the request's.
-            restored_end: as in :meth:`hold`.
 
         """

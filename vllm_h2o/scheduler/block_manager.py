@@ -183,7 +183,7 @@ class HeavyHitterManager(FullAttentionManager):
     def prompt_end_of(self, request: Request) -> int:
         """``RequestInfo.prompt_end`` of a request that holds nothing."""
         entry = self._entries.get(request.request_id)
-        return entry.turn.prompt_end(request.num_tokens) if entry else request.num_tokens
+        return entry.turn.prompt_of(request.num_tokens)[1] if entry else request.num_tokens
 
     def _slots_with_a_chunk(self, info: RequestInfo, held: RequestState | Left) -> int:
         """Most slots of the tokens that a request holds and of its prompt's next chunk."""
@@ -260,7 +260,8 @@ class HeavyHitterManager(FullAttentionManager):
             del self._entries[request_id]
             self.ledger.stats.count_copied(entry.place, start)
             num_pages = self.ledger.num_pages(entry.turn.num_slots)
-            self._continued[request_id] = entry.continued(new_blocks[:num_pages])
+            goes_on = info is not None and entry.turn.is_followed_by(info.prompt_len)
+            self._continued[request_id] = entry.continued(new_blocks[:num_pages], goes_on)
         row_end = state.first_block_idx + self.ledger.num_pages(state.held_len)
         has_surplus = plan.pack_block_idx > 0 or len(self.req_to_blocks[request_id]) > row_end
         if has_surplus and not state.in_prompt:

@@ -83,15 +83,18 @@ class Entry:
         """Ids of its blocks."""
         return tuple(block.block_id for block in self.blocks)
 
-    def continued(self, blocks: Sequence[KVCacheBlock]) -> Continuation:
+    def continued(self, blocks: Sequence[KVCacheBlock], goes_on: bool) -> Continuation:
         """The copy that the workers make.
 
         Args:
             blocks: first blocks of the request that continues, as many as the slots need.
+            goes_on: whether it goes on where this one has ended (Left.is_followed_by).
 
         """
-        ids = tuple(block.block_id for block in blocks)
-        return Continuation(self.source, ids, *self.turn.copied, self.place)
+        ids, turn = tuple(block.block_id for block in blocks), self.turn
+        restored_end = 0 if goes_on else turn.restored_end
+        keeps_slots = goes_on or turn.is_split
+        return Continuation(self.source, ids, turn.num_slots, restored_end, keeps_slots, self.place)
 
 
 class Conversations:
@@ -101,7 +104,7 @@ class Conversations:
         pool: vLLM's pool.
         group_id: of the policy's layers.
         hash_fn: vLLM's function of the prefix cache.
-        num_host_slots: most slots of entries in host memory.
+        num_host_pages: most pages of entries in host memory.
         folder: keeps entries of requests that ask for it; None: nothing does.
 
     """
@@ -111,7 +114,7 @@ class Conversations:
         pool: BlockPool,
         group_id: int,
         hash_fn: Callable[[object], bytes],
-        num_host_slots: int = 0,
+        num_host_pages: int = 0,
         folder: Folder | None = None,
     ) -> None:
         self._pool = pool
@@ -119,7 +122,7 @@ class Conversations:
         self._entries: Prefixes[Entry] = Prefixes(self._names)
         self._on_host: dict[int, Entry] = {}
         self._used: set[Name] = set()
-        self.host = HostMemory(num_host_slots)
+        self.host = HostMemory(num_host_pages)
         self._misses = Misses(self._names)
         self._events = EntryEvents(pool, group_id) if pool.enable_kv_cache_events else None
         self.weights = Weights(self._drop_replaced)
@@ -298,13 +301,12 @@ class Conversations:
         """Move an entry whose blocks are taken to host memory, or forget it."""
         if self._entries.get(entry.name) is not entry:
             return
-        turn = entry.turn
-        if turn.num_slots > self.host.num_slots:
+        if len(entry.blocks) > self.host.num_pages:
             self._forget(entry)
             return
-        for number in self.host.too_many(turn.num_slots):
+        for number in self.host.too_many(len(entry.blocks)):
             self._forget(self._on_host[number])
-        number = self.host.save(entry.source, turn)
+        number = self.host.save(entry.source)
         self._on_host[number] = moved = replace(entry, blocks=(), place=number)
         self._entries.put(entry.name, moved)
 
@@ -323,7 +325,8 @@ class Conversations:
 def _saves_enough(turn: Left, request: Request, num_cached: int) -> bool:
     """Whether a request that continues saves tokens, and many if each of its own takes a step."""
     num_saved = turn.logical_len - num_cached
-    steps = request.num_tokens - turn.prompt_end(request.num_tokens)
+    num_new = request.num_tokens - turn.logical_len
+    steps = num_new if turn.is_split and num_new > 1 else 0
     return num_saved > 0 and FOUND_PER_STEP * steps <= num_saved
 
 

@@ -34,7 +34,7 @@ from vllm_h2o.wire import Saved
 
 logger = init_logger("vllm.kv_policy")
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Files of a model's folder that hold weights."""
@@ -127,7 +127,7 @@ class Folder:
         header = json.dumps(said)
         place = str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32])
         if not self.is_whole(place):
-            self._saved[place] = Saved(place, source, *turn.copied, header)
+            self._saved[place] = Saved(place, source, header)
         return place
 
     def is_whole(self, place: str) -> bool:
@@ -214,7 +214,8 @@ def _kept(path: Path, made_by: str) -> Kept | None:
         if said["made_by"] != made_by:
             return None
         place = str(path.parent / path.name.split(".")[0])
-        tokens, turn = tuple(said["tokens"]), Left(**said["turn"])
+        tokens, turn = tuple(said["tokens"]), said["turn"]
+        turn = Left(**turn | {"prompt": tuple(turn["prompt"])})
         if len(tokens) != turn.logical_len:
             return None
         return Kept(place, tokens, said["salt"], Budget(**said["budget"]), turn)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the slots of entries in the workers' host memory, and says what to copy there and drop.
+"""Counts the pages of entries in the workers' host memory, and says what to copy there and drop.
 
 The scheduler keeps the book alone, in integers, so that all ranks hold the same entries. A worker
 copies an entry before the step that takes one of its pages, and drops others after it: see
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from itertools import count
 
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.scheduler.state import Left
 from vllm_h2o.wire import Saved
 
 
@@ -20,17 +19,17 @@ class HostMemory:
     """Entries by number, least recently used first.
 
     Args:
-        num_slots: most slots of all of them.
+        num_pages: most pages of all of them.
 
     Attributes:
-        num_used: slots of the entries that there are.
+        num_used: pages of the entries that there are.
         num_saved: entries that steps have copied since the last report.
         num_displaced: entries that they have dropped for others since then.
 
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
         self.num_used = self.num_saved = self.num_displaced = 0
         self._num_named = 0
         self._numbers = count()
@@ -38,32 +37,31 @@ class HostMemory:
         self._saved: dict[int, Saved] = {}
         self._dropped: list[int] = []
 
-    def too_many(self, num_slots: int) -> Iterator[int]:
+    def too_many(self, num_pages: int) -> Iterator[int]:
         """Name entries until there is room for another one; the caller drops each.
 
         Args:
-            num_slots: of the other one, at most :attr:`num_slots`.
+            num_pages: of the other one, at most :attr:`num_pages`.
 
         """
-        while self.num_used + num_slots > self.num_slots:
+        while self.num_used + num_pages > self.num_pages:
             self._num_named += 1
             yield next(iter(self._sizes))
 
-    def save(self, source: tuple[int, ...], turn: Left) -> int:
+    def save(self, source: tuple[int, ...]) -> int:
         """Have an entry copied before the next step.
 
         Args:
             source: ids of its blocks.
-            turn: its lengths.
 
         Returns:
             Its number.
 
         """
         number = next(self._numbers)
-        self._sizes[number] = turn.num_slots
-        self.num_used += turn.num_slots
-        self._saved[number] = Saved(number, source, *turn.copied)
+        self._sizes[number] = len(source)
+        self.num_used += len(source)
+        self._saved[number] = Saved(number, source)
         return number
 
     def use(self, number: int) -> None:
@@ -104,12 +102,12 @@ class HostMemory:
             numbers: of these entries.
 
         Raises:
-            IntegrityError: when one is not counted, or not known, or slots are miscounted.
+            IntegrityError: when one is not counted, or not known, or pages are miscounted.
 
         """
         num_used = sum(self._sizes.values())
-        if numbers != self._sizes.keys() or not num_used == self.num_used <= self.num_slots:
+        if numbers != self._sizes.keys() or not num_used == self.num_used <= self.num_pages:
             raise IntegrityError(
                 f"host memory counts entries {sorted(self._sizes)} with {self.num_used} of "
-                f"{self.num_slots} slots; known are {sorted(numbers)} with {num_used}"
+                f"{self.num_pages} pages; known are {sorted(numbers)} with {num_used}"
             )

@@ -356,6 +356,7 @@ class Ledger:
             max_len=info.max_len,
             num_found=num_cached,
             turn_start=num_cached if turn else 0,
+            prompt_start=info.prompt[0],
             num_known=info.prompt_len,
             ends_with_prompt=info.ends_with_prompt,
         )

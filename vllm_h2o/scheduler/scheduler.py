@@ -366,9 +366,9 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         num_layers = len(self.kv_cache_config.kv_cache_groups[group_id].layer_names)
         page_bytes = num_layers * manager.kv_cache_spec.page_size_bytes
         host_bytes = self.policy_config.continuation_host_bytes
-        num_host_slots = host_bytes // page_bytes * manager.block_size
+        num_host_pages = host_bytes // page_bytes
         folder = folder_of(self.vllm_config, self.policy_config)
-        return Conversations(manager.block_pool, group_id, hash_fn, num_host_slots, folder)
+        return Conversations(manager.block_pool, group_id, hash_fn, num_host_pages, folder)
 
     def _log_start(self, config: KVPolicyConfig) -> None:
         manager, limits = self.block_manager, self.scheduler_config
@@ -394,7 +394,7 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
                 self.other_groups.num_states,
             ),
             drops=config.merge_reason(self.vllm_config),
-            num_host_slots=self.conversations.host.num_slots if self.conversations else 0,
+            num_host_pages=self.conversations.host.num_pages if self.conversations else 0,
         )
         for line in start.lines():
             logger.info("%s: %s", config.name, line)

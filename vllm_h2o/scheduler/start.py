@@ -25,7 +25,7 @@ class Start:
         num_layers: layers with full attention, and other layers.
         num_other_pages: most pages of a sequence in other layers, in windows and for states.
         drops: what rules out the policy's default ``merge``; None: nothing does.
-        num_host_slots: most slots of earlier turns in host memory.
+        num_host_pages: most pages of earlier turns in host memory.
 
     """
 
@@ -38,7 +38,7 @@ class Start:
     num_layers: tuple[int, int]
     num_other_pages: tuple[int, int]
     drops: str | None = None
-    num_host_slots: int = 0
+    num_host_pages: int = 0
 
     def lines(self) -> Iterator[str]:
         """The lines, in order."""
@@ -80,10 +80,11 @@ class Start:
                 f"sequences of {longest} take {taken >> 20} MiB in each worker, for ids of tokens "
                 "and pages (--max-num-seqs)."
             )
-        if self.num_host_slots:
+        if self.num_host_pages:
+            num_turns = self.num_host_pages // self.pool.pages_of(slots)
             yield (
                 f"continuation={config.continuation}: {config.continuation} GiB of host memory "
-                f"keep {self.num_host_slots // slots} or more earlier turns whose pages are reused."
+                f"keep {num_turns} or more earlier turns whose pages are reused."
             )
         if config.schedule.at == "pressure":
             yield (

@@ -22,6 +22,7 @@ class Left:
         restored_end: tokens of its prompt, if they have to be ranked without the term whose
             lifetime ends with the request. 0: no term has to go.
         shared_len: slots that its KV heads share, unused ones among them. 0: they share none.
+        prompt: tokens [start, end) that were its prompt.
 
     """
 
@@ -29,6 +30,7 @@ class Left:
     resident_len: int
     restored_end: int = 0
     shared_len: int = 0
+    prompt: tuple[int, int] = (0, 0)
 
     @property
     def is_split(self) -> bool:
@@ -40,13 +42,19 @@ class Left:
         """Slots whose contents another request needs to continue."""
         return self.shared_len or self.resident_len
 
-    @property
-    def copied(self) -> tuple[int, int, bool]:
-        """Its lengths as ``wire.Saved`` and ``wire.Continuation`` take them."""
-        return self.num_slots, self.restored_end, self.is_split
+    def is_followed_by(self, prompt_len: int) -> bool:
+        """Whether a request goes on where this one has ended: it adds the token sampled last.
 
-    def prompt_end(self, prompt_len: int) -> int:
-        """Tokens after which each one takes a step of its own.
+        It holds, and evicts, what it would if both were one.
+
+        Args:
+            prompt_len: of the request that continues.
+
+        """
+        return prompt_len == self.logical_len + 1
+
+    def prompt_of(self, prompt_len: int) -> tuple[int, int]:
+        """Tokens [start, end) that count as its prompt; each later one takes a step of its own.
 
         Chunks of prompts attend to as many tokens in every KV head. So where heads share slots,
         what a prompt adds is computed as if the earlier request had generated it.
@@ -55,7 +63,9 @@ class Left:
             prompt_len: of the request that continues.
 
         """
-        return self.logical_len if self.is_split else prompt_len
+        if self.is_followed_by(prompt_len):
+            return self.prompt
+        return self.logical_len, self.logical_len if self.is_split else prompt_len
 
 
 @dataclass(frozen=True)
@@ -80,9 +90,14 @@ class RequestInfo:
     ends_with_prompt: bool = False
 
     @property
+    def prompt(self) -> tuple[int, int]:
+        """See :meth:`Left.prompt_of`; of a request that begins anew, its whole prompt."""
+        return self.turn.prompt_of(self.prompt_len) if self.turn else (0, self.prompt_len)
+
+    @property
     def prompt_end(self) -> int:
-        """See :meth:`Left.prompt_end`; of a request that begins anew, its whole prompt."""
-        return self.turn.prompt_end(self.prompt_len) if self.turn else self.prompt_len
+        """One past the last token of :attr:`prompt`."""
+        return self.prompt[1]
 
     def continues_at(self, num_computed: int) -> bool:
         """Whether it continues after ``num_computed`` tokens, and has more of its own."""
@@ -98,7 +113,8 @@ class RequestState:
         logical_len: tokens computed.
         resident_len: slots in use.
         held_len: slots whose pages are held.
-        prompt_end: ``RequestInfo.prompt_end``.
+        prompt_start: of ``RequestInfo.prompt``.
+        prompt_end: of ``RequestInfo.prompt``.
         budget: slots of this request.
         fits: whether nothing of it is ever evicted: it is not scored, and may be shared whole.
         shared_end: tokens [0, shared_end) may lie in pages that other requests read: nothing is
@@ -135,6 +151,7 @@ class RequestState:
     ongoing_end: int = 0
     num_found: int = 0
     turn_start: int = 0
+    prompt_start: int = 0
     num_known: int = 0
     ends_with_prompt: bool = False
 
@@ -244,7 +261,7 @@ class RequestState:
             lifetime: of the term, in tokens after the prompt; 0: it counts always.
 
         """
-        scored = lifetime > 0 and self.prompt_end - self.turn_start > 1 and not self.fits
+        scored = lifetime > 0 and self.prompt_end - self.prompt_start > 1 and not self.fits
         return self.prompt_end + lifetime if scored else 0
 
     def restored_end(self, num_tokens: int, lifetime: int) -> int:
@@ -285,7 +302,8 @@ class RequestState:
         counts = self.logical_len < self.window_end(lifetime)
         shared_len = self.held_len if self.is_split else 0
         restored_end = self.prompt_end if counts else 0
-        return Left(self.logical_len, self.resident_len, restored_end, shared_len)
+        prompt = self.prompt_start, self.prompt_end
+        return Left(self.logical_len, self.resident_len, restored_end, shared_len, prompt)
 
     def num_sharable(self, num_tokens: int) -> int:
         """How many of the first ``num_tokens`` tokens may lie in pages that others read."""

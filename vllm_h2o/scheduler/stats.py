@@ -61,5 +61,5 @@ class StatsReporter:
             resident_tokens=resident,
             logical_tokens=logical,
             saved_bytes=stock_pages * self._stock_page_bytes - pages * self._page_bytes,
-            continuation_host_bytes=self._host.num_used * self._page_bytes // manager.block_size,
+            continuation_host_bytes=self._host.num_used * self._page_bytes,
         )

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 
 from vllm_h2o import files
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.kernels.held import Held, of_parts
+from vllm_h2o.kernels.held import Held
 
 logger = init_logger("vllm.kv_policy")
 
@@ -43,7 +43,7 @@ def write(
     tensors = {
         f"{layer}.{part}": tensor.contiguous()
         for layer, copy in enumerate(held)
-        for part, tensor in copy.parts().items()
+        for part, tensor in copy.parts.items()
     }
     written = Path(f"{place}.{rank}-of-{num_workers}.{uuid4().hex}.part")
     try:
@@ -88,4 +88,4 @@ def read(place: str, rank: int, num_workers: int) -> list[Held]:
     for name, tensor in tensors.items():
         layer, _, part = name.partition(".")
         layers.setdefault(int(layer), {})[part] = tensor
-    return [of_parts(layers[layer]) for layer in sorted(layers)]
+    return [Held(layers[layer]) for layer in sorted(layers)]

@@ -182,7 +182,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
 
     def begin_turns(self, plan: ResidencyPlan) -> None:
         """Copy caches of ended requests, in a step without tokens as well."""
-        self.turns.begin(plan, self.layers, self.kernels, self.device)
+        self.turns.begin(plan, self.layers, self.device)
 
     def _add_drafts(self, step: Step, rows: Rows, drafts: Drafts) -> None:
         """Queries of drafts that this step computes, or that it scores."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 
 from vllm_h2o.kernels.held import Held
-from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
 from vllm_h2o.worker.after_step import Layers
 from vllm_h2o.worker.files import read, write
@@ -37,15 +36,12 @@ class Turns:
     host: dict[int, list[Held]] = field(default_factory=dict)
 
     @torch.inference_mode()
-    def begin(
-        self, plan: ResidencyPlan, layers: Layers, kernels: Kernels, device: torch.device
-    ) -> None:
+    def begin(self, plan: ResidencyPlan, layers: Layers, device: torch.device) -> None:
         """Copy, in every layer: all is read before anything is written.
 
         Args:
             plan: of the step that begins.
             layers: whose caches hold what is copied.
-            kernels: what copies.
             device: of the caches.
 
         """
@@ -66,16 +62,16 @@ class Turns:
                 if isinstance(copied, Continuation) and copied.place is not None:
                     held.append(copies[copied.place][layer].to(device))
                     continue
-                if copied.is_split:
-                    tokens = kernels.hold_pages(cache, source, copied.restored_end)
-                else:
-                    tokens = kernels.hold(cache, source, copied.num_slots, copied.restored_end)
+                tokens = Held.of(cache, source)
                 if isinstance(copied, Saved):
                     copies[copied.place].append(tokens.to(HOST))
                 else:
                     held.append(tokens)
-            for blocks, tokens in zip(rows, held, strict=True):
-                tokens.store(cache, blocks)
+            for turn, blocks, tokens in zip(turns, rows, held, strict=True):
+                if turn.keeps_slots:
+                    tokens.store(cache, blocks, turn.restored_end)
+                else:
+                    tokens.store_in_order(cache, blocks, turn.num_slots, turn.restored_end)
         for saved in plan.saved:
             if isinstance(saved.place, str):
                 write(saved.place, *where, copies[saved.place], saved.header)

@@ -14,6 +14,7 @@ from tests.kernels.one_head import Inputs, causal, close, run
 from tests.kernels.one_head import head as new_head
 from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.kernels.held import Held
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.kernels.torch import pack, prefill
 from vllm_h2o.kernels.torch.rare import RareStages
@@ -143,9 +144,9 @@ def test_copies_are_in_order_and_pages_may_be_written_to() -> None:
     wanted = [
         [held_by(cache, blocks, one, NUM_HELD).in_order() for one in range(3)] for blocks in sources
     ]
-    held = [RARE.hold(cache, blocks, NUM_HELD) for blocks in sources]
+    held = [Held.of(cache, blocks) for blocks in sources]
     for tokens, blocks in zip(held, targets, strict=True):
-        tokens.store(cache, blocks)
+        tokens.store_in_order(cache, blocks, NUM_HELD)
     for blocks, strips in zip(targets, wanted, strict=True):
         for one, strip in enumerate(strips):
             found = held_by(cache, blocks, one, NUM_HELD)
@@ -153,54 +154,55 @@ def test_copies_are_in_order_and_pages_may_be_written_to() -> None:
                 assert torch.equal(getattr(found, name), getattr(strip, name)), name
 
 
-def test_a_lifetime_ends_with_a_turn() -> None:
-    """Only the prompt's tokens are restored; afterwards all scores are without a window."""
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_lifetime_ends_with_a_turn(in_order: bool) -> None:
+    """Only the prompt's tokens are restored; where it goes on, both scores are as they were."""
     cache = filled(TURN, 4, seed=3)
-    cache = LayerCache(
-        cache.key, cache.value, cache.score, cache.position, 3,
-        score_without_window=torch.full_like(cache.score, 9.0),
-    )  # fmt: skip
+    cache = replace(cache, score_without_window=torch.full_like(cache.score, 9.0))
     cache.position[:] = torch.arange(32).view(4, 1, 8).expand(4, 3, 8).reshape(12, 8).int()
-    held = RARE.hold(cache, torch.arange(4), 32, restored_end=20)
-    score = held.views[2]
-    assert (score[:, :20] == 9.0).all() and (score[:, 20:] != 9.0).all()
-    kept = RARE.hold(cache, torch.arange(4), 32)
-    assert (kept.views[2] != 9.0).all()
-    for copy in (held, kept):
-        copy.store(cache, torch.arange(4))
-        assert torch.equal(cache.score.view(4, 3, 8).mT.flatten(0, 1).T, copy.views[2])
-        assert torch.equal(cache.score, cache.score_without_window)
+    blocks, score = torch.arange(4), cache.score.clone()
+    held = Held.of(cache, blocks)
+    for end in (20, 0):
+        if in_order:
+            held.store_in_order(cache, blocks, 32, end)
+        else:
+            held.store(cache, blocks, end)
+        assert torch.equal(cache.score, torch.where(cache.position < end, 9.0, score))
+        assert cache.score_without_window is not None
+        assert (cache.score_without_window == 9.0).all()
 
 
-def test_pages_of_shared_slots_are_copied_as_they_are() -> None:
+@pytest.mark.parametrize("splits", [False, True])
+def test_pages_are_copied_as_they_are(splits: bool) -> None:
     """With what is kept under the first block, though one request takes the other's pages."""
     cache = filled(TURN, 12, seed=3)
     cache = replace(
         cache,
-        first_rows=torch.zeros(12, 4, dtype=torch.int32),
+        first_rows=torch.zeros(12, 4, dtype=torch.int32) if splits else None,
         victims=torch.zeros(12, 3, dtype=torch.int32),
         score_without_window=torch.full_like(cache.score, 9.0),
     )
-    assert cache.first_rows is not None and cache.victims is not None
     sources = [torch.tensor(ids) for ids in ((5, 2, 9), (3, 4, 10))]
     targets = [torch.tensor(ids) for ids in ((3, 11, 2), (6, 4, 8))]
-    bounds = torch.tensor([[0, 1, 7, 9], [0, 4, 5, 9]], dtype=torch.int32)
-    victims = torch.tensor([[3, 20, 9], [1, 2, 30]], dtype=torch.int32)
-    for blocks, own, slots in zip(sources, bounds, victims, strict=True):
-        cache.first_rows[blocks[0]], cache.victims[blocks[0]] = own, slots
+    own = {"victims": torch.tensor([[3, 20, 9], [1, 2, 30]], dtype=torch.int32)}
+    if splits:
+        own["first_rows"] = torch.tensor([[0, 1, 7, 9], [0, 4, 5, 9]], dtype=torch.int32)
+    for name, values in own.items():
+        for blocks, value in zip(sources, values, strict=True):
+            getattr(cache, name)[blocks[0]] = value
     views = (cache.key, cache.value, cache.score, cache.position)
     read = [[view[cache.rows(blocks)].clone() for view in views] for blocks in sources]
-    lived = [RARE.hold_pages(cache, sources[0]), RARE.hold_pages(cache, sources[1], 20)]
-    for held, blocks in zip(lived, targets, strict=True):
-        held.to(torch.device("cpu")).store(cache, blocks)
+    lived = [Held.of(cache, blocks) for blocks in sources]
+    for held, blocks, end in zip(lived, targets, (0, 20), strict=True):
+        held.to(torch.device("cpu")).store(cache, blocks, end)
     for index, blocks in enumerate(targets):
         key, value, score, position = read[index]
         if index:
             score = torch.where(position < 20, 9.0, score)
         for view, wanted in zip(views, (key, value, score, position), strict=True):
             assert torch.equal(view[cache.rows(blocks)], wanted)
-        assert torch.equal(cache.first_rows[blocks[0]], bounds[index])
-        assert torch.equal(cache.victims[blocks[0]], victims[index])
+        for name, values in own.items():
+            assert torch.equal(getattr(cache, name)[blocks[0]], values[index])
 
 
 def test_a_conversation_is_attention_to_what_is_left() -> None:

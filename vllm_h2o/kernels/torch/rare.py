@@ -13,7 +13,6 @@ import torch
 
 from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cache import LayerCache, first_slots
-from vllm_h2o.kernels.held import HeldPages, HeldTokens
 from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.kernels.torch.prefill import chunk_rows
 
@@ -65,33 +64,3 @@ class RareStages:
         cache.position[at] = rank.to(torch.int32)
         if accumulates:
             cache.score[at] *= (num_slots - rank) / (end - position)
-
-    def hold(
-        self, cache: LayerCache, blocks: torch.Tensor, num_slots: int, restored_end: int = 0
-    ) -> HeldTokens:
-        """Copy what the slots of one request hold, in order of position.
-
-        With ``restored_end`` a term's lifetime is over; either way scores count as kept.
-        """
-        rows = cache.rows(blocks)
-        slot = cache.position[rows].flatten(1)[:, :num_slots].argsort(dim=1)  # [H, num_slots]
-        at = (rows.gather(1, slot // cache.block_size), slot % cache.block_size)
-        return HeldTokens(_held(cache, at, restored_end))
-
-    def hold_pages(
-        self, cache: LayerCache, blocks: torch.Tensor, restored_end: int = 0
-    ) -> HeldPages:
-        """Copy the pages of one request whose KV heads share slots, and what goes with them."""
-        assert cache.first_rows is not None and cache.victims is not None
-        views = _held(cache, (cache.rows(blocks),), restored_end)
-        return HeldPages(views, cache.first_rows[blocks[:1]], cache.victims[blocks[:1]])
-
-
-def _held(
-    cache: LayerCache, at: tuple[torch.Tensor, ...], restored_end: int
-) -> tuple[torch.Tensor, ...]:
-    """Copy what is at an index; prompts' tokens count as kept if a term's lifetime is over."""
-    score, position = cache.score[at], cache.position[at]
-    if restored_end and cache.score_without_window is not None:
-        score = torch.where(position < restored_end, cache.score_without_window[at], score)
-    return cache.key[at], cache.value[at], score, position
