@@ -19,7 +19,7 @@ counted (misses.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge
 
@@ -32,7 +32,7 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.options.request import asks_to_save
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.events import EntryEvents
-from vllm_h2o.scheduler.folder import Folder
+from vllm_h2o.scheduler.folder import Folder, Kept
 from vllm_h2o.scheduler.host import HostMemory
 from vllm_h2o.scheduler.misses import Misses
 from vllm_h2o.scheduler.prefixes import Name, Names, Prefixes
@@ -128,10 +128,7 @@ class Conversations:
         self.weights = Weights(self._drop_replaced)
         self._folder = folder
         self._kept: Prefixes[Entry] = Prefixes(self._names)
-        for kept in folder.read() if folder else ():
-            turn = kept.turn
-            name = self._names.name(kept.request(), turn.logical_len, (kept.budget, FIRST))
-            self._keep(name, turn, kept.place)
+        self._keep_all(folder.read() if folder else ())
 
     def _drop_replaced(self) -> None:
         """Drop what other weights have computed: entries, and all of vLLM's prefix cache.
@@ -199,11 +196,18 @@ class Conversations:
         """Let requests continue from what is in files, or is about to be."""
         self._kept.put(name, Entry(turn, (), name, FIRST, place))
 
+    def _keep_all(self, prompts: Iterable[Kept]) -> None:
+        """Let requests continue from what others have written."""
+        for kept in prompts:
+            turn = kept.turn
+            name = self._names.name(kept.request(), turn.logical_len, (kept.budget, FIRST))
+            self._keep(name, turn, kept.place)
+
     def _forget_kept(self) -> None:
         """Know of no files until the engine starts again: other weights may have replaced those."""
         self._kept = Prefixes(self._names)
         if self._folder:
-            self._folder.forget_copies()
+            self._folder.forget()
 
     def find(self, request: Request, budget: Budget, num_cached: int = 0) -> Entry | None:
         """Find the longest entry that is shorter than a request's tokens and begins them.
@@ -217,6 +221,7 @@ class Conversations:
         weights = self.weights.begun_with(request)
         if weights is None or not _may_continue(request):
             return None
+        self._keep_all(self._folder.read_new() if self._folder else ())
         own = (request, (budget, weights), request.num_tokens - 1)
         known = (entries.longest_first(*own) for entries in (self._entries, self._kept) if entries)
         for entry in merge(*known, key=lambda entry: -entry.turn.logical_len):

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knows the prompts whose caches are kept in a folder, also after the engine has ended.
+"""Knows the prompts whose caches are kept in a folder, by this engine or by others.
 
 The scheduler names a prompt's files and says what is in them; each worker writes its own. A file
 is known by what it says: of another model, other options or another version it is not looked at
 again. It is used when the files of all workers are there and are as they were written.
+
+Engines may share a folder, one after the other or at once: what one has written, the others find.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +39,10 @@ logger = init_logger("vllm.kv_policy")
 
 FORMAT = 2
 """Version of the files."""
+COARSE_NS = 2_000_000_000
+"""Nanoseconds within which two changes of a folder may have the same time."""
+PATIENCE = 0.2
+"""Seconds for which a step waits until the last worker has written its file."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Files of a model's folder that hold weights."""
 
@@ -78,31 +85,54 @@ class Folder:
         made_by: what computes caches: only those of the same model, options and versions are used.
         num_workers: of the engine, each with a file of its own.
 
+    Attributes:
+        unwritten: places of the files that are not written yet, by the request that asked for them.
+
     """
 
     def __init__(self, path: Path, made_by: str, num_workers: int) -> None:
         self._path = path
         self._made_by = made_by
         self._num_workers = num_workers
+        self.unwritten: dict[str, str] = {}
         self._saved: dict[str, Saved] = {}
         self._found: dict[str, list[Path]] = {}
+        self._seen: set[Path] = set()
+        self._changed = self._seen_until = 0
+        self._reads = True
 
     def read(self) -> Iterator[Kept]:
         """Read what is there when the engine starts; the log says how much, and what it is not."""
-        num_kept = num_other = 0
-        for path in files.of_worker(str(self._path / "*"), 0, self._num_workers):
-            kept = _kept(path, self._made_by)
-            if kept is None:
-                num_other += 1
-                continue
+        num_kept = 0
+        for kept in self.read_new():
             num_kept += 1
             yield kept
+        num_other = len(self._seen) - num_kept
         logger.info(
             "%s: %d prompts are kept; %d files are of another model, policy or version",
             self._path,
             num_kept,
             num_other,
         )
+
+    def read_new(self) -> Iterator[Kept]:
+        """Read what others have written since the last time; nothing where the folder is as it was.
+
+        A file's system may tell times apart by some milliseconds only.
+        """
+        try:
+            changed = self._path.stat().st_mtime_ns
+        except OSError:
+            return
+        is_old = changed == self._changed and changed < self._seen_until
+        if is_old or not self._reads:
+            return
+        self._changed, self._seen_until = changed, time.time_ns() - COARSE_NS
+        own = files.of_worker(str(self._path / "*"), 0, self._num_workers)
+        for path in (path for path in own if path not in self._seen):
+            self._seen.add(path)
+            if kept := _kept(path, self._made_by):
+                yield kept
 
     def save(self, request: Request, budget: Budget, turn: Left, source: tuple[int, ...]) -> str:
         """Have a cache written before the next step, unless its files are there.
@@ -128,7 +158,25 @@ class Folder:
         place = str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32])
         if not self.is_whole(place):
             self._saved[place] = Saved(place, source, header)
+            self.unwritten[request.request_id] = place
         return place
+
+    def end(self, saved: Iterable[Saved]) -> None:
+        """A step has ended that wrote files: wait until each worker has, unless one cannot."""
+        places = {each.place for each in saved if isinstance(each.place, str)}
+        for place in places:
+            until = time.monotonic() + PATIENCE
+            while not self._is_written(place) and time.monotonic() < until:
+                time.sleep(0.001)
+        self._forget(places)
+
+    def _forget(self, places: Container[object]) -> None:
+        for request in [r for r, place in self.unwritten.items() if place in places]:
+            del self.unwritten[request]
+
+    def _is_written(self, place: str) -> bool:
+        ranks = range(1, self._num_workers)  # the first one's answer says that it has
+        return all(files.of_worker(place, rank, self._num_workers) for rank in ranks)
 
     def is_whole(self, place: str) -> bool:
         """Whether every worker's file is there, as it was written."""
@@ -140,10 +188,12 @@ class Folder:
             found = self._found[place] = list(filter(None, whole))
         return len(found) == self._num_workers
 
-    def forget_copies(self) -> None:
-        """Have nothing written that is not written yet."""
+    def forget(self) -> None:
+        """Have nothing written that is not written yet, and read no more of what others write."""
+        self._reads = False
         if self._saved:
             logger.warning("%d prompts are not kept: the cache was reset first", len(self._saved))
+        self._forget(self._saved)
         self._saved.clear()
 
     def take(self) -> tuple[Saved, ...]:

@@ -32,6 +32,7 @@ from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.pages import num_pages
 from vllm_h2o.plugin import activate_engine
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.answers import AnswersLate
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.chunks import CutsChunks
 from vllm_h2o.scheduler.conversations import Conversations
@@ -42,7 +43,6 @@ from vllm_h2o.scheduler.other_groups import OtherGroups, policy_group
 from vllm_h2o.scheduler.pressure import SPARE, Forecast, most_taken, pages_to_admit, relieve
 from vllm_h2o.scheduler.resumption import fewest_pages
 from vllm_h2o.scheduler.rules import Rules
-from vllm_h2o.scheduler.sessions import BoundsSessions
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.start import Start
 from vllm_h2o.scheduler.stats import StatsReporter
@@ -50,7 +50,7 @@ from vllm_h2o.scheduler.stats import StatsReporter
 logger = init_logger("vllm.kv_policy")
 
 
-class HeavyHitterScheduler(CutsChunks, BoundsSessions):
+class HeavyHitterScheduler(CutsChunks, AnswersLate):
     """Puts a :class:`~vllm_h2o.wire.ResidencyPlan` on every SchedulerOutput."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -367,8 +367,8 @@ class HeavyHitterScheduler(CutsChunks, BoundsSessions):
         page_bytes = num_layers * manager.kv_cache_spec.page_size_bytes
         host_bytes = self.policy_config.continuation_host_bytes
         num_host_pages = host_bytes // page_bytes
-        folder = folder_of(self.vllm_config, self.policy_config)
-        return Conversations(manager.block_pool, group_id, hash_fn, num_host_pages, folder)
+        self.folder = folder_of(self.vllm_config, self.policy_config)
+        return Conversations(manager.block_pool, group_id, hash_fn, num_host_pages, self.folder)
 
     def _log_start(self, config: KVPolicyConfig) -> None:
         manager, limits = self.block_manager, self.scheduler_config
