@@ -43,6 +43,8 @@ COARSE_NS = 2_000_000_000
 """Nanoseconds within which two changes of a folder may have the same time."""
 PATIENCE = 0.2
 """Seconds for which a step waits until the last worker has written its file."""
+OTHERS = "another model, policy or version, and not read"
+"""What a file is of that this engine cannot use."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Files of a model's folder that hold weights."""
 
@@ -99,7 +101,7 @@ class Folder:
         self._found: dict[str, list[Path]] = {}
         self._seen: set[Path] = set()
         self._changed = self._seen_until = 0
-        self._reads = True
+        self._reads, self._is_read = True, False
 
     def read(self) -> Iterator[Kept]:
         """Read what is there when the engine starts; the log says how much, and what it is not."""
@@ -109,10 +111,7 @@ class Folder:
             yield kept
         num_other = len(self._seen) - num_kept
         logger.info(
-            "%s: %d prompts are kept; %d files are of another model, policy or version",
-            self._path,
-            num_kept,
-            num_other,
+            "%s: %d prompts are kept; %d files are of %s", self._path, num_kept, num_other, OTHERS
         )
 
     def read_new(self) -> Iterator[Kept]:
@@ -133,6 +132,9 @@ class Folder:
             self._seen.add(path)
             if kept := _kept(path, self._made_by):
                 yield kept
+            elif self._is_read:
+                logger.warning_once("%s: a file is of %s", self._path, OTHERS)
+        self._is_read = True
 
     def save(self, request: Request, budget: Budget, turn: Left, source: tuple[int, ...]) -> str:
         """Have a cache written before the next step, unless its files are there.
