@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server reads prompts and another generates, by the commands of docs/disaggregated.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.utils.network_utils import get_open_port
+
+from tests.e2e.harness import smollm2
+from tests.e2e.server import MODEL, Completing, blocks
+from tests.house_rules import ROOT
+
+READ, GENERATE, PROXY, ASK = blocks(ROOT / "docs/disaggregated.md")
+PORTS = ("8100", "8200", "8000")
+TEXT = (ROOT / "examples" / "lamp_room.txt").read_text(encoding="utf-8")
+NUM_TOKENS = 24
+
+
+def flags_of(code: str, folder: Path) -> list[str]:
+    """What a server of the page is started with, but for its port."""
+    _, _, model, port, number, *flags = shlex.split(code.replace("/dev/shm/kept", str(folder)))
+    assert (model, port) == (MODEL, "--port") and number in PORTS
+    return [*flags, "--dtype=float32", "--enforce-eager", "--max-model-len=1024", "--block-size=16"]
+
+
+@contextmanager
+def proxy(*servers: Completing) -> Iterator[str]:
+    """Run the page's proxy; its address."""
+    port = get_open_port()
+    code = PROXY.code
+    for number, server in zip(PORTS, servers, strict=False):
+        code = code.replace(f"http://localhost:{number}", server.url)
+    _, *command = shlex.split(code.replace(PORTS[2], str(port)))
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=os.environ)
+    try:
+        yield f"http://localhost:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def post(url: str, **body: Any) -> tuple[int, bytes]:
+    """Status and answer of a completion request."""
+    data = json.dumps({"model": MODEL, "temperature": 0, **body}).encode()
+    request = urllib.request.Request(
+        f"{url}/v1/completions", data=data, headers={"Content-Type": "application/json"}
+    )
+    for _ in range(100):
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+        except urllib.error.URLError:
+            time.sleep(0.2)  # the proxy starts
+    raise TimeoutError(url)
+
+
+def streamed(answer: bytes) -> str:
+    """The text of a stream of events."""
+    events = [line.removeprefix(b"data: ") for line in answer.split(b"\n") if line]
+    assert events.pop() == b"[DONE]"
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
+
+
+def hits(server: Completing) -> float:
+    """Tokens that a server found in files."""
+    name = "vllm:kv_policy_continuation_folder_hits_total"
+    lines = [line for line in server.get("/metrics").splitlines() if line.startswith(name)]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[Completing]]:
+    """The page's two servers, of a small model with the page's name."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Completing(
+                    Path(smollm2()),
+                    tmp_path / f"{index}.log",
+                    [*flags_of(block.code, tmp_path / "kept"), f"--served-model-name={MODEL}"],
+                )
+            )
+            for index, block in enumerate((READ, GENERATE))
+        ]
+
+
+def test_two_servers_answer_as_one(servers: list[Completing]) -> None:
+    """Evicted or not, streamed or not; the second computes no token of a prompt."""
+    one, two = servers
+    with proxy(one, two) as url:
+        code = ASK.code.replace(f"http://localhost:{PORTS[2]}", url)
+        asked = {"max_tokens": NUM_TOKENS}
+        begun = 0
+        for prompt in ("The lamp room was", TEXT):
+            _, whole = post(one.url, prompt=prompt, **asked)
+            answer = json.loads(whole)
+            status, parts = post(url, prompt=prompt, **asked)
+            assert status == 200
+            found, text = json.loads(parts), answer["choices"][0]["text"]
+            assert found["choices"][0]["text"] == text
+            assert found["choices"][0]["finish_reason"] == "length"
+            for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+                assert found["usage"][name] == answer["usage"][name]
+            _, events = post(url, prompt=prompt, stream=True, **asked)
+            assert streamed(events) == text
+            begun += 2 * answer["usage"]["prompt_tokens"]
+            assert hits(two) == begun
+        assert begun > 1000
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["usage"]["completion_tokens"] == 32
+        status, refused = post(url, prompt=TEXT, max_tokens=NUM_TOKENS, temperature=-1)
+        assert status == 400 and b"temperature" in refused
