@@ -7,8 +7,6 @@ import os
 import re
 import shlex
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +206,8 @@ def test_request_that_cannot_be_kept_is_refused(model: str, tmp_path: Path) -> N
         ask(llm, kv_save="manual")
 
 
-def _wait_for(found: Callable[[], object]) -> None:
-    end = time.monotonic() + 60
-    while not found():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
 def test_server_that_was_killed_answers_from_files(tmp_path: Path) -> None:
-    """The page's commands; the file is written while the server idles."""
+    """The page's commands; whoever has the answer finds the file, whatever then happens."""
     start, keep, later = blocks(ROOT / "examples/document.md")
     folder, model = tmp_path / "kept", smollm2()
     _, _, served, *flags = shlex.split(start.code.replace("/tmp/kept", str(folder)))
@@ -224,7 +215,6 @@ def test_server_that_was_killed_answers_from_files(tmp_path: Path) -> None:
     flags += ["--dtype=float32", "--enforce-eager", "--max-model-len=1024", "--block-size=16"]
     with Completing(Path(model), tmp_path / "first.log", flags) as server:
         run(keep, server)
-        _wait_for(lambda: list(folder.glob("*.0-of-1.????????")))
         for process in (server.process, *server.children):
             os.kill(process.pid, signal.SIGKILL)
         server.process.wait()

@@ -11,9 +11,9 @@ import torch
 from vllm_h2o.kernels.cache import LayerCache, first_slots
 
 VIEWS = ("key", "value", "score", "position", "score_without_window")
-"""What a slot holds; the last one where a term has a lifetime."""
+"""Parts of a slot; the last one where a term has a lifetime."""
 REQUEST = ("victims", "first_rows")
-"""What is kept under a request's first block; the last one where KV heads may share slots."""
+"""Parts kept under the first block of a request; the last one where KV heads may share slots."""
 
 
 @dataclass(frozen=True)

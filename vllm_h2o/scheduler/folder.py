@@ -44,7 +44,7 @@ COARSE_NS = 2_000_000_000
 PATIENCE = 0.2
 """Seconds for which a step waits until the last worker has written its file."""
 OTHERS = "another model, policy or version, and not read"
-"""What a file is of that this engine cannot use."""
+"""Origin of a file that this engine cannot use, in words."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Files of a model's folder that hold weights."""
 
