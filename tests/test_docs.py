@@ -165,7 +165,7 @@ def test_what_else_is_said_at_start(options: dict[str, Any], said: str | None) -
         max_num_seqs=1,
         num_layers=(1, 0),
         num_other_pages=(0, 0),
-        num_host_pages=1000 if "continuation" in options else 0,
+        num_host_pages=62 if "continuation" in options else 0,
     )
     _, *others = start.lines()
     assert len(others) == bool(said)
