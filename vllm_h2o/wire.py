@@ -25,7 +25,8 @@ class RequestPlan:
         logical_start: tokens computed before this step; the index of the first new token.
         num_new: tokens computed in this step; past the prompt 1, and drafts, which may be wrong.
         prompt_end: tokens of the prompt; of a resumed request, all that is computed again; of one
-            that continues from shared slots, those that it continues from.
+            that continues from shared slots, those that it continues from; of one that goes on
+            where another has ended, the other's.
         resident_start: slots in use before this step; above the capacity in the prompt alone, or
             while the request ``grows``.
         budget: slots that the request may hold after its prompt, and what they are for.
@@ -202,12 +203,15 @@ class Saved:
     Args:
         place: its number in host memory; a text: the beginning of its files' names, see files.py.
         source: ids of the blocks.
+        num_used: slots in use of each KV head: what is in later ones is not copied. 0: heads share
+            them, and use all.
         header: of the files.
 
     """
 
     place: int | str
     source: tuple[int, ...]
+    num_used: int = 0
     header: str = ""
 
 

@@ -27,6 +27,8 @@ READ, GENERATE, PROXY, ASK = blocks(ROOT / "docs/disaggregated.md")
 PORTS = ("8100", "8200", "8000")
 TEXT = (ROOT / "examples" / "lamp_room.txt").read_text(encoding="utf-8")
 NUM_TOKENS = 24
+KV_BYTES = 30 * 3 * 64 * 2 * 4
+"""Of one token in the small model: layers, KV heads, elements of K and of V in float32."""
 
 
 def flags_of(code: str, folder: Path) -> list[str]:
@@ -99,7 +101,7 @@ def servers(tmp_path: Path) -> Iterator[list[Completing]]:
         ]
 
 
-def test_two_servers_answer_as_one(servers: list[Completing]) -> None:
+def test_two_servers_answer_as_one(servers: list[Completing], tmp_path: Path) -> None:
     """Evicted or not, streamed or not; the second computes no token of a prompt."""
     one, two = servers
     with proxy(one, two) as url:
@@ -121,7 +123,16 @@ def test_two_servers_answer_as_one(servers: list[Completing]) -> None:
             begun += 2 * answer["usage"]["prompt_tokens"]
             assert hits(two) == begun
         assert begun > 1000
+        sizes = sorted(path.stat().st_size for path in (tmp_path / "kept").iterdir())
+        whole_bytes = KV_BYTES * 1024  # of as many tokens as the budget is a fifth of
+        assert len(sizes) == 2 and 0.19 < sizes[1] / whole_bytes < 0.22
         done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["usage"]["completion_tokens"] == 32
         status, refused = post(url, prompt=TEXT, max_tokens=NUM_TOKENS, temperature=-1)
         assert status == 400 and b"temperature" in refused
+        status, refused = post(url, prompt=[TEXT, TEXT], max_tokens=NUM_TOKENS)
+        assert status == 400 and b"one prompt" in refused
+        status, refused = post(url, prompt=TEXT, logprobs=1, echo=True)
+        assert status == 400 and b"does not know echo, logprobs" in refused
+        status, least = post(url, prompt="The lamp room was", max_tokens=9, min_tokens=9)
+        assert json.loads(least)["usage"]["completion_tokens"] == 9

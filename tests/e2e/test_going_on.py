@@ -27,6 +27,8 @@ WHAT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("h2o2", {"split": "layers", "lifetime": 9}),
     ("h2o2", {"score": "reconstruction"}),
     ("streaming", {"num_sink_tokens": 2}),
+    ("streaming", {"prefix_caching": True}),
+    ("snapkv", {"observation_window": 4, "prefix_caching": True}),
 )
 
 
@@ -62,10 +64,12 @@ def test_pieces_are_the_whole(
     """Bit for bit, before and after a term's lifetime has ended, also of a prompt that fits."""
     own = {"budget": 64, "continuation": True, **options}
     shrink_terms(monkeypatch, lifetime=own.pop("lifetime", 9))
-    with engine(model, policy, own, **SMALL) as llm:
-        for seed, length in enumerate((90, 64, 40)):
+    caching = own.pop("prefix_caching", False)
+    with engine(model, policy, own, enable_prefix_caching=caching, **SMALL) as llm:
+        for seed, length in enumerate((96, 90, 64, 40)):
             prompt = own_text(seed, length)
             whole = in_pieces(llm, prompt, ())
+            assert llm.reset_prefix_cache()
             assert in_pieces(llm, prompt, (1, 12, 30)) == whole
 
 

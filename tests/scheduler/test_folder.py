@@ -91,7 +91,7 @@ def kept(path: Path, made_by: str = "me", num_workers: int = 2) -> tuple[Folder,
     request = Kept("any", tuple(range(50)), "salt", BUDGET, TURN).request()
     place = folder.save(request, BUDGET, TURN, (3, 4))
     (saved,) = folder.take()
-    assert (saved.place, saved.source) == (place, (3, 4))
+    assert (saved.place, saved.source, saved.num_used) == (place, (3, 4), 16)
     assert folder.take() == ()
     for rank in range(num_workers):
         assert not folder.is_whole(place)

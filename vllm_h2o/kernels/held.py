@@ -28,12 +28,14 @@ class Held:
     parts: Mapping[str, torch.Tensor]
 
     @classmethod
-    def of(cls, cache: LayerCache, blocks: torch.Tensor) -> Held:
+    def of(cls, cache: LayerCache, blocks: torch.Tensor, num_used: int = 0) -> Held:
         """Copy what a request holds; float8 is moved as it is.
 
         Args:
             cache: read.
             blocks: [P], integers: the request's.
+            num_used: slots in use of each KV head: later ones, in which others may have left
+                something, are zeros in the copy. 0: all are in use.
 
         """
         parts = {}
@@ -41,6 +43,10 @@ class Held:
             for name in names:
                 if (view := getattr(cache, name)) is not None:
                     parts[name] = view[at]
+                    if num_used and name in VIEWS:
+                        flat = parts[name].flatten(1, 2)
+                        flat[:, num_used:] = 0
+                        parts[name] = flat.unflatten(1, (len(blocks), -1))
         return cls(parts)
 
     def store(self, cache: LayerCache, blocks: torch.Tensor, restored_end: int = 0) -> None:

@@ -129,29 +129,29 @@ class HeavyHitterManager(FullAttentionManager):
             and max_len <= request.num_tokens + 1,
         )
 
-    def continue_from(self, request: Request, num_cached: int) -> int:
-        """Find the cache of an earlier request to continue from, if it has more tokens.
+    def continue_from(self, request: Request, num_cached: int) -> tuple[int, bool]:
+        """Find the cache of an earlier request to continue from, if it has more tokens, or goes on.
 
         Args:
             request: a request that holds nothing.
             num_cached: tokens that the prefix cache supplies, with nothing evicted.
 
         Returns:
-            The tokens that it begins with; ``num_cached`` if it continues from no other request.
+            The tokens that it begins with, and whether it continues from another request.
 
         """
         self._entries.pop(request.request_id, None)
         if self._conversations is None:
-            return num_cached
+            return num_cached, False
         info, ledger = self.info_of(request), self.ledger
         entry = self._conversations.find(request, ledger.budget_of(info), num_cached)
         if entry is None:
-            return num_cached
+            return num_cached, False
         needed = ledger.num_pages(self._slots_with_a_chunk(info, entry.turn))
         if needed >= self.block_pool.num_gpu_blocks:  # with eviction=chunk it may be
-            return num_cached
+            return num_cached, False
         self._entries[request.request_id] = entry
-        return entry.turn.logical_len
+        return entry.turn.logical_len, True
 
     def extend(self, session: Request) -> bool:
         """Go on with the next part of a session's prompt, as with one more chunk.

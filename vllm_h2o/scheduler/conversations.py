@@ -9,7 +9,7 @@ A request that continues gets blocks of its own, and the workers copy. Steps run
 scheduling, so an entry needs no holder: its blocks may be taken in the same step, even by the
 request that continues from it.
 
-What a request asks to keep is also written to files, for engines to come (folder.py).
+What a request asks to keep is also written to files, for other engines (folder.py).
 
 The name of an entry is that of its tokens (prefixes.py), with the budget and the weights that
 computed it (weights.py). A request whose weights are replaced while it runs leaves no entry, and
@@ -311,7 +311,7 @@ class Conversations:
             return
         for number in self.host.too_many(len(entry.blocks)):
             self._forget(self._on_host[number])
-        number = self.host.save(entry.source)
+        number = self.host.save(entry.source, entry.turn.num_used)
         self._on_host[number] = moved = replace(entry, blocks=(), place=number)
         self._entries.put(entry.name, moved)
 
@@ -329,9 +329,11 @@ class Conversations:
 
 def _saves_enough(turn: Left, request: Request, num_cached: int) -> bool:
     """Whether a request that continues saves tokens, and many if each of its own takes a step."""
+    if turn.is_followed_by(request.num_tokens):
+        return True  # the prefix cache may have as many tokens, but not what is left of them
     num_saved = turn.logical_len - num_cached
     num_new = request.num_tokens - turn.logical_len
-    steps = num_new if turn.is_split and num_new > 1 else 0
+    steps = num_new if turn.is_split else 0
     return num_saved > 0 and FOUND_PER_STEP * steps <= num_saved
 
 

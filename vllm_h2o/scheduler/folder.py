@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -100,6 +102,7 @@ class Folder:
         self._saved: dict[str, Saved] = {}
         self._found: dict[str, list[Path]] = {}
         self._seen: set[Path] = set()
+        self._named: set[str] = set()
         self._changed = self._seen_until = 0
         self._reads, self._is_read = True, False
 
@@ -130,6 +133,8 @@ class Folder:
         own = files.of_worker(str(self._path / "*"), 0, self._num_workers)
         for path in (path for path in own if path not in self._seen):
             self._seen.add(path)
+            if _place(path) in self._named:
+                continue
             if kept := _kept(path, self._made_by):
                 yield kept
             elif self._is_read:
@@ -159,17 +164,17 @@ class Folder:
         header = json.dumps(said)
         place = str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32])
         if not self.is_whole(place):
-            self._saved[place] = Saved(place, source, header)
+            self._saved[place] = Saved(place, source, turn.num_used, header)
+            self._named.add(place)
             self.unwritten[request.request_id] = place
         return place
 
     def end(self, saved: Iterable[Saved]) -> None:
         """A step has ended that wrote files: wait until each worker has, unless one cannot."""
         places = {each.place for each in saved if isinstance(each.place, str)}
-        for place in places:
-            until = time.monotonic() + PATIENCE
-            while not self._is_written(place) and time.monotonic() < until:
-                time.sleep(0.001)
+        until = time.monotonic() + PATIENCE
+        while not all(map(self._is_written, places)) and time.monotonic() < until:
+            time.sleep(0.001)
         self._forget(places)
 
     def _forget(self, places: Container[object]) -> None:
@@ -177,7 +182,9 @@ class Folder:
             del self.unwritten[request]
 
     def _is_written(self, place: str) -> bool:
-        ranks = range(1, self._num_workers)  # the first one's answer says that it has
+        if self._num_workers == 1:
+            return True  # its answer has ended the step
+        ranks = range(self._num_workers)
         return all(files.of_worker(place, rank, self._num_workers) for rank in ranks)
 
     def is_whole(self, place: str) -> bool:
@@ -188,10 +195,15 @@ class Folder:
             each = (files.of_worker(place, rank, self._num_workers) for rank in ranks)
             whole = (next(filter(files.is_as_written, paths), None) for paths in each)
             found = self._found[place] = list(filter(None, whole))
+        for path in found:
+            with suppress(OSError):  # when it was last asked for; to write it would be to read it
+                os.utime(path, (time.time(), path.stat().st_mtime))
         return len(found) == self._num_workers
 
     def forget(self) -> None:
         """Have nothing written that is not written yet, and read no more of what others write."""
+        if self._reads:
+            logger.warning("%s: no file is read from now on, until the engine starts", self._path)
         self._reads = False
         if self._saved:
             logger.warning("%d prompts are not kept: the cache was reset first", len(self._saved))
@@ -258,6 +270,10 @@ def _unknown(model: ModelConfig) -> ConfigError:
     )
 
 
+def _place(path: Path) -> str:
+    return str(path.parent / path.name.split(".")[0])
+
+
 def _kept(path: Path, made_by: str) -> Kept | None:
     """The prompt of a file; None where another engine, or something else, has written it."""
     try:
@@ -265,11 +281,10 @@ def _kept(path: Path, made_by: str) -> Kept | None:
             said = json.loads(file.metadata()[files.HEADER])
         if said["made_by"] != made_by:
             return None
-        place = str(path.parent / path.name.split(".")[0])
         tokens, turn = tuple(said["tokens"]), said["turn"]
         turn = Left(**turn | {"prompt": tuple(turn["prompt"])})
         if len(tokens) != turn.logical_len:
             return None
-        return Kept(place, tokens, said["salt"], Budget(**said["budget"]), turn)
+        return Kept(_place(path), tokens, said["salt"], Budget(**said["budget"]), turn)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None

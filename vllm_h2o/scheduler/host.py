@@ -48,11 +48,12 @@ class HostMemory:
             self._num_named += 1
             yield next(iter(self._sizes))
 
-    def save(self, source: tuple[int, ...]) -> int:
+    def save(self, source: tuple[int, ...], num_used: int = 0) -> int:
         """Have an entry copied before the next step.
 
         Args:
             source: ids of its blocks.
+            num_used: as in :class:`~vllm_h2o.wire.Saved`.
 
         Returns:
             Its number.
@@ -61,7 +62,7 @@ class HostMemory:
         number = next(self._numbers)
         self._sizes[number] = len(source)
         self.num_used += len(source)
-        self._saved[number] = Saved(number, source)
+        self._saved[number] = Saved(number, source, num_used)
         return number
 
     def use(self, number: int) -> None:

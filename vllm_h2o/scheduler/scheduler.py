@@ -286,10 +286,10 @@ class HeavyHitterScheduler(CutsChunks, AnswersLate):
             elif num_cached > limit:
                 blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, limit)
                 num_cached = limit
-        num_begun = manager.continue_from(request, num_cached)
-        if num_begun > num_cached:
+        num_begun, continues = manager.continue_from(request, num_cached)
+        if continues:
             blocks = self.kv_cache_manager.empty_kv_cache_blocks
-        if self.resumes_in_chunks(request, blocks, num_begun) and num_begun == num_cached:
+        if self.resumes_in_chunks(request, blocks, num_begun) and not continues:
             return self.kv_cache_manager.empty_kv_cache_blocks, 0, *rest
         return blocks, num_begun, *rest
 

@@ -19,8 +19,8 @@ class Left:
     Args:
         logical_len: tokens computed.
         resident_len: slots in use.
-        restored_end: tokens of its prompt, if they have to be ranked without the term whose
-            lifetime ends with the request. 0: no term has to go.
+        restored_end: tokens of its prompt, if a next turn has to rank them without the term whose
+            lifetime ends with this one. 0: no term has to go.
         shared_len: slots that its KV heads share, unused ones among them. 0: they share none.
         prompt: tokens [start, end) that were its prompt.
 
@@ -42,8 +42,13 @@ class Left:
         """Slots whose contents another request needs to continue."""
         return self.shared_len or self.resident_len
 
+    @property
+    def num_used(self) -> int:
+        """``wire.Saved.num_used``."""
+        return 0 if self.is_split else self.resident_len
+
     def is_followed_by(self, prompt_len: int) -> bool:
-        """Whether a request goes on where this one has ended: it adds the token sampled last.
+        """Whether a request goes on where this one has ended: it adds one token.
 
         It holds, and evicts, what it would if both were one.
 

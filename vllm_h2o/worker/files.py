@@ -27,7 +27,7 @@ logger = init_logger("vllm.kv_policy")
 def write(
     place: str, rank: int, num_workers: int, held: Sequence[Held], header: str
 ) -> Path | None:
-    """Write a cache; a failure is logged, for no request waits for the file.
+    """Write a cache; a failure is logged, for no request needs the file.
 
     Args:
         place: the name's beginning.

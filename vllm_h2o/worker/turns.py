@@ -62,7 +62,8 @@ class Turns:
                 if isinstance(copied, Continuation) and copied.place is not None:
                     held.append(copies[copied.place][layer].to(device))
                     continue
-                tokens = Held.of(cache, source)
+                used = copied.num_used if isinstance(copied, Saved) else 0
+                tokens = Held.of(cache, source, used)
                 if isinstance(copied, Saved):
                     copies[copied.place].append(tokens.to(HOST))
                 else:

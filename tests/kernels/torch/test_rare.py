@@ -172,6 +172,20 @@ def test_a_lifetime_ends_with_a_turn(in_order: bool) -> None:
         assert (cache.score_without_window == 9.0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_slots_that_are_not_used_are_not_copied(dtype: torch.dtype) -> None:
+    """What others have left there, and does not belong into a file."""
+    cache = filled(TURN, 6, seed=3)
+    cache = replace(cache, key=cache.key.to(dtype), value=cache.value.to(dtype))
+    blocks = torch.tensor([4, 1])
+    whole, held = Held.of(cache, blocks), Held.of(cache, blocks, 11)
+    assert held.parts.keys() == whole.parts.keys()
+    for name in ("key", "value", "score", "position"):
+        copy, view = (each.parts[name].flatten(1, 2).float() for each in (held, whole))
+        assert torch.equal(copy[:, :11], view[:, :11]) and not copy[:, 11:].any()
+        assert view[:, 11:].any()
+
+
 @pytest.mark.parametrize("splits", [False, True])
 def test_pages_are_copied_as_they_are(splits: bool) -> None:
     """With what is kept under the first block, though one request takes the other's pages."""

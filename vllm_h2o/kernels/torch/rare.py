@@ -2,7 +2,7 @@
 """Stages that run once in a prompt or a turn, in a few launches a layer, on any device.
 
 Twins of methods of :class:`~vllm_h2o.kernels.strip.Strip`, batched over KV heads: ``keep_scores``,
-``restore_scores``, ``renumber`` and, for a conversation's next turn, ``in_order``.
+``restore_scores`` and ``renumber``. What a conversation's next turn is copied with: see held.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_h2o.kernels.torch.prefill import chunk_rows
 
 
 class RareStages:
-    """The last five of :class:`~vllm_h2o.kernels.interface.Kernels`."""
+    """The last three of :class:`~vllm_h2o.kernels.interface.Kernels`."""
 
     def keep_scores(self, cache: LayerCache, chunks: Sequence[PromptChunk]) -> None:
         """Before a term with a lifetime is added: keep each token's score without it.
