@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.harness import tiny_llama
 from tests.e2e.mechanisms import MECHANISMS
 from tests.e2e.server import Completing
 
@@ -21,6 +22,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Completing]:
         patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
         with Completing.documented(tmp_path_factory.mktemp("serve") / "log") as server:
             yield server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of two KV heads."""
+    return tiny_llama(tmp_path_factory.mktemp("llama"), 4, 2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from vllm import LLM, RequestOutput
 
-from tests.e2e.harness import generate
+from tests.e2e.harness import generate, shrink_terms
 from tests.e2e.oracle import Oracle, Where
 from tests.e2e.ties import WatchedHead
 from vllm_h2o.policy import Budget
@@ -59,6 +60,21 @@ def own_text(seed: int, length: int) -> list[int]:
     """Tokens that nobody else says."""
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(length)]
+
+
+def talkative(patch: pytest.MonkeyPatch, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of an engine whose turns continue; ``lifetime`` is that of the policy's last term."""
+    own = {"budget": 64, "continuation": True, **options}
+    shrink_terms(patch, lifetime=own.pop("lifetime", 9))
+    return own
+
+
+def likely(output: RequestOutput) -> list[tuple[int, float]]:
+    """Each token of an answer, and its log-probability."""
+    (answer,) = output.outputs
+    assert answer.logprobs is not None
+    each = zip(answer.token_ids, answer.logprobs, strict=True)
+    return [(token, chances[token].logprob) for token, chances in each]
 
 
 def converse(

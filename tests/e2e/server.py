@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,6 +18,7 @@ from benchmarks.soak.server import ROOT, Server
 from tests.e2e.harness import smollm2
 
 ENGINE = ("--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=16")
+LONGER = ("--dtype=float32", "--enforce-eager", "--max-model-len=1024", "--block-size=16")
 EXAMPLE = ROOT / "examples/serve.md"
 MODEL, URL = "facebook/opt-6.7b", "http://localhost:8000"
 """What stands for the model and the address in the example."""
@@ -62,11 +64,29 @@ class Completing(Server):
 
     def request(self, **body: Any) -> urllib.request.Request:
         """A completion request, greedy unless told otherwise."""
-        return urllib.request.Request(
-            f"{self.url}/v1/completions",
-            data=json.dumps({"model": self.model, "temperature": 0, **body}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
+        return asking(self.url, self.model, **body)
+
+    def metric(self, name: str) -> float:
+        """The value of a metric with one line."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name)]
+        (value,) = (float(line.split()[-1]) for line in lines)
+        return value
+
+
+def asking(url: str, model: str, **body: Any) -> urllib.request.Request:
+    """A completion request to an address, greedy unless told otherwise."""
+    return urllib.request.Request(
+        f"{url}/v1/completions",
+        data=json.dumps({"model": model, "temperature": 0, **body}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run(block: Block, server: Completing) -> str:

@@ -16,8 +16,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
-from tests.e2e.conversations import ConversationOracle, converse, own_text
-from tests.e2e.harness import Probe, engine, generate, shrink_terms, smollm2, tiny_llama, token_ids
+from tests.e2e.conversations import ConversationOracle, converse, own_text, talkative
+from tests.e2e.harness import Probe, engine, generate, smollm2, token_ids
 from tests.e2e.server import MODEL, Completing, blocks, run
 from tests.house_rules import ROOT
 from vllm_h2o.cli import main
@@ -41,19 +41,12 @@ WHAT: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two layers of two KV heads."""
-    return tiny_llama(tmp_path_factory.mktemp("llama"), 4, 2)
-
-
 @pytest.mark.parametrize(("policy", "options"), WHAT, ids=[f"{p} {o}" for p, o in WHAT])
 def test_conversations_are_one_request(
     policy: str, options: dict[str, Any], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Set for set, and attention output by attention output; turns of one token, too."""
-    own = {"budget": 64, "continuation": True, **options}
-    shrink_terms(monkeypatch, lifetime=own.pop("lifetime", 9))
+    own = talkative(monkeypatch, options)
     monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
     with monkeypatch.context() as patch, engine(model, policy, own, **SMALL) as llm:
         probe = Probe(llm)

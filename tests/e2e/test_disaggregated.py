@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.utils.network_utils import get_open_port
 
 from tests.e2e.harness import smollm2
-from tests.e2e.server import MODEL, Completing, blocks
+from tests.e2e.server import LONGER, MODEL, Completing, asking, blocks, free_port
 from tests.house_rules import ROOT
 
 READ, GENERATE, PROXY, ASK = blocks(ROOT / "docs/disaggregated.md")
@@ -35,13 +34,13 @@ def flags_of(code: str, folder: Path) -> list[str]:
     """What a server of the page is started with, but for its port."""
     _, _, model, port, number, *flags = shlex.split(code.replace("/dev/shm/kept", str(folder)))
     assert (model, port) == (MODEL, "--port") and number in PORTS
-    return [*flags, "--dtype=float32", "--enforce-eager", "--max-model-len=1024", "--block-size=16"]
+    return [*flags, *LONGER]
 
 
 @contextmanager
 def proxy(*servers: Completing) -> Iterator[str]:
     """Run the page's proxy; its address."""
-    port = get_open_port()
+    port = free_port()
     code = PROXY.code
     for number, server in zip(PORTS, servers, strict=False):
         code = code.replace(f"http://localhost:{number}", server.url)
@@ -56,10 +55,7 @@ def proxy(*servers: Completing) -> Iterator[str]:
 
 def post(url: str, **body: Any) -> tuple[int, bytes]:
     """Status and answer of a completion request."""
-    data = json.dumps({"model": MODEL, "temperature": 0, **body}).encode()
-    request = urllib.request.Request(
-        f"{url}/v1/completions", data=data, headers={"Content-Type": "application/json"}
-    )
+    request = asking(url, MODEL, **body)
     for _ in range(100):
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
@@ -76,13 +72,6 @@ def streamed(answer: bytes) -> str:
     events = [line.removeprefix(b"data: ") for line in answer.split(b"\n") if line]
     assert events.pop() == b"[DONE]"
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
-
-
-def hits(server: Completing) -> float:
-    """Tokens that a server found in files."""
-    name = "vllm:kv_policy_continuation_folder_hits_total"
-    lines = [line for line in server.get("/metrics").splitlines() if line.startswith(name)]
-    return sum(float(line.split()[-1]) for line in lines)
 
 
 @pytest.fixture
@@ -121,7 +110,7 @@ def test_two_servers_answer_as_one(servers: list[Completing], tmp_path: Path) ->
             _, events = post(url, prompt=prompt, stream=True, **asked)
             assert streamed(events) == text
             begun += 2 * answer["usage"]["prompt_tokens"]
-            assert hits(two) == begun
+            assert two.metric("vllm:kv_policy_continuation_folder_hits_total") == begun
         assert begun > 1000
         sizes = sorted(path.stat().st_size for path in (tmp_path / "kept").iterdir())
         whole_bytes = KV_BYTES * 1024  # of as many tokens as the budget is a fifth of

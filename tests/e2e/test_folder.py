@@ -14,9 +14,9 @@ import pytest
 from vllm import LLM, RequestOutput
 
 from tests.e2e import ranks
-from tests.e2e.conversations import own_text
+from tests.e2e.conversations import likely, own_text
 from tests.e2e.harness import engine, generate, smollm2, tiny_llama
-from tests.e2e.server import MODEL, Completing, blocks, run
+from tests.e2e.server import LONGER, MODEL, Completing, blocks, run
 from tests.house_rules import ROOT
 from vllm_h2o.options.request import RefusedRequestError
 
@@ -32,12 +32,6 @@ WHAT: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("snapkv", {"observation_window": 6}, {"enable_prefix_caching": True}),
     ("streaming", {}, {}),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two layers of two KV heads."""
-    return tiny_llama(tmp_path_factory.mktemp("llama"), 4, 2)
 
 
 @pytest.fixture
@@ -59,14 +53,6 @@ def ask(llm: LLM, prompt: list[int] = QUESTION, **extra_args: Any) -> RequestOut
     """One answer, with its log-probabilities."""
     (output,) = generate(llm, [prompt], 12, logprobs=1, extra_args=extra_args)
     return output
-
-
-def likely(output: RequestOutput) -> list[float]:
-    """The log-probability of each token of an answer."""
-    (answer,) = output.outputs
-    assert answer.logprobs is not None
-    each = zip(answer.token_ids, answer.logprobs, strict=True)
-    return [chances[token].logprob for token, chances in each]
 
 
 @pytest.mark.parametrize(("policy", "options", "args"), WHAT, ids=[f"{p} {o}" for p, o, _ in WHAT])
@@ -212,7 +198,7 @@ def test_server_that_was_killed_answers_from_files(tmp_path: Path) -> None:
     folder, model = tmp_path / "kept", smollm2()
     _, _, served, *flags = shlex.split(start.code.replace("/tmp/kept", str(folder)))
     assert served == MODEL
-    flags += ["--dtype=float32", "--enforce-eager", "--max-model-len=1024", "--block-size=16"]
+    flags += LONGER
     with Completing(Path(model), tmp_path / "first.log", flags) as server:
         run(keep, server)
         for process in (server.process, *server.children):
@@ -222,8 +208,6 @@ def test_server_that_was_killed_answers_from_files(tmp_path: Path) -> None:
         said = re.findall(r"(\d+) tokens, (\d+) of them kept", run(later, server))
         prompts, kept = ([int(n) for n in each] for each in zip(*said, strict=True))
         assert len(said) == 3 and min(prompts) > min(kept) == max(kept) > 700
-        metric = "vllm:kv_policy_continuation_folder_hits_total"
-        lines = [line for line in server.get("/metrics").splitlines() if line.startswith(metric)]
-        assert [float(line.split()[-1]) for line in lines] == [sum(kept)]
+        assert server.metric("vllm:kv_policy_continuation_folder_hits_total") == sum(kept)
     assert "is kept in" in (tmp_path / "first.log").read_text()
     assert "1 prompts are kept" in (tmp_path / "second.log").read_text()

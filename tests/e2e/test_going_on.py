@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM, RequestOutput
+from vllm import LLM
 
 from tests.e2e import ranks
-from tests.e2e.conversations import own_text
-from tests.e2e.harness import engine, generate, shrink_terms, tiny_llama
+from tests.e2e.conversations import likely, own_text, talkative
+from tests.e2e.harness import engine, generate, shrink_terms
 
 SMALL = {"block_size": 16, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 128}
 NUM_TOKENS = 40
@@ -32,28 +33,21 @@ WHAT: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two layers of two KV heads."""
-    return tiny_llama(tmp_path_factory.mktemp("llama"), 4, 2)
+def in_pieces(
+    llm: LLM, prompt: list[int], ends: Sequence[int], fill: int = 0, **extra_args: Any
+) -> list[tuple[int, float]]:
+    """An answer by requests, of which the first ones end after so many tokens.
 
-
-def likely(output: RequestOutput) -> list[tuple[int, float]]:
-    """Each token of an answer, and its log-probability."""
-    (answer,) = output.outputs
-    assert answer.logprobs is not None
-    each = zip(answer.token_ids, answer.logprobs, strict=True)
-    return [(token, chances[token].logprob) for token, chances in each]
-
-
-def in_pieces(llm: LLM, prompt: list[int], ends: tuple[int, ...], **extra_args: Any) -> Any:
-    """An answer by requests, of which the first ones end after so many tokens."""
-    said, text = [], list(prompt)
+    Each is followed by another request with a prompt of ``fill`` tokens, if that is not 0.
+    """
+    said: list[tuple[int, float]] = []
     for start, end in zip((0, *ends), (*ends, NUM_TOKENS), strict=True):
+        text = [*prompt, *(token for token, _ in said)]
         (output,) = generate(llm, [text], end - start, logprobs=1, extra_args=extra_args)
         assert output.num_cached_tokens == (len(text) - 1 if start else 0)
         said += likely(output)
-        text += [token for token, _ in likely(output)]
+        if fill:
+            generate(llm, [own_text(2 + start, fill)], 2)
     return said
 
 
@@ -62,8 +56,7 @@ def test_pieces_are_the_whole(
     policy: str, options: dict[str, Any], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, before and after a term's lifetime has ended, also of a prompt that fits."""
-    own = {"budget": 64, "continuation": True, **options}
-    shrink_terms(monkeypatch, lifetime=own.pop("lifetime", 9))
+    own = talkative(monkeypatch, options)
     caching = own.pop("prefix_caching", False)
     with engine(model, policy, own, enable_prefix_caching=caching, **SMALL) as llm:
         for seed, length in enumerate((96, 90, 64, 40)):
@@ -86,16 +79,10 @@ def test_pieces_from_elsewhere_are_the_whole(
         monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
         args["tensor_parallel_size"] = 2
     kept = {"kv_save": 1} if "files" in where else {}
-    prompt, said = own_text(1, 90), []
+    prompt = own_text(1, 90)
     with engine(model, "h2o2", {"budget": 48, "continuation": continuation}, **args) as llm:
         whole = in_pieces(llm, prompt, ())
-        text = list(prompt)
-        for start, end in ((0, 1), (1, 12), (12, NUM_TOKENS)):
-            (output,) = generate(llm, [text], end - start, logprobs=1, extra_args=kept)
-            assert output.num_cached_tokens == (len(text) - 1 if start else 0)
-            said += likely(output)
-            text = [*prompt, *(token for token, _ in said)]
-            generate(llm, [own_text(2 + start, 508)], 2)  # it takes all pages
-        assert said == whole
+        # The others take all pages.
+        assert in_pieces(llm, prompt, (1, 12), fill=508, **kept) == whole
     if kept:
         assert len(list(tmp_path.iterdir())) == 3 * args.get("tensor_parallel_size", 1)

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.soak.server import ENVIRONMENT, ROOT, Server, write_model
-from tests.e2e.server import Completing, blocks
+from tests.e2e.server import Completing, blocks, free_port
 
 PAGE = ROOT / "docs/cluster.md"
 ADDRESS = "10.0.0.1"
@@ -47,13 +46,6 @@ def without_nodes(flags: list[str]) -> list[str]:
     text = " ".join(flags)
     text = re.sub(r" --(nnodes|node-rank|master-\w+|(tensor|pipeline)-\S+) \S+", "", text)
     return shlex.split(text)
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -8,19 +8,13 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.e2e.harness import CHARACTERS, Probe, engine, preempt_all_once, tiny_llama
+from tests.e2e.harness import CHARACTERS, Probe, engine, preempt_all_once
 
 SETTINGS = {"max_model_len": 512, "block_size": 16, "num_gpu_blocks_override": 200}
 WAYS: dict[str, dict[str, Any]] = {
     "at the end": {"budget": "full"},
     "after chunks": {"budget": "full", "eviction": "chunk"},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two layers of two KV heads."""
-    return tiny_llama(tmp_path_factory.mktemp("llama"), 4, 2)
 
 
 def sampled(llm: LLM) -> list[list[int]]:

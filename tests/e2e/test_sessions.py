@@ -16,7 +16,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.request import Request
 
-from tests.e2e.harness import CHARACTERS, Probe, arguments, engine, generate, tiny_llama, token_ids
+from tests.e2e.harness import CHARACTERS, Probe, arguments, engine, generate, token_ids
 from vllm_h2o.scheduler.sessions import BoundsSessions
 
 LONGEST = 128
@@ -32,12 +32,6 @@ POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("streaming", {"budget": 48, "eviction": "chunk"}),
     ("h2o", {"budget": 48, "continuation": True}),
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two layers of two KV heads."""
-    return tiny_llama(tmp_path_factory.mktemp("llama"), 4, 2)
 
 
 def push(llm: LLM, length: int, max_tokens: int = 10) -> None:

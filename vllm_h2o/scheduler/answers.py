@@ -38,16 +38,14 @@ class AnswersLate(BoundsSessions):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """Process the sampled tokens; give answers whose files this step has written."""
+        if self.folder is not None:
+            self.folder.end(scheduler_output.residency_plan.saved)
+            for request_id in self._late.keys() - self.folder.unwritten.keys():
+                self._own_answers.append(self._late.pop(request_id))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.folder is None:
-            return outputs
-        self.folder.end(scheduler_output.residency_plan.saved)
+        unwritten = self.folder.unwritten if self.folder is not None else {}
         for client_index, each in outputs.items():
-            ends = [o for o in each.outputs if o.finished and o.request_id in self.folder.unwritten]
-            for output in ends:
+            for output in [o for o in each.outputs if o.finished and o.request_id in unwritten]:
                 each.outputs.remove(output)
                 self._late[output.request_id] = client_index, output
-        for request_id in self._late.keys() - self.folder.unwritten.keys():
-            client_index, output = self._late.pop(request_id)
-            outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs

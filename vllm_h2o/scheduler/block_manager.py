@@ -260,8 +260,8 @@ class HeavyHitterManager(FullAttentionManager):
             del self._entries[request_id]
             self.ledger.stats.count_copied(entry.place, start)
             num_pages = self.ledger.num_pages(entry.turn.num_slots)
-            goes_on = info is not None and entry.turn.is_followed_by(info.prompt_len)
-            self._continued[request_id] = entry.continued(new_blocks[:num_pages], goes_on)
+            prompt_len = self._requests[request_id].num_tokens
+            self._continued[request_id] = entry.continued(new_blocks[:num_pages], prompt_len)
         row_end = state.first_block_idx + self.ledger.num_pages(state.held_len)
         has_surplus = plan.pack_block_idx > 0 or len(self.req_to_blocks[request_id]) > row_end
         if has_surplus and not state.in_prompt:

@@ -83,15 +83,16 @@ class Entry:
         """Ids of its blocks."""
         return tuple(block.block_id for block in self.blocks)
 
-    def continued(self, blocks: Sequence[KVCacheBlock], goes_on: bool) -> Continuation:
+    def continued(self, blocks: Sequence[KVCacheBlock], prompt_len: int) -> Continuation:
         """The copy that the workers make.
 
         Args:
             blocks: first blocks of the request that continues, as many as the slots need.
-            goes_on: whether it goes on where this one has ended (Left.is_followed_by).
+            prompt_len: of the request that continues.
 
         """
         ids, turn = tuple(block.block_id for block in blocks), self.turn
+        goes_on = turn.is_followed_by(prompt_len)
         restored_end = 0 if goes_on else turn.restored_end
         keeps_slots = goes_on or turn.is_split
         return Continuation(self.source, ids, turn.num_slots, restored_end, keeps_slots, self.place)

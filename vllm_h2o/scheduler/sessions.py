@@ -25,11 +25,14 @@ logger = init_logger("vllm.kv_policy")
 
 
 class BoundsSessions(AsyncScheduler):
-    """vLLM's scheduler, which answers a part without room with an error. The session goes on."""
+    """vLLM's scheduler, which answers a part without room with an error. The session goes on.
+
+    ``_own_answers`` are those that vLLM does not give, by client; the next step's outputs end them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refused: list[tuple[int, EngineCoreOutput]] = []
+        self._own_answers: list[tuple[int, EngineCoreOutput]] = []
 
     def add_request(self, request: Request) -> None:
         """Take a request, or a part of a session if it has room."""
@@ -66,7 +69,7 @@ class BoundsSessions(AsyncScheduler):
         output = EngineCoreOutput(
             session.request_id, [], finish_reason=FinishReason.LENGTH, stop_reason=str(error)
         )
-        self._refused.append((session.client_index, output))
+        self._own_answers.append((session.client_index, output))
         return True
 
     def reset_prefix_cache(
@@ -82,15 +85,15 @@ class BoundsSessions(AsyncScheduler):
         return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
 
     def has_requests(self) -> bool:
-        """Whether there is anything to do: a step answers refused parts, too."""
-        return bool(self._refused) or bool(super().has_requests())
+        """Whether there is anything to do: a step gives answers of our own, too."""
+        return bool(self._own_answers) or bool(super().has_requests())
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Process the sampled tokens, and answer refused parts after those before them."""
+        """Process the sampled tokens, and give answers of our own after those before them."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for client_index, output in self._refused:
+        for client_index, output in self._own_answers:
             outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
-        self._refused.clear()
+        self._own_answers.clear()
         return outputs

@@ -59,15 +59,13 @@ class Turns:
         for layer, cache in enumerate(layers.caches()):
             held: list[Held] = []
             for copied, source in zip(each, sources, strict=True):
-                if isinstance(copied, Continuation) and copied.place is not None:
-                    held.append(copies[copied.place][layer].to(device))
-                    continue
-                used = copied.num_used if isinstance(copied, Saved) else 0
-                tokens = Held.of(cache, source, used)
                 if isinstance(copied, Saved):
+                    tokens = Held.of(cache, source, copied.num_used)
                     copies[copied.place].append(tokens.to(HOST))
+                elif copied.place is None:
+                    held.append(Held.of(cache, source))
                 else:
-                    held.append(tokens)
+                    held.append(copies[copied.place][layer].to(device))
             for turn, blocks, tokens in zip(turns, rows, held, strict=True):
                 if turn.keeps_slots:
                     tokens.store(cache, blocks, turn.restored_end)
