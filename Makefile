@@ -9,6 +9,8 @@ LIBRARIES := $(KERNELS)/h2o_portable.so
 PROCESSES ?= 2
 PYTEST = python -m pytest --numprocesses $(PROCESSES) --dist worksteal
 QUICK := --hypothesis-profile quick
+# AFTER_TEST=--after-test: `make test-all` leaves out what `make test` has run as a whole.
+AFTER_TEST ?=
 RESULTS := benchmarks/results
 LATER := 0.33.0
 RAY := ray==2.60.0
@@ -45,7 +47,7 @@ test-all: lint $(LIBRARIES)  ## lint, then every test, some on vLLM 0.33 too (ab
 	else echo "SKIPPED: tests on vLLM 0.33, because its sources cannot be had (see above)"; fi
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(RAY) \
 	    || echo "SKIPPED: tests on Ray, because it cannot be had (see above)"
-	@$(BIN)/$(PYTEST)
+	@$(BIN)/$(PYTEST) $(AFTER_TEST)
 
 test-033: $(OVERLAY_STAMP) $(LIBRARIES)  ## tests on vLLM 0.33, its Python over the CPU build (`TESTS_033=` for others)
 	@$(OVERLAY)/bin/$(PYTEST) $(TESTS_033)

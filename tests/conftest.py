@@ -17,13 +17,15 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",
+    # On a CPU vLLM saves a compiled model and cannot load it: each engine would compile anew.
+    VLLM_USE_AOT_COMPILE="0",
 )
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from llvmlite.binding import ffi  # noqa: E402 (numba's: vLLM's proposer of n-grams loads it)
 
-from tests.draws import QUICK  # noqa: E402
+from tests.draws import QUICK, ROOT, draws  # noqa: E402
 
 settings.register_profile(QUICK)
 
@@ -41,6 +43,33 @@ def _honest(wrapper: object, name: str) -> object:
 
 
 ffi._lib_wrapper.__getattr__ = _honest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let one run of both tiers run each test once, at its full size."""
+    parser.addoption(
+        "--after-test",
+        action="store_true",
+        help="leave out what `make test` runs as a whole: neither slow, nor of random examples",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what has been run."""
+    if not config.getoption("--after-test"):
+        return
+    left_out = [
+        item for item in items if not (item.get_closest_marker("slow") or draws(name(item)))
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def name(item: pytest.Item) -> str:
+    """Name of a test's module."""
+    return ".".join(item.path.relative_to(ROOT).with_suffix("").parts)
+
 
 _num_modules = 0
 

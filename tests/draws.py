@@ -7,10 +7,15 @@ So a test that asks for events draws others until it has seen them.
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
 
 from hypothesis import HealthCheck, seed, settings
+
+ROOT = Path(__file__).parents[1]
 
 MAX_DRAWS = 5
 """How often examples are drawn before an event that they show too seldom is a fault."""
@@ -22,6 +27,26 @@ QUICK = "quick"
 def is_quick() -> bool:
     """Whether a tenth is drawn."""
     return settings.get_current_profile_name() == QUICK
+
+
+@cache
+def draws(name: str) -> bool:
+    """Whether a module of the tests draws examples, itself or by what it imports.
+
+    Args:
+        name: of the module, such as ``tests.draws``.
+
+    """
+    path = ROOT / f"{name.replace('.', '/')}.py"
+    if name == __name__ or not path.exists():
+        return name in (__name__, "hypothesis")
+    imported = set[str]()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+    return any(draws(other) for other in imported if other.split(".")[0] in ("tests", "hypothesis"))
 
 
 def drawn(num_examples: int) -> settings:

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from importlib import import_module
 from typing import Any
 
 import pytest
 
+from tests.draws import draws
 from tests.house_rules import ROOT
 
 yaml = pytest.importorskip("yaml")
@@ -54,6 +56,19 @@ def test_workflow_without_vllm_names_tests_that_exist() -> None:
     """A renamed test file would be an error there alone."""
     paths = re.findall(r"tests/\S+", commands(jobs()["without-vllm"])[-1])
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_second_tier_of_one_run_leaves_out_what_is_not_random() -> None:
+    """Modules that draw examples, or import what does, stay; so do slow tests."""
+    known = {"tests.test_wire": True, "tests.scheduler.test_chunks": True, "tests.test_cli": False}
+    assert {module: draws(module) for module in known} == known
+    chosen = ["tests/test_wire.py", "tests/test_errors.py", "tests/kernels/triton/test_compile.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--collect-only", "-q"]
+    done = subprocess.run(
+        [*command, "--after-test", *chosen], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert found == {chosen[0], chosen[2]}
 
 
 def test_pre_commit_runs_what_lint_runs() -> None:

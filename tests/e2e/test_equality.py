@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.envs import use_aot_compile
 
 from tests.e2e.harness import (
     CHARACTERS,
@@ -55,8 +56,12 @@ def test_opt_of_the_real_shape_equals_stock(chunk: int, tmp_path: Path) -> None:
     [("h2o", {}), ("h2o2", {"score": "reconstruction", "observation_window": 8})],
     ids=["h2o", "reconstruction"],
 )
-def test_compiled_equals_eager(policy: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_compiled_equals_eager(
+    policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As ``vllm serve`` runs without further flags: through torch.compile, here past the budget."""
+    monkeypatch.delenv("VLLM_USE_AOT_COMPILE")
+    assert use_aot_compile()
     model = tiny_llama(tmp_path, 4, 4)
     prompts = mixed_prompts(CHARACTERS, 8, longest=60)
     options = {"budget": 32, **options}
