@@ -27,8 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 from triton.compiler import ASTSource
 
+from benchmarks.gpu import mlp
 from benchmarks.record import append_rows
-from vllm_h2o.kernels.triton import decode, merge, pack, prefill, score, share
+from vllm_h2o.kernels.triton import decode, merge, neurons, pack, prefill, score, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
     SELECT_TILE,
@@ -52,20 +53,24 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 """Options of a launch; its other keywords are constants."""
 NAMES = {HALF: "*fp16", BRAIN: "*bf16", SINGLE: "*fp32", E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
-TOKENS = {"key_ptr", "value_ptr", "query_ptr", "out_ptr"}
+TOKENS = {"key_ptr", "value_ptr", "query_ptr", "out_ptr", "x_ptr", "rows_ptr", "bias_ptr"}
 CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
 FLOAT = {
     "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
     "lse_ptr", "lowest_ptr", "kept_score", "old_scores", "mass_pages", "nearest_ptr", "sink_ptr",
-    "without_pages", "kept_without",
+    "without_pages", "kept_without", "cuts_ptr",
 }  # fmt: skip
 INT = {
     "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
     "kept_position", "new_table_ptr", "newest_ptr", "arrived_ptr", "reached_ptr", "counts_ptr",
+    "used_ptr", "keeps_ptr",
 }  # fmt: skip
+OWN = {"codes_ptr": "*u8", "scales_ptr": "*bf16", "total_ptr": "*i64"}
+"""Types that do not follow from a shape."""
 FACTORS = {"scale", "out_scale", "key_factor", "value_factor", "merge"}
 ALIGNED = {
     "query_stride", "key_stride", "value_stride", "out_stride", "page_stride", "word_stride",
+    "x_stride", "width",
 }  # fmt: skip
 
 
@@ -122,6 +127,8 @@ SHAPES = {
 """By compute capability, each its own, the widest among them: all on all takes minutes."""
 TAKEN = ("registers", "spilled", "shared")
 """Columns of the CSV: see :class:`Made`."""
+MLP_TOKENS = (1, 8, 32)
+"""Steps whose MLP reads used rows alone: one sequence, what is skipped by default, and the most."""
 ALL = Term("all")
 """The term that every query of a prompt adds to."""
 SERVED = [Shape(HALF, 128, 16, 1), Shape(BRAIN, 128, 16, 4)]
@@ -190,6 +197,16 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     yield share.share_rows, "*i32", {"N": block, "H_PAD": 16}
     for stores in (False, True):
         yield share.move_shared, "*i32", {**moved, "STORES": stores}
+    for tokens in MLP_TOKENS if shape.float8 is None else ():
+        yield from mlp_launches(shape.dtype, tokens)
+
+
+def mlp_launches(dtype: torch.dtype, tokens: int) -> Iterator[Launch]:
+    """The kernels of a ReLU model's MLP, for a step of so many tokens."""
+    for name, constants in neurons.constants(tokens, dtype).items():
+        kernel = vars(neurons)[name]
+        biased = {"HAS_BIAS": True} if "HAS_BIAS" in kernel.arg_names else {}
+        yield kernel, "*i32", constants | biased
 
 
 def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
@@ -243,9 +260,11 @@ def _products(shape: Shape) -> dict[str, Any]:
 
 
 def served_launches(shape: Shape, capability: int) -> Iterator[Launch]:
-    """The kernels of ``h2o`` that a server runs most."""
+    """The kernels of ``h2o`` that a server runs most, and those of a ReLU model's MLP."""
     yield from decode_launches(shape, merges=False)
     yield column_scores(shape, capability, ALL)
+    if shape.dtype == BRAIN:
+        yield from mlp_launches(shape.dtype, max(mlp.TOKENS))
 
 
 def build(launch: Launch, shape: Shape, capability: int) -> Made:
@@ -288,6 +307,7 @@ def _kind(name: str, shape: Shape, fields: str, constants: dict[str, Any]) -> st
     """The type of an argument."""
     kinds = (
         (name in constants or name == "field_stride", "constexpr"),
+        (name in OWN, OWN.get(name, "")),
         (name in TOKENS, NAMES[shape.dtype]),
         (name in CACHE, NAMES[shape.float8 or shape.dtype]),
         (name in FLOAT, "*fp32"),

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu import kernels, latency, speed
+from benchmarks.gpu import kernels, latency, mlp, speed
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.engines import COMBINED, COMPARED, Check, compare, control, retained
 from benchmarks.gpu.expected import of_profile
@@ -103,7 +103,7 @@ def parts(small: bool, every: bool, card: Card) -> list[Part]:
     """
     if small:
         llama = _engines("llama", list(COMPARED), small)
-        found = [_kernels(size) for size in kernels.SMALL]
+        found = [*map(_kernels, kernels.SMALL), _mlp(mlp.SMALL, torch.float32)]
         found += [_retained("float32", small), _throughput(QUICK[0], card, small), *llama]
         return [*found, _latency(latency.SMALL, 8.0, card, small)]
     odd, real, timed = (_typed(sizes, card) for sizes in (kernels.ODD, kernels.REAL, speed.SIZES))
@@ -119,6 +119,8 @@ def parts(small: bool, every: bool, card: Card) -> list[Part]:
     found += [_graph(size) for size in real[2:]]
     (long,) = _typed((kernels.LONG,), card)
     found.append(Part("kernels: 128k tokens", 60, lambda _, at: kernels.check_long(long, at)))
+    found += [_mlp(mlp.OPT, dtype) for dtype in (card.half, torch.float32)]
+    found.append(Part("speed: MLP", 40, lambda report, at: report.mlp(mlp.OPT, at)))
     if every:
         # OPT has no rotary embeddings, which h2o2's rotated queries need.
         plain = [name for name, (one, _) in COMPARED.items() if one != COMBINED]
@@ -136,6 +138,11 @@ def _typed(sizes: Sequence[kernels.Size], card: Card) -> list[kernels.Size]:
 
 def _kernels(size: kernels.Size) -> Part:
     return Part(f"kernels: {size}", 60, lambda _, device: check_kernels(device, size))
+
+
+def _mlp(layer: mlp.Layer, dtype: torch.dtype) -> Part:
+    name = f"kernels: MLP of {layer.name}, {dtype}"
+    return Part(name, 30, lambda _, device: mlp.check(layer, dtype, device))
 
 
 def _graph(size: kernels.Size) -> Part:

@@ -7,8 +7,9 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.gpu import roofline
+from benchmarks.gpu import mlp, roofline
 from benchmarks.gpu.card import Card
+from benchmarks.gpu.devices import device_of
 from benchmarks.gpu.kernels import Size
 from benchmarks.throughput.profiles import Profile
 
@@ -31,6 +32,14 @@ def of_kernels(card: Card, size: Size) -> dict[str, float]:
     return found
 
 
+def of_mlp(card: Card, layer: mlp.Layer, tokens: int) -> dict[str, float]:
+    """Figures of a ReLU model's MLP by their names in ``mlp``."""
+    where = layer.name, str(tokens)
+    found = (row for row in _rows(KERNELS, card) if (row["shape"], row["batch"]) == where)
+    named = {row["figure"]: float(row["predicted"]) for row in found}
+    return {name: value for name, value in named.items() if name.startswith("mlp_")}
+
+
 def of_profile(card: Card, profile: Profile) -> dict[tuple[str, str], float]:
     """Figures of a profile by (side, name); the ratio's side is ''."""
     return {
@@ -42,7 +51,7 @@ def of_profile(card: Card, profile: Profile) -> dict[tuple[str, str], float]:
 
 def _rows(path: Path, card: Card) -> Iterator[dict[str, str]]:
     """Rows of the device with a data sheet that the card is; none for others."""
-    device = roofline.device_of(card.name)
+    device = device_of(card.name)
     if device is None:
         return
     with path.open(newline="") as file:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import roofline
-from benchmarks.gpu.roofline import DEVICES, MATRIX, Device, Shape
+from benchmarks.gpu.devices import DEVICES, MATRIX, Device
+from benchmarks.gpu.roofline import Shape
 from benchmarks.record import append_rows
 from benchmarks.throughput.models import MODELS
 from benchmarks.throughput.profiles import GPU, Profile, Side

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from triton.errors import TritonError
 
-from benchmarks.gpu import kernels, latency, speed
+from benchmarks.gpu import kernels, latency, mlp, speed
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.engines import ROOT, Check
-from benchmarks.gpu.expected import of_kernels, of_profile
+from benchmarks.gpu.expected import of_kernels, of_mlp, of_profile
 from benchmarks.record import append_rows
 from benchmarks.throughput.profiles import GPU, QUICK, Profile
 from benchmarks.throughput.runs import ratio_of
@@ -77,6 +77,17 @@ class Report:
         row |= {f"{name}_predicted": predicted.get(name, math.nan) for name in speed.PREDICTED}
         append_rows(self.out / "gpu-kernels.csv", [row])
         self._show("", figures, predicted)
+        yield from ()
+
+    def mlp(self, layer: mlp.Layer, device: torch.device) -> Iterator[Check]:
+        """Figures of a ReLU model's MLP, printed and kept; nothing is asked of them here."""
+        for tokens, figures in mlp.speed(layer, self.card.half, device, speed.seconds):
+            predicted = of_mlp(self.card, layer, tokens)
+            row = {"machine": self.card.name, "torch": torch.__version__, **layer._asdict()}
+            row |= {"tokens": tokens, **figures}
+            row |= {f"{name}_predicted": predicted.get(name, math.nan) for name in figures}
+            append_rows(self.out / "gpu-mlp.csv", [row])
+            self._show(f"MLP, {tokens} tokens: ", figures, predicted)
         yield from ()
 
     def latency(self, profile: Profile, requests_per_s: float, small: bool) -> Iterator[Check]:

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import mlp
+from benchmarks.gpu.devices import COPY, DEVICES, LAUNCH, LOAD, MATRIX, Device, Kernel
 from benchmarks.record import append_rows
 from vllm_h2o.kernels.triton.sizes import (
     PAGE_LANES,
@@ -32,99 +34,9 @@ from vllm_h2o.kernels.triton.sizes import (
     splits_of,
 )
 
-COPY = 0.92
-"""Share of the memory's rate that a copy reaches."""
-LAUNCH = 2.0e-6
-"""Seconds from one kernel of a graph to the next that waits for it."""
-LOAD = 0.6e-6
-"""Seconds of a load that others wait for: what a field, a block id or a page takes to come."""
 SCORE_TILE = 1.1e-6
 """Seconds in which a program scores 512 slots: loads of logits, scores and positions, one after the
 other."""
-MATRIX = 0.55
-"""Share of the matrix units' rate that attention over a prompt reaches."""
-REGISTERS, WARPS, PROGRAMS = 65536, 64, 32
-"""Limits of a multiprocessor: 32-bit registers, and the most warps and programs at once."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU, from its data sheet.
-
-    Args:
-        name: short.
-        capability: 90 for 9.0.
-        processors: streaming multiprocessors.
-        bytes_per_s: of its memory.
-        flops: of its matrix units, 16-bit, dense.
-        shared: bytes of shared memory of a multiprocessor.
-
-    """
-
-    name: str
-    capability: int
-    processors: int
-    bytes_per_s: float
-    flops: float
-    shared: int
-
-    def programs(self, kernel: Kernel) -> int:
-        """Programs of a kernel that run at once."""
-        per_program = math.ceil(kernel.registers / 8) * 8 * 32 * kernel.warps
-        limits = (
-            REGISTERS // per_program,
-            self.shared // (kernel.shared + 1024),
-            WARPS // kernel.warps,
-            PROGRAMS,
-        )
-        return self.processors * max(min(limits), 1)
-
-    def seconds(
-        self, kernel: Kernel, programs: float, num_bytes: float, longest: float, idle: float = 0.0
-    ) -> float:
-        """Seconds of one launch.
-
-        Args:
-            kernel: its needs.
-            programs: how many it is launched with, if each were as long as the longest.
-            num_bytes: that all of them read and write.
-            longest: seconds of the longest program alone.
-            idle: seconds in which programs that have no work take the places of others.
-
-        """
-        at_once = self.programs(kernel)
-        waves = programs / at_once
-        tail = math.ceil(waves) / waves if waves > 1 else 1.0
-        moved = num_bytes / (COPY * self.bytes_per_s) * tail
-        return LAUNCH + max(moved + LOAD + idle, math.ceil(waves) * longest)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel as compiled.
-
-    Args:
-        registers: of a thread.
-        shared: bytes of a program.
-        warps: of a program.
-
-    """
-
-    registers: int
-    shared: int
-    warps: int = 4
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("H200", 90, 132, 4.8e12, 989e12, 228 << 10),
-        Device("H100", 90, 132, 3.35e12, 989e12, 228 << 10),
-        Device("A100-80GB", 80, 108, 2.04e12, 312e12, 164 << 10),
-        Device("L4", 89, 58, 0.30e12, 121e12, 100 << 10),
-    )
-}
-"""By name. None before Ampere: what the compiler makes of the kernels there is another thing."""
 
 
 @dataclass(frozen=True)
@@ -301,14 +213,6 @@ def step(
     return max(read, products) + shape.num_layers * (attention + 10 * LAUNCH)
 
 
-def device_of(name: str) -> Device | None:
-    """The one with a name such as a driver gives; None where no data sheet is known."""
-    words = name.replace("-", " ").split()
-    if {"PCIe", "NVL", "40GB"} & set(words):  # slower memory under the same name
-        return None
-    return next((d for key, d in DEVICES.items() if key.split("-")[0] in words), None)
-
-
 def rows(device: Device) -> Iterator[dict[str, Any]]:
     """All that is predicted of a device, a figure a row."""
     for shape in SHAPES:
@@ -345,6 +249,10 @@ def rows(device: Device) -> Iterator[dict[str, Any]]:
                 "figure": "prompt_scoring_adds",
                 "predicted": found_prompt.scores / found_prompt.attention,
             }
+    for tokens in mlp.TOKENS:
+        where = {"device": device.name, "shape": mlp.OPT.name, "batch": tokens}
+        for figure, value in mlp.predicted(device, mlp.OPT, tokens).items():
+            yield {**where, "size": mlp.OPT.neurons, "figure": figure, "predicted": value}
 
 
 def table(device: Device) -> str:
@@ -363,6 +271,10 @@ def table(device: Device) -> str:
             f"  {shape.name:8} {MIXED[0]} slots and {len(MIXED) - 1} x {MIXED[1]}: "
             f"{divided:.1f} ms a step, {whole:.1f} undivided"
         )
+    for tokens in mlp.TOKENS:
+        found = mlp.predicted(device, mlp.OPT, tokens)
+        each = (f"{mode} {found[f'mlp_{mode}_ms']:.3f}" for mode in mlp.MODES)
+        lines.append(f"  {mlp.OPT.name:8} MLP of a layer, {tokens} tokens: {', '.join(each)} ms")
     return "\n".join(lines)
 
 

@@ -9,8 +9,8 @@ from statistics import fmean
 import pytest
 
 from benchmarks.gpu import expected, forecast
+from benchmarks.gpu.devices import DEVICES
 from benchmarks.gpu.forecast import MEMORY, SHAPES, capacity, fitting, rows, schedule
-from benchmarks.gpu.roofline import DEVICES
 from benchmarks.throughput.models import MODELS
 from benchmarks.throughput.profiles import CPU, GPU, Profile
 from vllm_h2o.options.config import KVPolicyConfig

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import roofline
-from benchmarks.gpu.roofline import BATCHES, DEVICES, LLAMA, MIXED, OPT, SHAPES, SLOTS, Kernel
+from benchmarks.gpu import devices, roofline
+from benchmarks.gpu.devices import DEVICES, Kernel
+from benchmarks.gpu.roofline import BATCHES, LLAMA, MIXED, OPT, SHAPES, SLOTS
 from vllm_h2o.kernels.triton.sizes import decode_tile
 
 H100 = DEVICES["H100"]
@@ -27,16 +28,16 @@ def test_roofline_counts_programs_at_once() -> None:
 def test_roofline_launch_agrees_with_a_count_by_hand() -> None:
     """One and a half waves take two; a long program takes its own time."""
     kernel = Kernel(128, 0)
-    rate = roofline.COPY * 3.35e12
+    rate = devices.COPY * 3.35e12
     whole = H100.seconds(kernel, 528, rate * 1e-3, 0)
-    assert whole == pytest.approx(roofline.LAUNCH + 1e-3 + roofline.LOAD)
+    assert whole == pytest.approx(devices.LAUNCH + 1e-3 + devices.LOAD)
     half_empty = H100.seconds(kernel, 792, rate * 1e-3, 0)
-    assert half_empty == pytest.approx(roofline.LAUNCH + 1e-3 * 2 / 1.5 + roofline.LOAD)
-    assert H100.seconds(kernel, 529, 0, 1e-3) == pytest.approx(roofline.LAUNCH + 2e-3)
+    assert half_empty == pytest.approx(devices.LAUNCH + 1e-3 * 2 / 1.5 + devices.LOAD)
+    assert H100.seconds(kernel, 529, 0, 1e-3) == pytest.approx(devices.LAUNCH + 2e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-def test_roofline_decode_is_never_faster_than_memory(device: roofline.Device) -> None:
+def test_roofline_decode_is_never_faster_than_memory(device: devices.Device) -> None:
     """More slots reach more of it; scores cost something."""
     for shape in SHAPES:
         for batch in BATCHES:
@@ -50,13 +51,13 @@ def test_roofline_decode_is_never_faster_than_memory(device: roofline.Device) ->
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_roofline_divided_long_request_does_not_hold_up_the_others(
-    device: roofline.Device,
+    device: devices.Device,
 ) -> None:
     """One long request takes its own time unless it has more splits; then the bytes' time is."""
-    long = len(range(0, max(MIXED), decode_tile(128, 2, LLAMA.group))) * roofline.LOAD
+    long = len(range(0, max(MIXED), decode_tile(128, 2, LLAMA.group))) * devices.LOAD
     divided, whole = (roofline.decode(device, LLAMA, MIXED, divides=d) for d in (True, False))
     assert whole.attend >= long
-    assert divided.total <= whole.total + 4 * roofline.LOAD  # half of two launches looks for work
+    assert divided.total <= whole.total + 4 * devices.LOAD  # half of two launches looks for work
     if device is H100:
         assert divided.attend < 0.6 * whole.attend
         assert divided.share > 0.8
@@ -78,9 +79,9 @@ def test_device_of_a_driver_name_is_known() -> None:
         "NVIDIA L4": "L4",
     }
     for name, key in names.items():
-        assert roofline.device_of(name) == DEVICES[key]
+        assert devices.device_of(name) == DEVICES[key]
     for name in ("NVIDIA L40S", "Tesla T4", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB"):
-        assert roofline.device_of(name) is None
+        assert devices.device_of(name) is None
 
 
 def test_predictions_agree_with_their_csv() -> None:

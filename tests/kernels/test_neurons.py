@@ -17,19 +17,27 @@ from vllm_h2o.kernels.native import loader
 from vllm_h2o.kernels.native.neurons import NativeNeurons
 from vllm_h2o.kernels.neurons import NeuronKernels
 from vllm_h2o.kernels.torch.neurons import TorchNeurons
+from vllm_h2o.kernels.triton.neurons import TritonNeurons
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def kernels(name: str) -> NeuronKernels:
-    """Torch's, or the variant of the C++ kernels with this name."""
-    if name == "torch":
-        return TorchNeurons()
+    """Torch's, Triton's, or the variant of the C++ kernels with this name."""
+    if name in OTHERS:
+        return OTHERS[name]()
     native = loader.load(name)
     return NativeNeurons(native.variant, native.library)
 
 
-NAMES = ["torch", *loader.available()]
+OTHERS = {"torch": TorchNeurons, "triton": TritonNeurons}
+NAMES = [*OTHERS, *loader.available()]
+
+
+def skip_where_interpreted(name: str, dtype: torch.dtype) -> None:
+    """Skip what the interpreter cannot do."""
+    if name == "triton" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
 
 
 def activations(tokens: int, count: int, zeros: float, dtype: torch.dtype) -> torch.Tensor:
@@ -45,6 +53,7 @@ def activations(tokens: int, count: int, zeros: float, dtype: torch.dtype) -> to
 @pytest.mark.parametrize("zeros", [0.0, 0.5, 0.95, 1.0])
 def test_down_equals_the_reference(name: str, dtype: torch.dtype, zeros: float) -> None:
     """Widths that are a tile, less than a vector, and more than a tile; with and without a bias."""
+    skip_where_interpreted(name, dtype)
     torch.manual_seed(0)
     for tokens, count, width in ((1, 200, 64), (3, 128, 36), (8, 96, 1100), (1, 64, 2500)):
         x = activations(tokens, count, zeros, dtype)
@@ -122,6 +131,7 @@ def assert_up_equals_the_reference(
 @pytest.mark.parametrize("zeros", [0.0, 0.5, 0.95, 1.0])
 def test_up_equals_the_reference(name: str, dtype: torch.dtype, zeros: float) -> None:
     """Whole blocks and groups, and parts of them; tokens in fours and others."""
+    skip_where_interpreted(name, dtype)
     torch.manual_seed(0)
     for tokens, count, width in ((1, 256, 128), (3, 100, 64), (8, 64, 200), (6, 17, 36)):
         rows, bias, coarse = layer(count, width, zeros, dtype)

@@ -25,7 +25,7 @@ class TorchNeurons:
         """Gather the rows that any token keeps, and multiply by them."""
         keeps = kept(x, bias, coarse)[:, : len(rows)]
         used = keeps.any(0).nonzero()[:, 0]
-        counts += torch.tensor([len(used), len(rows)])
+        counts += counts.new_tensor([len(used), len(rows)])
         products = x.float() @ rows[used].float().t()
         products = products if bias is None else products + bias[used].float()
         y = x.new_zeros(len(x), len(rows))
@@ -37,6 +37,6 @@ class TorchNeurons:
     ) -> torch.Tensor:
         """Gather the rows that any token uses, and multiply by them."""
         used = used_neurons(x).nonzero()[:, 0]
-        counts += torch.tensor([len(used), len(rows)])
+        counts += counts.new_tensor([len(used), len(rows)])
         y = x[:, used].float() @ rows[used].float()
         return (y if bias is None else y + bias.float()).to(x.dtype)
