@@ -14,6 +14,7 @@ from vllm_h2o.patches import (
 )
 from vllm_h2o.patches._patch import Patch, verify_all
 from vllm_h2o.patches._relied_upon import RELIED_UPON
+from vllm_h2o.sparsity.config import SparsityConfig
 
 WITH_POLICY: tuple[Patch, ...] = (cpu_platform__get_attn_backend_cls.PATCH,)
 """Applied where a worker with a policy starts, which may be the user's own process."""
@@ -55,6 +56,21 @@ def activate_front_end(config: KVPolicyConfig | None) -> None:
         verify_all([*WITH_POLICY, *FRONT_END, *ENGINE, *RELIED_UPON])
         for patch in FRONT_END:
             patch.apply()
+
+
+def activate_metrics(sparsity: SparsityConfig | None) -> None:
+    """Apply what the process needs that configures an engine with contextual sparsity.
+
+    Args:
+        sparsity: its configuration; None: nothing is done.
+
+    Raises:
+        PatchError: when the symbol is not the known one.
+
+    """
+    if sparsity is not None:
+        verify_all([stat_logger_manager__init.PATCH])
+        stat_logger_manager__init.PATCH.apply()
 
 
 def activate_engine_core() -> None:

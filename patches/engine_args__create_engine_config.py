@@ -21,7 +21,7 @@ from vllm_h2o.hooks import finish, of_trained_length, prepare
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.remedies import given_arguments
 from vllm_h2o.patches._patch import Patch, Symbol
-from vllm_h2o.patches._with_policy import activate_front_end
+from vllm_h2o.patches._with_policy import activate_front_end, activate_metrics
 from vllm_h2o.sparsity.hooks import check_sparsity, prepare_sparsity
 
 
@@ -34,6 +34,7 @@ def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         # Before anybody changes them.
         given = given_arguments(self) if asked is not None else frozenset()
         config, sparsity = prepare(self), prepare_sparsity(self)
+        activate_metrics(sparsity)
         made = original(of_trained_length(self, config), *args, **kwargs)
         return finish(check_sparsity(made, sparsity), self, config, given)
 

@@ -221,7 +221,10 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "chats": figures.chats,
         "document": figures.document,
     },
-    "docs/sparsity.md": {"sparse steps": figures.sparse_steps},
+    "docs/sparsity.md": {
+        "sparse steps": figures.sparse_steps,
+        "sparse devices": figures.sparse_devices,
+    },
     "research/NOTES.md": {"streams": streams_figures.table},
     "docs/design.md": {
         "weights": worked_example.weights_table,

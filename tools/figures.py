@@ -297,6 +297,18 @@ def sparse_steps() -> str:
     return markdown(("stock's step / the side's", *(f"{n} at once" for n in counts)), table)
 
 
+def sparse_devices() -> str:
+    """Return the predicted milliseconds of one layer's MLP, by device, tokens and mode."""
+    file, modes = "gpu-predicted.csv", ("dense", "exact", "predicted")
+    table = []
+    for device in dict.fromkeys(row["device"] for row in find(file, figure="mlp_dense_ms")):
+        for tokens in ("1", "8"):
+            where = {"device": device, "batch": tokens}
+            found = (one(file, **where, figure=f"mlp_{mode}_ms")["predicted"] for mode in modes)
+            table.append([device, tokens, *(figure(float(value), 3) for value in found)])
+    return markdown(("device", "tokens", "every row read", "`exact`", "`predicted`"), table)
+
+
 def document() -> str:
     """Return what questions about one document take, and how many are answered."""
     sides = {

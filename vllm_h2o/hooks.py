@@ -26,6 +26,7 @@ from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION, refuse
 from vllm_h2o.options.remedies import Given, flag
 from vllm_h2o.options.traits import FULL_ATTENTION, page_size, slides
 from vllm_h2o.paths import SCHEDULER, WORKER
+from vllm_h2o.sparsity.config import SparsityConfig
 
 CPU_BLOCK_SIZE = 128
 """vLLM's default block size on a CPU. 0.33 only sets it when it loads the model, after a budget has
@@ -333,13 +334,17 @@ def _carried(vllm_config: Any, config: KVPolicyConfig, changed: KVPolicyConfig) 
 
 
 def add_stat_logger(manager: Any, vllm_config: Any) -> None:
-    """Add the policy's metrics to the front end.
+    """Add the metrics of a policy, and of contextual sparsity, to the front end.
 
     Args:
-        manager: vLLM's StatLoggerManager, which gets one more logger when there is a policy.
+        manager: vLLM's StatLoggerManager, which gets one more logger for each.
         vllm_config: the engine's config.
 
     """
+    if SparsityConfig.from_additional_config(vllm_config.additional_config) is not None:
+        from vllm_h2o.sparsity.counts import SparsityStatLogger
+
+        manager.stat_loggers.append(SparsityStatLogger(vllm_config, manager.engine_indexes))
     if KVPolicyConfig.of(vllm_config) is None:
         return
     from vllm_h2o.metrics import PolicyStatLogger

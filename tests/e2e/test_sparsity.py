@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +23,10 @@ from tests.e2e.harness import (
     token_ids,
 )
 from tests.tiny_models import two_layer_opt
+from vllm_h2o.kernels.triton.neurons import TritonNeurons
+from vllm_h2o.sparsity import ops
+from vllm_h2o.sparsity.config import MODES
+from vllm_h2o.sparsity.counts import folder_of
 
 ZEROS = 0.9
 SAME = 0.8
@@ -62,9 +68,14 @@ def shares(model: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     settings = arguments(model, contextual_sparsity=mode, max_model_len=128)
     settings.pop("model")
-    with engine(model, **settings) as llm:
+    with engine(model, **settings, disable_log_stats=False) as llm:
         generate(llm, [CHARACTERS[:40]], 32)
         by_matrix = llm.collective_rpc(counts)[0]
+        shown = {metric.name: metric.value for metric in llm.get_metrics() if "rows" in metric.name}
+        folder = folder_of(llm.llm_engine.vllm_config)
+        assert [path.name for path in folder.iterdir()] == [str(os.getpid())]
+    totals = torch.tensor(sum(by_matrix.values(), [])).sum(0).tolist()
+    assert shown == dict(zip(["vllm:mlp_rows_used", "vllm:mlp_rows_there"], totals, strict=True))
     found = {}
     for name, layers in by_matrix.items():
         used, there = torch.tensor(layers, dtype=torch.float64).unbind(1)
@@ -78,6 +89,38 @@ def test_exact_equals_stock(model: str, eager: bool) -> None:
     """In float32."""
     stock = said(model, None)
     assert assert_same_tokens(stock, said(model, "exact", enforce_eager=eager)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_of_gpus_say_what_those_of_cpus_say(
+    model: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter."""
+    settings = arguments(model, contextual_sparsity=mode, max_model_len=64, max_num_seqs=2)
+    settings.pop("model")
+
+    def tokens() -> list[list[int]]:
+        with engine(model, **settings) as llm:
+            return token_ids(generate(llm, [CHARACTERS[:9], CHARACTERS[20:40]], 6))
+
+    cpu = tokens()
+    used: list[str] = []
+    for name in ("up", "down"):
+        monkeypatch.setattr(TritonNeurons, name, seen(getattr(TritonNeurons, name), used))
+    monkeypatch.setattr(ops, "kernels_of", lambda device: TritonNeurons())
+    assert tokens() == cpu
+    assert set(used) == ({"down"} if mode == "exact" else {"up", "down"})
+
+
+def seen(kernel: Callable[..., Any], used: list[str]) -> Callable[..., Any]:
+    """Note the name of a kernel whenever it is called."""
+
+    def called(*given: Any) -> Any:
+        used.append(kernel.__name__)
+        return kernel(*given)
+
+    return called
 
 
 def test_exact_with_a_policy_equals_the_policy(model: str) -> None:

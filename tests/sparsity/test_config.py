@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from argparse import ArgumentParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_h2o.errors import SparsityError
 from vllm_h2o.sparsity.config import KEY, MODES, SparsityConfig
 from vllm_h2o.sparsity.flags import add_sparsity_flags, fold_sparsity
 from vllm_h2o.sparsity.hooks import check_sparsity, prepare_sparsity
+from vllm_h2o.sparsity.ops import kernels_of
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +115,20 @@ def test_models_without_relu_are_refused(opt: str, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "galactica")
     with pytest.raises(SparsityError, match="the model is opt with gelu"):
         engine_config(str(tmp_path / "galactica"), contextual_sparsity="exact")
+
+
+def test_other_devices_are_refused(opt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a CPU nor a GPU of NVIDIA."""
+    made = engine_config(opt)
+    other = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False, device_name="rocm")
+    monkeypatch.setattr("vllm.platforms.current_platform", other)
+    with pytest.raises(SparsityError, match="the platform is rocm"):
+        check_sparsity(made, SparsityConfig("exact"))
+
+
+def test_kernels_of_gpus_are_triton_s() -> None:
+    """On any device that is no CPU."""
+    assert kernels_of("cuda").name == "triton"
 
 
 def test_lora_is_refused(opt: str) -> None:

@@ -63,22 +63,24 @@ def check_sparsity(vllm_config: Any, config: SparsityConfig | None) -> Any:
             "an adapter of the MLP adds to what the skipped rows give",
             "leave --enable-lora out, or run without --contextual-sparsity",
         )
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise SparsityError(
             f"contextual_sparsity={config.mode!r}",
             f"the platform is {current_platform.device_name}",
-            "its kernels compute on a CPU",
-            "use a CPU build of vLLM, or run without --contextual-sparsity",
+            "its kernels compute on a CPU or an NVIDIA GPU",
+            "use one of these, or run without --contextual-sparsity",
         )
+    from vllm_h2o.sparsity.counts import make_folder
     from vllm_h2o.sparsity.ops import kernels_of
 
+    make_folder(vllm_config)
     logger.info(
         "contextual sparsity: %s, recall %g, %d layers, kernels %s. Steps of up to %d tokens skip "
         "unused rows of %s.",
         config.mode,
         1 if config.recall is None else config.recall,
         hf["num_hidden_layers"],
-        kernels_of("cpu").name,
+        kernels_of(current_platform.device_type).name,
         config.max_tokens,
         "fc2" if config.recall is None else "fc1 and fc2",
     )

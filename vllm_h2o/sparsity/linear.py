@@ -1,13 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The linear methods: checkpoints load as ever; the MLP is then stored by neurons."""
+"""The linear methods: checkpoints load as ever; the MLP is then stored by neurons.
+
+On a CPU vLLM multiplies by weights that it has rearranged. These lie beside, for steps that read
+every row.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from vllm_h2o.kernels.coarse import coarsen
+from vllm_h2o.sparsity.counts import Counts
 from vllm_h2o.sparsity.ops import down, up
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer's rearranged weight and its counts are found while the model runs.
+
+    Args:
+        name: the layer's.
+        layers: vLLM's layers by name, which a forward pass knows.
+        counts: of this process.
+
+    """
+
+    name: str
+    layers: dict[str, Any]
+    counts: Counts
+
+    def rearrange(self, layer: torch.nn.Module) -> None:
+        """Put the weight there as vLLM multiplies by it; on a GPU that is as it is."""
+        weight = layer.get_parameter("weight")
+        if weight.is_cuda:
+            return
+        whole, bias = torch.nn.Module(), _bias(layer)
+        whole.weight = weight
+        own = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+        whole.register_parameter("bias", own)
+        dispatch_cpu_unquantized_gemm(whole, remove_weight=True)
+        self.layers[self.name] = whole
+
+    def count(self, layer: torch.nn.Module) -> None:
+        """Count rows read and rows there, of this rank."""
+        counts = self.counts.take(layer.get_parameter("weight").device)
+        layer.register_buffer("counts", counts, persistent=False)
 
 
 class SparseUp(UnquantizedLinearMethod):
@@ -17,23 +59,24 @@ class SparseUp(UnquantizedLinearMethod):
 
     Args:
         max_tokens: steps with more tokens read every row.
+        place: of the layer.
         recall: share of the positive products to keep, in (0, 1).
 
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, max_tokens: int, recall: float) -> None:
+    def __init__(self, max_tokens: int, place: Place, recall: float) -> None:
         super().__init__()
-        self._max_tokens, self._recall = max_tokens, recall
+        self._max_tokens, self._place, self._recall = max_tokens, place, recall
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Copy the weight, [neurons, width], in 4 bits."""
-        bias = None if layer.bias is None else layer.get_parameter("bias").data
-        coarse = coarsen(layer.get_parameter("weight").data, bias, self._recall)
+        self._place.rearrange(layer)
+        coarse = coarsen(layer.get_parameter("weight").data, _bias(layer), self._recall)
         for name, part in vars(coarse).items():
             layer.register_buffer(name, part, persistent=False)
-        _add_counts(layer)
+        self._place.count(layer)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -47,7 +90,7 @@ class SparseUp(UnquantizedLinearMethod):
 
         """
         copy = (layer.codes, layer.scales, layer.cuts)
-        return up(x, layer.weight, bias, *copy, layer.counts, self._max_tokens)
+        return up(x, layer.weight, bias, *copy, layer.counts, self._place.name, self._max_tokens)
 
 
 class SparseDown(UnquantizedLinearMethod):
@@ -55,20 +98,22 @@ class SparseDown(UnquantizedLinearMethod):
 
     Args:
         max_tokens: steps with more tokens read every row.
+        place: of the layer.
 
     """
 
     supports_pre_processed_weights = False
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, place: Place) -> None:
         super().__init__()
-        self._max_tokens = max_tokens
+        self._max_tokens, self._place = max_tokens, place
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Store the weight by neurons: [neurons, width]."""
+        self._place.rearrange(layer)
         rows = layer.get_parameter("weight").data.t().contiguous()
         layer.weight = torch.nn.Parameter(rows, requires_grad=False)
-        _add_counts(layer)
+        self._place.count(layer)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -81,9 +126,8 @@ class SparseDown(UnquantizedLinearMethod):
             bias: [width], or None.
 
         """
-        return down(x, layer.weight, bias, layer.counts, self._max_tokens)
+        return down(x, layer.weight, bias, layer.counts, self._place.name, self._max_tokens)
 
 
-def _add_counts(layer: torch.nn.Module) -> None:
-    """Count rows read and rows there, of this rank."""
-    layer.register_buffer("counts", torch.zeros(2, dtype=torch.int64), persistent=False)
+def _bias(layer: torch.nn.Module) -> torch.Tensor | None:
+    return None if layer.bias is None else layer.get_parameter("bias").data

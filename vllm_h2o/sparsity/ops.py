@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_h2o.kernels.coarse import Coarse
@@ -14,21 +15,19 @@ from vllm_h2o.kernels.native.neurons import NativeNeurons
 from vllm_h2o.kernels.neurons import NeuronKernels
 from vllm_h2o.kernels.torch.neurons import TorchNeurons
 
-MOST_TURNED = 256
-"""Most tokens of a step by which rows of float32 are multiplied, not the other way round. For 16 to
-128 of them torch then took 0.5 to 0.8 times as long (MKL, AVX2, 8,192 rows of 2,048)."""
-
 
 @cache
 def kernels_of(device: str) -> NeuronKernels:
-    """Return the fastest kernels that run on a kind of device."""
-    if device == "cpu":
-        try:
-            native = loader.load()
-        except loader.NativeUnavailableError:
-            return TorchNeurons()
-        return NativeNeurons(native.variant, native.library)
-    return TorchNeurons()
+    """Return the fastest kernels that run on a kind of device: a CPU, or a GPU."""
+    if device != "cpu":
+        from vllm_h2o.kernels.triton.neurons import TritonNeurons
+
+        return TritonNeurons()
+    try:
+        native = loader.load()
+    except loader.NativeUnavailableError:
+        return TorchNeurons()
+    return NativeNeurons(native.variant, native.library)
 
 
 def _up(
@@ -39,14 +38,19 @@ def _up(
     scales: torch.Tensor,
     cuts: torch.Tensor,
     counts: torch.Tensor,
+    name: str,
     max_tokens: int,
 ) -> torch.Tensor:
     if 0 < len(x) <= max_tokens:
         return kernels_of(x.device.type).up(x, rows, bias, Coarse(codes, scales, cuts), counts)
-    if x.dtype == torch.float32 and len(x) <= MOST_TURNED:
-        y = rows @ x.t() if bias is None else torch.addmm(bias[:, None], rows, x.t())
-        return y.t().contiguous()
-    return torch.nn.functional.linear(x, rows, bias)
+    return torch.nn.functional.linear(x, rows, bias) if x.is_cuda else _whole(name, x, bias)
+
+
+def _whole(name: str, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply as vLLM does, by the rearranged weight of a layer."""
+    layer = get_forward_context().no_compile_layers[name]
+    product: torch.Tensor = layer.cpu_linear(x, layer.weight, None if bias is None else layer.bias)
+    return product
 
 
 def _up_shape(x: torch.Tensor, rows: torch.Tensor, *_: object) -> torch.Tensor:
@@ -58,10 +62,13 @@ def _down(
     rows: torch.Tensor,
     bias: torch.Tensor | None,
     counts: torch.Tensor,
+    name: str,
     max_tokens: int,
 ) -> torch.Tensor:
     if 0 < len(x) <= max_tokens:
         return kernels_of(x.device.type).down(x, rows, bias, counts)
+    if not x.is_cuda:
+        return _whole(name, x, bias)
     return x @ rows if bias is None else torch.addmm(bias, x, rows)
 
 

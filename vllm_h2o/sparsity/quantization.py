@@ -16,12 +16,15 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from vllm_h2o.sparsity.config import KEY, SparsityConfig
-from vllm_h2o.sparsity.linear import SparseDown, SparseUp
+from vllm_h2o.sparsity.counts import Counts, folder_of
+from vllm_h2o.sparsity.linear import Place, SparseDown, SparseUp
 
 
 @register_quantization_config(KEY)
 class ContextualSparsity(QuantizationConfig):
     """The linear methods of a model with contextual sparsity: stock's, but for its MLP."""
+
+    _counts: Counts | None = None
 
     def get_name(self) -> str:  # type: ignore[override]
         """Name of the method."""
@@ -57,9 +60,16 @@ class ContextualSparsity(QuantizationConfig):
         """Return a layer's linear method; None for what is not linear."""
         if not isinstance(layer, LinearBase):
             return None
-        config = SparsityConfig.from_additional_config(get_current_vllm_config().additional_config)
-        if config is not None and prefix.endswith(".fc2"):
-            return SparseDown(config.max_tokens)
-        if config is not None and config.recall is not None and prefix.endswith(".fc1"):
-            return SparseUp(config.max_tokens, config.recall)
-        return UnquantizedLinearMethod()
+        vllm_config = get_current_vllm_config()
+        config = SparsityConfig.from_additional_config(vllm_config.additional_config)
+        recall = config.recall if config is not None and prefix.endswith(".fc1") else None
+        if config is None or (recall is None and not prefix.endswith(".fc2")):
+            return UnquantizedLinearMethod()
+        if self._counts is None:
+            num_layers = vllm_config.model_config.hf_config.num_hidden_layers
+            self._counts = Counts(folder_of(vllm_config), 2 * num_layers)
+        layers = vllm_config.compilation_config.static_forward_context
+        place = Place(prefix, layers, self._counts)
+        if recall is not None:
+            return SparseUp(config.max_tokens, place, recall)
+        return SparseDown(config.max_tokens, place)
