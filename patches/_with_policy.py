@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches, and symbols relied upon, that only an engine with a policy needs."""
+"""Patches, and symbols relied upon, that an engine needs with a policy or contextual sparsity."""
 
 from __future__ import annotations
 

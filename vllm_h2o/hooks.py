@@ -342,9 +342,10 @@ def add_stat_logger(manager: Any, vllm_config: Any) -> None:
 
     """
     if SparsityConfig.from_additional_config(vllm_config.additional_config) is not None:
-        from vllm_h2o.sparsity.counts import SparsityStatLogger
+        from vllm_h2o.sparsity.counts import SparsityStatLogger, shown
 
-        manager.stat_loggers.append(SparsityStatLogger(vllm_config, manager.engine_indexes))
+        if shown(vllm_config):
+            manager.stat_loggers.append(SparsityStatLogger(vllm_config, manager.engine_indexes))
     if KVPolicyConfig.of(vllm_config) is None:
         return
     from vllm_h2o.metrics import PolicyStatLogger

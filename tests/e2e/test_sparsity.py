@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def shares(model: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         folder = folder_of(llm.llm_engine.vllm_config)
         assert [path.name for path in folder.iterdir()] == [str(os.getpid())]
     totals = torch.tensor(sum(by_matrix.values(), [])).sum(0).tolist()
-    assert shown == dict(zip(["vllm:mlp_rows_used", "vllm:mlp_rows_there"], totals, strict=True))
+    assert shown == dict(zip(["vllm:mlp_rows_used", "vllm:mlp_rows_stock"], totals, strict=True))
     found = {}
     for name, layers in by_matrix.items():
         used, there = torch.tensor(layers, dtype=torch.float64).unbind(1)
@@ -126,6 +127,39 @@ def seen(kernel: Callable[..., Any], used: list[str]) -> Callable[..., Any]:
 def test_exact_with_a_policy_equals_the_policy(model: str) -> None:
     """Past the budget."""
     assert assert_same_tokens(said(model, None, **H2O), said(model, "exact", **H2O)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mode", MODES)
+def test_sixteen_bits_are_nearly_stock(model: str, mode: str, dtype: str) -> None:
+    """The type of most checkpoints; sums are of float32 here, and rounded less than stock's."""
+    share = same_share(said(model, None, dtype=dtype), said(model, mode, dtype=dtype))
+    assert share > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_reloaded_weights_are_those_that_are_read(
+    model: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice: a model's own, and another's, whose tokens are said then."""
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    other = write_sparse(two_layer_opt(512, 512), tmp_path, ZEROS, 0.3)
+    settings = arguments(model, contextual_sparsity=mode, max_model_len=64)
+    settings.pop("model")
+
+    def tokens(llm: Any) -> list[list[int]]:
+        return token_ids(generate(llm, [CHARACTERS[:9], CHARACTERS[20:40]], 12))
+
+    with engine(other, **settings) as llm:
+        wanted = tokens(llm)
+    with engine(model, **settings) as llm:
+        before = tokens(llm)
+        llm.collective_rpc("reload_weights")
+        assert tokens(llm) == before
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
+        assert tokens(llm) == wanted != before
 
 
 def test_exact_on_two_ranks_equals_one(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from vllm_h2o.errors import SparsityError
 from vllm_h2o.sparsity.config import KEY, MODES, SparsityConfig
 from vllm_h2o.sparsity.flags import add_sparsity_flags, fold_sparsity
 from vllm_h2o.sparsity.hooks import check_sparsity, prepare_sparsity
-from vllm_h2o.sparsity.ops import kernels_of
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +125,12 @@ def test_other_devices_are_refused(opt: str, monkeypatch: pytest.MonkeyPatch) ->
         check_sparsity(made, SparsityConfig("exact"))
 
 
-def test_kernels_of_gpus_are_triton_s() -> None:
-    """On any device that is no CPU."""
-    assert kernels_of("cuda").name == "triton"
+def test_batch_invariance_is_refused(opt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's sums depend on the rows that others of the step use."""
+    made = engine_config(opt)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(SparsityError, match="VLLM_BATCH_INVARIANT is set"):
+        check_sparsity(made, SparsityConfig("exact"))
 
 
 def test_lora_is_refused(opt: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +16,8 @@ from prometheus_client import REGISTRY
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.tiny_models import engine_config, folder
-from vllm_h2o.sparsity.counts import Counts, SparsityStatLogger, folder_of
-
-CPU = torch.device("cpu")
+from vllm_h2o.hooks import add_stat_logger
+from vllm_h2o.sparsity.counts import Counts, SparsityStatLogger, folder_of, shown
 
 
 @pytest.fixture(scope="module")
@@ -38,39 +39,59 @@ def test_counts_of_all_processes_are_added_up(
     made = engine_config(opt, served_model_name="tiny", contextual_sparsity="exact")
     where = folder_of(made)
     assert list(where.iterdir()) == []
-    shown = SparsityStatLogger(made, [0])
-    shown.record()
-    assert rows("used") == rows("there") == 0
-    first, second = (Counts(where, 2).take(CPU) for _ in range(2))  # of one process, anew
-    assert first is not second
-    second += torch.tensor([3, 10])
-    shown.record()
-    assert (rows("used"), rows("there")) == (3, 10)
+    logger = SparsityStatLogger(made, [0])
+    logger.record()
+    assert rows("used") == rows("stock") == 0
+    own = Counts(where, 2).take()
+    own += torch.tensor([3, 10])
+    logger.record()
+    assert (rows("used"), rows("stock")) == (3, 10)
     np.array([4, 20, 1, 5], dtype=np.int64).tofile(where / "another")
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, "vllm.contextual_sparsity"):
-        shown.log()
-        shown.log()
-    assert (rows("used"), rows("there")) == (8, 35)
+        logger.log()
+        logger.log()
+    assert (rows("used"), rows("stock")) == (8, 35)
     own = (record for record in caplog.records if record.name == "vllm.contextual_sparsity")
     said = [record.getMessage() for record in own]
     assert set(said) == {"contextual sparsity: 8 of 35 rows of the MLP read"}
-    del made, shown
+    del made, logger
     gc.collect()
     assert not where.exists()
 
 
 def test_counts_start_at_zero_and_are_apart(tmp_path: Path) -> None:
     """Also where an engine before has left a file of this process."""
-    before = Counts(tmp_path, 1).take(CPU)
+    before = Counts(tmp_path, 1).take()
     before += 7
     counts = Counts(tmp_path, 2)
-    one, other = counts.take(CPU), counts.take(CPU)
+    one, other = counts.take(), counts.take()
     one += 1
+    counts.take().add_(1)  # one more than there is place for
     assert one.tolist() == [1, 1] and other.tolist() == [0, 0]
 
 
-def test_counts_of_a_gpu_are_on_it(tmp_path: Path) -> None:
-    """A kernel adds to them there."""
-    counts = Counts(tmp_path, 1).take(torch.device("meta"))
-    assert counts.device.type == "meta" and counts.dtype == torch.int64
+def test_counts_whose_files_are_gone_stay(opt: str) -> None:
+    """A file that has no size yet is read later; a folder that was removed harms nothing."""
+    unregister_vllm_metrics()
+    made = engine_config(opt, served_model_name="tiny", contextual_sparsity="exact")
+    where, logger = folder_of(made), SparsityStatLogger(made, [0])
+    (where / "begun").touch()
+    logger.record()
+    assert rows("used") == 0
+    np.array([4, 20], dtype=np.int64).tofile(where / "begun")
+    logger.record()
+    shutil.rmtree(where)
+    logger.record()
+    assert (rows("used"), rows("stock")) == (4, 20)
+
+
+def test_counts_behind_several_api_servers_are_not_shown(opt: str) -> None:
+    """Each of them would look into a folder of its own."""
+    made = engine_config(opt, served_model_name="tiny", contextual_sparsity="exact")
+    assert shown(made)
+    made.parallel_config._api_process_count = 2
+    assert not shown(made)
+    manager = SimpleNamespace(stat_loggers=[], engine_indexes=[0])
+    add_stat_logger(manager, made)
+    assert manager.stat_loggers == []

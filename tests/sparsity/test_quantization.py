@@ -18,6 +18,8 @@ from vllm.model_executor.layers.quantization import get_quantization_config
 
 from tests.tiny_models import engine_config, folder
 from vllm_h2o.kernels.coarse import coarsen
+from vllm_h2o.kernels.torch.neurons import TorchNeurons
+from vllm_h2o.sparsity import ops
 from vllm_h2o.sparsity.config import KEY
 from vllm_h2o.sparsity.counts import Counts
 from vllm_h2o.sparsity.linear import Place, SparseDown, SparseUp
@@ -49,7 +51,7 @@ def rearranged(weight: torch.Tensor, bias: torch.Tensor | None, tmp_path: Path) 
     if bias is not None:
         layer.bias.data = bias.clone()
     layers: dict[str, Any] = {}
-    Place("fc", layers, Counts(tmp_path, 1)).rearrange(layer)
+    Place("fc", layers, Counts(tmp_path, 1).take()).rearrange(layer)
     with override_forward_context(SimpleNamespace(no_compile_layers=layers)):
         yield "fc"
 
@@ -90,3 +92,32 @@ def test_first_products_of_more_tokens_are_dense(
     assert counts[1] == 16
     assert (sparse != 0).any() and (sparse == 0).any()
     torch.testing.assert_close(sparse, dense.where(sparse != 0, 0))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_kernels_of_gpus_run_once_before_they_serve(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every number of tokens that skips rows; nothing is counted, and nothing is rearranged."""
+    ran: list[tuple[str, int]] = []
+    kernels = TorchNeurons()
+
+    def seen(name: str) -> Any:
+        def called(x: torch.Tensor, *given: Any) -> torch.Tensor:
+            ran.append((name, len(x)))
+            y: torch.Tensor = getattr(kernels, name)(x, *given)
+            return y
+
+        return called
+
+    monkeypatch.setattr(
+        ops, "kernels_of", lambda device: SimpleNamespace(up=seen("up"), down=seen("down"))
+    )
+    place = Place("", {}, torch.zeros(2, dtype=torch.int64))
+    layers = {"up": SparseUp(3, place, 0.99), "down": SparseDown(3, place)}
+    for method in layers.values():
+        method.process_weights_after_loading(
+            torch.nn.Linear(64, 32, bias=bias).requires_grad_(False)
+        )
+    assert ran == [(name, tokens) for name in layers for tokens in (1, 2, 3)]
+    assert place.counts.tolist() == [0, 0] and place.layers == {}

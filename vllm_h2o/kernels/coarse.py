@@ -131,7 +131,8 @@ def deviations(
     count, width = rows.shape
     chance = torch.Generator().manual_seed(0)
     tokens = min(max(_DRAWN // (count * width), _TOKENS[0]), _TOKENS[1])
-    x = torch.randn(tokens, width, generator=chance).to(rows.device)
+    # While it loads a model, vLLM's default type is the model's.
+    x = torch.randn(tokens, width, generator=chance, dtype=torch.float32).to(rows.device)
     products = x @ rows.float().t() + (0 if bias is None else bias.float())
     spread = sigma.clamp_min(torch.finfo(torch.float32).tiny) * x.norm(dim=1, keepdim=True)
     below = (-estimates(x, bias, coarse)[:, :count] / spread)[products > 0]

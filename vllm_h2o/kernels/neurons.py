@@ -86,11 +86,27 @@ def down(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None) -> torc
         bias: [width], or None.
 
     """
-    y = torch.zeros(len(x), rows.shape[1]) if bias is None else bias.float().repeat(len(x), 1)
+    y = (
+        torch.zeros(len(x), rows.shape[1], dtype=torch.float32)
+        if bias is None
+        else bias.float().repeat(len(x), 1)
+    )
     for token in range(len(x)):
         for neuron in x[token].nonzero()[:, 0].tolist():
             y[token] += x[token, neuron].float() * rows[neuron].float()
     return y.to(x.dtype)
+
+
+def check_inputs(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Refuse a dtype or layout that kernels would read wrongly.
+
+    Raises:
+        ValueError: for tokens of another dtype than rows or bias, or rows that do not lie together.
+
+    """
+    alike = x.dtype == rows.dtype and (bias is None or bias.dtype == x.dtype)
+    if not alike or x.stride(1) != 1 or not rows.is_contiguous():
+        raise ValueError(f"tokens of {x.dtype} {x.stride()}, rows of {rows.dtype} {rows.stride()}")
 
 
 def used_neurons(x: torch.Tensor) -> torch.Tensor:

@@ -3,10 +3,11 @@
 
 ::
 
-    worker: kernels add to ``counts``, a part of its file     (on a GPU: no file, not shown)
+    worker: kernels add to ``counts``, a part of its file
     front end: SparsityStatLogger -> /metrics, vLLM's log
 
-A step costs the worker nothing, and nothing is sent.
+A step costs the worker nothing, and nothing is sent. A GPU counts in its own memory, which is not
+shown; nor are the counts of engines behind several API servers, which agree about no folder.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ logger = init_logger("vllm.contextual_sparsity")
 COUNTERS = {
     "used": "With contextual sparsity: rows of the MLP's weights that steps of up to max_tokens "
     "tokens have read, in all layers and all ranks of this machine.",
-    "there": "The same: rows that stock vLLM would have read.",
+    "stock": "With contextual sparsity: rows that stock vLLM would have read in these steps.",
 }
 """Name of a count -> description of ``vllm:mlp_rows_<...>_total``."""
 
@@ -37,6 +39,13 @@ COUNTERS = {
 def folder_of(vllm_config: Any) -> Path:
     """Return the folder of an engine's counts; the processes of a machine agree about it."""
     return Path(tempfile.gettempdir()) / f"vllm-h2o-sparsity-{vllm_config.instance_id}"
+
+
+def shown(vllm_config: Any) -> bool:
+    """Whether the front end can show an engine's counts: of CPUs, and to one API server."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and vllm_config.parallel_config._api_process_count == 1
 
 
 def make_folder(vllm_config: Any) -> None:
@@ -51,23 +60,23 @@ class Counts:
     """The counts of one process, a pair of numbers for each matrix.
 
     Args:
-        folder: of the engine's counts.
+        folder: of the engine's counts; it is there.
         most: matrices, at most.
 
     """
 
     def __init__(self, folder: Path, most: int) -> None:
-        folder.mkdir(exist_ok=True)
         path = folder / str(os.getpid())
         path.unlink(missing_ok=True)
         pairs = torch.from_file(str(path), shared=True, size=2 * most, dtype=torch.int64)
         self._free = iter(pairs.view(most, 2))
 
-    def take(self, device: torch.device) -> torch.Tensor:
-        """Return zeros for rows read and rows there of one more matrix: int64 [2]."""
-        if device.type == "cpu":
-            return next(self._free)
-        return torch.zeros(2, dtype=torch.int64, device=device)
+    def take(self) -> torch.Tensor:
+        """Return zeros for rows read and rows there of one more matrix: int64 [2].
+
+        Those of more than ``most`` matrices are not shown.
+        """
+        return next(self._free, torch.zeros(2, dtype=torch.int64))
 
 
 class SparsityStatLogger(AggregateStatLoggerBase):
@@ -80,8 +89,6 @@ class SparsityStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
-        # Of several API servers each sees all files: one shows them.
-        self._shows = vllm_config.parallel_config._api_process_rank <= 0
         self._folder = folder_of(vllm_config)
         self._files: dict[str, np.ndarray] = {}
         name = vllm_config.model_config.served_model_name
@@ -93,15 +100,13 @@ class SparsityStatLogger(AggregateStatLoggerBase):
 
     def record(self, *_: Any, **__: Any) -> None:
         """Export what was read since the last time."""
-        if not self._shows:
-            return
         total = self._total()
         for counter, more in zip(self._counters, total - self._shown, strict=True):
             counter.inc(int(more))
         self._shown = total
 
     def log(self) -> None:
-        """Log one line, if rows were skipped since the last one."""
+        """Log one line, if any step was counted since the last one."""
         self.record()
         used, there = self._shown - self._logged
         if there:
@@ -112,8 +117,9 @@ class SparsityStatLogger(AggregateStatLoggerBase):
         """Log nothing: the line at start says what is skipped."""
 
     def _total(self) -> np.ndarray:
-        for name in os.listdir(self._folder):
-            if name not in self._files:
-                self._files[name] = np.memmap(self._folder / name, np.int64, "r")
+        with suppress(OSError, ValueError):  # a folder that was removed, a file without its size
+            for name in os.listdir(self._folder):
+                if name not in self._files:
+                    self._files[name] = np.memmap(self._folder / name, np.int64, "r")
         sums = [pairs.reshape(-1, 2).sum(0) for pairs in self._files.values()]
         return np.sum(sums, axis=0) if sums else np.zeros(2, dtype=np.int64)

@@ -50,6 +50,7 @@ def check_sparsity(vllm_config: Any, config: SparsityConfig | None) -> Any:
     """
     if config is None:
         return vllm_config
+    from vllm import envs
     from vllm.platforms import current_platform
 
     hf = vllm_config.model_config.hf_config.to_dict()
@@ -63,6 +64,13 @@ def check_sparsity(vllm_config: Any, config: SparsityConfig | None) -> Any:
             "an adapter of the MLP adds to what the skipped rows give",
             "leave --enable-lora out, or run without --contextual-sparsity",
         )
+    if envs.VLLM_BATCH_INVARIANT:
+        raise SparsityError(
+            f"contextual_sparsity={config.mode!r}",
+            "VLLM_BATCH_INVARIANT is set",
+            "which rows a step reads depends on its other tokens, and so does the order of sums",
+            "unset it, or run without --contextual-sparsity",
+        )
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise SparsityError(
             f"contextual_sparsity={config.mode!r}",
@@ -70,10 +78,11 @@ def check_sparsity(vllm_config: Any, config: SparsityConfig | None) -> Any:
             "its kernels compute on a CPU or an NVIDIA GPU",
             "use one of these, or run without --contextual-sparsity",
         )
-    from vllm_h2o.sparsity.counts import make_folder
+    from vllm_h2o.sparsity.counts import make_folder, shown
     from vllm_h2o.sparsity.ops import kernels_of
 
-    make_folder(vllm_config)
+    if shown(vllm_config):
+        make_folder(vllm_config)
     logger.info(
         "contextual sparsity: %s, recall %g, %d layers, kernels %s. Steps of up to %d tokens skip "
         "unused rows of %s.",

@@ -7,6 +7,7 @@ every row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,41 +16,54 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from vllm_h2o.kernels.coarse import coarsen
-from vllm_h2o.sparsity.counts import Counts
 from vllm_h2o.sparsity.ops import down, up
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer's rearranged weight and its counts are found while the model runs.
+    """Finds a layer's rearranged weight, and its counts, while the model runs.
 
     Args:
-        name: the layer's.
+        name: the layer's; "" where nothing is rearranged, so that all layers have one graph.
         layers: vLLM's layers by name, which a forward pass knows.
-        counts: of this process.
+        counts: int64 [2], rows read and rows there; a reloaded layer goes on with them.
 
     """
 
     name: str
     layers: dict[str, Any]
-    counts: Counts
+    counts: torch.Tensor
 
     def rearrange(self, layer: torch.nn.Module) -> None:
         """Put the weight there as vLLM multiplies by it; on a GPU that is as it is."""
-        weight = layer.get_parameter("weight")
-        if weight.is_cuda:
+        if not self.name:
             return
         whole, bias = torch.nn.Module(), _bias(layer)
-        whole.weight = weight
+        whole.weight = layer.get_parameter("weight")
         own = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
         whole.register_parameter("bias", own)
         dispatch_cpu_unquantized_gemm(whole, remove_weight=True)
         self.layers[self.name] = whole
 
-    def count(self, layer: torch.nn.Module) -> None:
-        """Count rows read and rows there, of this rank."""
-        counts = self.counts.take(layer.get_parameter("weight").device)
-        layer.register_buffer("counts", counts, persistent=False)
+    def rehearse(
+        self, layer: torch.nn.Module, width: int, max_tokens: int, apply: Callable[..., object]
+    ) -> None:
+        """Have a GPU's kernels compiled before it serves; what they read is not counted.
+
+        Args:
+            layer: as it is when it serves.
+            width: of its tokens.
+            max_tokens: of a step that skips rows.
+            apply: the layer's method.
+
+        """
+        if self.name:
+            return
+        weight = layer.get_parameter("weight")
+        for tokens in range(1, max_tokens + 1):
+            x = torch.zeros(tokens, width, dtype=weight.dtype, device=weight.device)
+            apply(layer, x, layer.bias)
+        self.counts.zero_()
 
 
 class SparseUp(UnquantizedLinearMethod):
@@ -75,8 +89,10 @@ class SparseUp(UnquantizedLinearMethod):
         self._place.rearrange(layer)
         coarse = coarsen(layer.get_parameter("weight").data, _bias(layer), self._recall)
         for name, part in vars(coarse).items():
-            layer.register_buffer(name, part, persistent=False)
-        self._place.count(layer)
+            layer.register_buffer(name, part)  # persistent: else a reload would keep the old one
+        layer.register_buffer("counts", self._place.counts, persistent=False)
+        width = layer.get_parameter("weight").shape[1]
+        self._place.rehearse(layer, width, self._max_tokens, self.apply)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -113,7 +129,8 @@ class SparseDown(UnquantizedLinearMethod):
         self._place.rearrange(layer)
         rows = layer.get_parameter("weight").data.t().contiguous()
         layer.weight = torch.nn.Parameter(rows, requires_grad=False)
-        self._place.count(layer)
+        layer.register_buffer("counts", self._place.counts, persistent=False)
+        self._place.rehearse(layer, len(rows), self._max_tokens, self.apply)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

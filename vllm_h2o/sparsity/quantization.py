@@ -14,6 +14,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.platforms import current_platform
 
 from vllm_h2o.sparsity.config import KEY, SparsityConfig
 from vllm_h2o.sparsity.counts import Counts, folder_of
@@ -65,11 +66,19 @@ class ContextualSparsity(QuantizationConfig):
         recall = config.recall if config is not None and prefix.endswith(".fc1") else None
         if config is None or (recall is None and not prefix.endswith(".fc2")):
             return UnquantizedLinearMethod()
-        if self._counts is None:
-            num_layers = vllm_config.model_config.hf_config.num_hidden_layers
-            self._counts = Counts(folder_of(vllm_config), 2 * num_layers)
-        layers = vllm_config.compilation_config.static_forward_context
-        place = Place(prefix, layers, self._counts)
+        place = self._place(prefix, vllm_config)
         if recall is not None:
             return SparseUp(config.max_tokens, place, recall)
         return SparseDown(config.max_tokens, place)
+
+    def _place(self, prefix: str, vllm_config: Any) -> Place:
+        """Return the place of one more layer."""
+        layers = vllm_config.compilation_config.static_forward_context
+        name = prefix if current_platform.is_cpu() else ""
+        folder, device = folder_of(vllm_config), current_platform.device_type
+        if not folder.is_dir():  # no front end here shows them
+            return Place(name, layers, torch.zeros(2, dtype=torch.int64, device=device))
+        if self._counts is None:
+            num_layers = vllm_config.model_config.hf_config.num_hidden_layers
+            self._counts = Counts(folder, 2 * num_layers)
+        return Place(name, layers, self._counts.take())

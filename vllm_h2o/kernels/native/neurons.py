@@ -9,6 +9,7 @@ import torch
 
 from vllm_h2o.kernels.coarse import Coarse
 from vllm_h2o.kernels.native.layout import TYPES
+from vllm_h2o.kernels.neurons import check_inputs
 
 
 class NativeNeurons:
@@ -59,15 +60,8 @@ class NativeNeurons:
 
 
 def _inputs(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None) -> tuple[object, ...]:
-    """Return type, tokens, their stride, rows and bias, as the functions take them.
-
-    Raises:
-        ValueError: for another dtype or layout, which they would read wrongly.
-
-    """
-    alike = x.dtype == rows.dtype and (bias is None or bias.dtype == x.dtype)
-    if not alike or x.dtype not in TYPES or x.stride(1) != 1 or not rows.is_contiguous():
-        raise ValueError(f"tokens of {x.dtype} {x.stride()}, rows of {rows.dtype} {rows.stride()}")
+    """Return type, tokens, their stride, rows and bias, as the functions take them."""
+    check_inputs(x, rows, bias)
     return (
         ctypes.c_int32(TYPES[x.dtype]),
         ctypes.c_void_p(x.data_ptr()),

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from vllm_h2o.kernels.coarse import BLOCK, GROUP, Coarse
+from vllm_h2o.kernels.neurons import check_inputs
 from vllm_h2o.kernels.triton.sizes import precision
 
 LISTED = 512
@@ -40,7 +41,7 @@ ROW_BYTES = 256
 HALF = tl.constexpr(GROUP // 2)
 OCTET = tl.constexpr(8)
 ROUND = tl.constexpr(1.5 * 2.0**23)
-"""Added and taken away, it leaves the nearest whole number, as torch rounds."""
+"""Adding and subtracting it rounds to the nearest whole number, as torch does."""
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def list_places(used, program, used_ptr, first, SIZE: tl.constexpr):
 
 @triton.jit
 def count_rows(counts_ptr, total_ptr, num_lists, num_rows, SIZE: tl.constexpr):
-    """Add the rows read, and the rows there, to the totals: one program does."""
+    """Add the rows read, and the rows there, to the totals; only one program calls this."""
     read = tl.zeros([SIZE], tl.int32)
     for first in range(0, num_lists, SIZE):
         at = first + tl.arange(0, SIZE)
@@ -315,6 +316,7 @@ class TritonNeurons:
         counts: torch.Tensor,
     ) -> torch.Tensor:
         """List the rows that any token keeps, and multiply by them."""
+        check_inputs(x, rows, bias)
         (tokens, width), count = x.shape, len(rows)
         lists = triton.cdiv(count, ESTIMATED)
         y = x.new_empty(tokens, count)
@@ -335,6 +337,7 @@ class TritonNeurons:
         self, x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, counts: torch.Tensor
     ) -> torch.Tensor:
         """List the rows that any token uses, and add them up, a list at a time."""
+        check_inputs(x, rows, bias)
         tokens, (count, width) = len(x), rows.shape
         lists = triton.cdiv(count, LISTED)
         y = x.new_empty(tokens, width)
