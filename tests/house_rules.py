@@ -233,6 +233,17 @@ def defaulted_getattr(module: Module) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
+def implicit_types(module: Module) -> Iterator[str]:
+    """While vLLM loads a model, torch's default type is the model's: a tensor names its own."""
+    makers = {"zeros", "ones", "empty", "rand", "randn"}
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        made = node.func.attr in makers and ast.unparse(node.func.value) == "torch"
+        if made and not {"dtype", None} & {keyword.arg for keyword in node.keywords}:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
 Rule = Callable[[Module], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     plain_doors,
@@ -248,4 +259,5 @@ RULES: tuple[Rule, ...] = (
     broad_excepts,
     environment,
     defaulted_getattr,
+    implicit_types,
 )

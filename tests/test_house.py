@@ -26,6 +26,7 @@ from tests.house_rules import (
     defaulted_getattr,
     docstrings,
     environment,
+    implicit_types,
     kernel_doors,
     names,
     package,
@@ -94,6 +95,7 @@ BREACHES = [
     (environment, "vllm_h2o/hooks.py", "import os\nos.environ['A']"),
     (environment, "vllm_h2o/hooks.py", "from os import getenv"),
     (defaulted_getattr, "vllm_h2o/hooks.py", "getattr(a, 'b', None)"),
+    (implicit_types, "vllm_h2o/hooks.py", "torch.zeros(3)"),
 ]
 
 

@@ -35,8 +35,10 @@ class Strip:
     value: torch.Tensor
     score: torch.Tensor
     position: torch.Tensor
-    mass: torch.Tensor = field(default_factory=lambda: torch.ones(()))
-    score_without_window: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    mass: torch.Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float32))
+    score_without_window: torch.Tensor = field(
+        default_factory=lambda: torch.zeros((), dtype=torch.float32)
+    )
     keeps_scores: bool = False
 
     def __post_init__(self) -> None:

@@ -87,7 +87,7 @@ class FlashPrompt:
         parts = [self._attend(cache, run, tensors) for run in self._runs]
         if len(parts) == 1 and self._runs[0].tokens == slice(0, query.shape[0]):
             return parts[0]
-        lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
+        lse = torch.empty(query.shape[1], query.shape[0], device=query.device, dtype=torch.float32)
         for run, part in zip(self._runs, parts, strict=True):
             lse[:, run.tokens] = part
         return lse

@@ -104,7 +104,7 @@ class MemoryEfficientPrompt:
     ) -> torch.Tensor:
         """Attend, and return each query's log-sum-exp, [Hq, T] float32. ``out`` is written."""
         query = tensors.query
-        lse = torch.empty(query.shape[1], query.shape[0], device=query.device)
+        lse = torch.empty(query.shape[1], query.shape[0], device=query.device, dtype=torch.float32)
         for chunk in chunks:
             tokens = chunk.tokens
             key, value = tensors.key[tokens], tensors.value[tokens]

@@ -69,11 +69,11 @@ def attend_and_score(
     """
     num_queries, num_heads, head_size = query.shape
     key, value = (chunk_slots(cache, view, chunk).float() for view in (cache.key, cache.value))
-    columns = torch.zeros(key.shape[:2], device=query.device)
+    columns = torch.zeros(key.shape[:2], device=query.device, dtype=torch.float32)
     key_scale, value_scale = cache.scales
     group = num_heads // cache.num_kv_heads
     shape = (cache.num_kv_heads, group, num_queries, head_size)
-    out = torch.empty(shape, device=query.device)
+    out = torch.empty(shape, device=query.device, dtype=torch.float32)
     for tile in tiles(chunk, num_heads):
         visible = chunk.resident_start + tile.stop
         index = torch.arange(tile.start, tile.stop, device=query.device)

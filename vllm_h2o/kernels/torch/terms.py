@@ -58,7 +58,7 @@ def values(
     if sinks is not None:
         sinks = sinks.expand(tensors.query.shape[:2])[chunk.tokens]
     key = chunk_slots(cache, cache.key, chunk).to(torch.float32)
-    value = torch.zeros(position.shape, device=query.device)
+    value = torch.zeros(position.shape, device=query.device, dtype=torch.float32)
     for tile in tiles(chunk, query.shape[1], chunk.first_query(term)):
         index = torch.arange(tile.start, tile.stop, device=query.device)
         last_seen = chunk.resident_start + index

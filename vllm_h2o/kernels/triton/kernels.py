@@ -89,15 +89,19 @@ class TritonKernels(RareStages):
             self._capability = 10 * found.major + found.minor
         # (programs of a KV head x KV heads) is below this for every batch: see _num_programs.
         max_splits = 3 * PROGRAMS * self._processors // 2 + max_requests * num_kv_heads
-        self._partial_out = torch.empty(max_splits * self.group, head_size, device=device)
-        self._partial_max_sum = torch.empty(max_splits * self.group, 2, device=device)
-        self._nearest = torch.empty(max_splits, 2, device=device)
+        self._partial_out = torch.empty(
+            max_splits * self.group, head_size, device=device, dtype=torch.float32
+        )
+        self._partial_max_sum = torch.empty(
+            max_splits * self.group, 2, device=device, dtype=torch.float32
+        )
+        self._nearest = torch.empty(max_splits, 2, device=device, dtype=torch.float32)
         self._candidates = (
-            torch.empty(max_splits, device=device),
+            torch.empty(max_splits, device=device, dtype=torch.float32),
             torch.empty(max_splits, 2, dtype=torch.int32, device=device),
             torch.zeros(max_requests * num_kv_heads, dtype=torch.int32, device=device),
         )
-        self._logits = torch.empty(0, device=device)
+        self._logits = torch.empty(0, device=device, dtype=torch.float32)
 
     def decode(
         self,
@@ -231,7 +235,7 @@ class TritonKernels(RareStages):
         key_scale, value_scale = cache.scales
         sinks, has_sinks = self._sinks(tensors.sink_logits, query.shape[0] if term else None)
         of_each = sinks.stride(0) if sinks.dim() == 2 else 0
-        lse = torch.empty(self.num_heads, query.shape[0], device=self.device)
+        lse = torch.empty(self.num_heads, query.shape[0], device=self.device, dtype=torch.float32)
         prefill.attend[self._query_grid(sent, by_query)](
             query, cache.key, cache.value, sent.block_table, sent.fields, sinks, out, lse,
             tensors.scale * key_scale, value_scale,
@@ -343,7 +347,7 @@ class TritonKernels(RareStages):
         num_logits = cache.score.numel() * self.group
         if self._logits.numel() == num_logits:
             return
-        self._logits = torch.empty(num_logits, device=self.device)
+        self._logits = torch.empty(num_logits, device=self.device, dtype=torch.float32)
         if self.device.type == "cuda":
             rehearse(self, cache, tensors, scoring, self.terms, self.shares_pages)
 

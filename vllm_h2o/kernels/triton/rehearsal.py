@@ -63,14 +63,16 @@ def rehearse(
         kernels.pack_survivors([own.joined() if own.num_heads_of_all else own], [whole], scoring)
     if not shares_pages:
         return
-    scores = torch.zeros(1, num_kv_heads, chunk.attended_len, device=device)
+    scores = torch.zeros(1, num_kv_heads, chunk.attended_len, device=device, dtype=torch.float32)
     apart = replace(chunk, window_scores=scores)
     for term in terms:
         if term.queries == "window":
             kernels.score_term(own, [apart], tensors, term, scoring.by_age)
     for packed in [chunk] if whole is None else [chunk, whole]:
         away = replace(packed, destination_blocks=chunk.block_table + 2)
-        scores = torch.zeros(1, num_kv_heads, packed.attended_len, device=device)
+        scores = torch.zeros(
+            1, num_kv_heads, packed.attended_len, device=device, dtype=torch.float32
+        )
         kernels.copy_survivors([own], away, scoring, scores)
 
 
