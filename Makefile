@@ -17,7 +17,7 @@ RAY := ray==2.60.0
 OVERLAY := .venv-033
 OVERLAY_STAMP := $(OVERLAY)/.setup-complete
 TESTS_033 ?= tests/scheduler tests/worker tests/patches tests/options tests/planner tests/test_hooks.py \
-    tests/test_metrics.py tests/test_plugin.py tests/e2e
+    tests/sparsity tests/test_metrics.py tests/test_plugin.py tests/e2e
 SHORT_033 := tests/scheduler tests/patches tests/e2e/test_retained.py
 
 .DEFAULT_GOAL := help
