@@ -41,7 +41,7 @@ test-fast: lint $(LIBRARIES)  ## lint, then tests that start no engine (two minu
 test: lint $(LIBRARIES)  ## the same, and an engine test of each mechanism (8 minutes; `PROCESSES=`)
 	@$(BIN)/$(PYTEST) $(QUICK) -m "not slow"
 
-test-all: lint $(LIBRARIES)  ## lint, then every test, some on vLLM 0.33 too (about 35 minutes)
+test-all: lint $(LIBRARIES)  ## lint, then every test, some on vLLM 0.33 too (about an hour)
 	@if $(MAKE) --no-print-directory $(OVERLAY_STAMP); then \
 	    $(MAKE) --no-print-directory test-033 TESTS_033="$(QUICK) $(SHORT_033)"; \
 	else echo "SKIPPED: tests on vLLM 0.33, because its sources cannot be had (see above)"; fi
