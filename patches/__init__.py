@@ -21,7 +21,7 @@ from vllm_h2o.patches import (
 )
 from vllm_h2o.patches._patch import Patch
 from vllm_h2o.patches._relied_upon import RELIED_UPON
-from vllm_h2o.patches._with_policy import ENGINE, FRONT_END, WITH_POLICY
+from vllm_h2o.patches._with_policy import ENGINE, FRONT_END, METRICS, WITH_POLICY
 
 ALWAYS: tuple[Patch, ...] = (
     engine_args__init.PATCH,
@@ -33,4 +33,4 @@ ALWAYS: tuple[Patch, ...] = (
 )
 """The flags, the place where they take effect, and requests: pass-throughs without a policy."""
 
-__all__ = ["ALWAYS", "ENGINE", "FRONT_END", "RELIED_UPON", "WITH_POLICY", "Patch"]
+__all__ = ["ALWAYS", "ENGINE", "FRONT_END", "METRICS", "RELIED_UPON", "WITH_POLICY", "Patch"]

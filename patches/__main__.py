@@ -35,6 +35,7 @@ LABELS = ("Symbol", "Why no seam", "What changes", "Upstream", "Drop when")
 _APPLIED = {
     "always": patches.ALWAYS,
     "with a policy": patches.WITH_POLICY,
+    "with a policy or contextual sparsity, in its front end": patches.METRICS,
     "with a policy, in its front end": patches.FRONT_END,
     "with `continuation`": patches.ENGINE,
 }

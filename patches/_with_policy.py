@@ -19,8 +19,11 @@ from vllm_h2o.sparsity.config import SparsityConfig
 WITH_POLICY: tuple[Patch, ...] = (cpu_platform__get_attn_backend_cls.PATCH,)
 """Applied where a worker with a policy starts, which may be the user's own process."""
 
+METRICS: tuple[Patch, ...] = (stat_logger_manager__init.PATCH,)
+"""Applied where an engine is configured with a policy or contextual sparsity."""
+
 FRONT_END: tuple[Patch, ...] = (
-    stat_logger_manager__init.PATCH,
+    *METRICS,
     mpclient__apply_ready_response.PATCH,
     inproc_client__init.PATCH,
 )
@@ -69,8 +72,9 @@ def activate_metrics(sparsity: SparsityConfig | None) -> None:
 
     """
     if sparsity is not None:
-        verify_all([stat_logger_manager__init.PATCH])
-        stat_logger_manager__init.PATCH.apply()
+        verify_all(METRICS)
+        for patch in METRICS:
+            patch.apply()
 
 
 def activate_engine_core() -> None:

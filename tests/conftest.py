@@ -25,7 +25,8 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from llvmlite.binding import ffi  # noqa: E402 (numba's: vLLM's proposer of n-grams loads it)
 
-from tests.draws import QUICK, ROOT, draws  # noqa: E402
+from tests.draws import QUICK, draws  # noqa: E402
+from tests.house_rules import ROOT  # noqa: E402
 
 settings.register_profile(QUICK)
 
@@ -59,11 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what has been run."""
     if not config.getoption("--after-test"):
         return
-    left_out = [
-        item for item in items if not (item.get_closest_marker("slow") or draws(name(item)))
-    ]
+    left, left_out = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        stays = item.get_closest_marker("slow") or draws(name(item))
+        (left if stays else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    items[:] = left
 
 
 def name(item: pytest.Item) -> str:

@@ -7,15 +7,13 @@ So a test that asks for events draws others until it has seen them.
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cache
-from pathlib import Path
 
 from hypothesis import HealthCheck, seed, settings
 
-ROOT = Path(__file__).parents[1]
+from tests.house_rules import ROOT, Module, below
 
 MAX_DRAWS = 5
 """How often examples are drawn before an event that they show too seldom is a fault."""
@@ -39,14 +37,10 @@ def draws(name: str) -> bool:
     """
     path = ROOT / f"{name.replace('.', '/')}.py"
     if name == __name__ or not path.exists():
-        return name == __name__ or name.split(".")[0] == "hypothesis"
-    imported = set[str]()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-    return any(draws(other) for other in imported if other.split(".")[0] in ("tests", "hypothesis"))
+        return name == __name__ or below(name, "hypothesis")
+    named = Module(str(path), path.read_text()).imports()
+    modules = named | {name.rpartition(".")[0] for name in named}  # what is named may be in one
+    return any(draws(module) for module in modules if below(module, "tests", "hypothesis"))
 
 
 def drawn(num_examples: int) -> settings:

@@ -345,7 +345,7 @@ def add_stat_logger(manager: Any, vllm_config: Any) -> None:
         from vllm_h2o.sparsity.counts import SparsityStatLogger, shown
 
         if shown(vllm_config):
-            manager.stat_loggers.append(SparsityStatLogger(vllm_config, manager.engine_indexes))
+            manager.stat_loggers.append(SparsityStatLogger(vllm_config))
     if KVPolicyConfig.of(vllm_config) is None:
         return
     from vllm_h2o.metrics import PolicyStatLogger

@@ -73,9 +73,7 @@ class Report:
         """Figures of one size, printed and kept; nothing is asked of them here."""
         figures = speed.speed(size, device, attention)
         predicted = of_kernels(self.card, size)
-        row = {"machine": self.card.name, "torch": torch.__version__, **vars(size), **figures}
-        row |= {f"{name}_predicted": predicted.get(name, math.nan) for name in speed.PREDICTED}
-        append_rows(self.out / "gpu-kernels.csv", [row])
+        self._keep("gpu-kernels.csv", vars(size), figures, predicted, speed.PREDICTED)
         self._show("", figures, predicted)
         yield from ()
 
@@ -83,12 +81,23 @@ class Report:
         """Figures of a ReLU model's MLP, printed and kept; nothing is asked of them here."""
         for tokens, figures in mlp.speed(layer, self.card.half, device, speed.seconds):
             predicted = of_mlp(self.card, layer, tokens)
-            row = {"machine": self.card.name, "torch": torch.__version__, **layer._asdict()}
-            row |= {"tokens": tokens, **figures}
-            row |= {f"{name}_predicted": predicted.get(name, math.nan) for name in figures}
-            append_rows(self.out / "gpu-mlp.csv", [row])
+            size = {**layer._asdict(), "tokens": tokens}
+            self._keep("gpu-mlp.csv", size, figures, predicted, figures)
             self._show(f"MLP, {tokens} tokens: ", figures, predicted)
         yield from ()
+
+    def _keep(
+        self,
+        file: str,
+        what: Mapping[str, object],
+        figures: Mapping[str, float],
+        predicted: Mapping[str, float],
+        names: Iterable[str],
+    ) -> None:
+        """Append a row of figures; those with these names beside their predictions."""
+        row = {"machine": self.card.name, "torch": torch.__version__, **what, **figures}
+        row |= {f"{name}_predicted": predicted.get(name, math.nan) for name in names}
+        append_rows(self.out / file, [row])
 
     def latency(self, profile: Profile, requests_per_s: float, small: bool) -> Iterator[Check]:
         """Latencies of each side, printed and kept; every request must be answered."""

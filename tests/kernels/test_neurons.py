@@ -88,11 +88,15 @@ def test_native_down_of_a_token_does_not_depend_on_the_batch(name: str) -> None:
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", loader.available())
-def test_native_down_of_other_layouts_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["triton", *loader.available()])
+def test_down_of_other_layouts_is_refused(name: str) -> None:
     """It would read them wrongly."""
     rows, counts = torch.randn(8, 16), torch.zeros(2, dtype=torch.int64)
-    for x, wrong in ((torch.ones(1, 8).bfloat16(), rows), (torch.ones(1, 16), rows.t())):
+    for x, wrong in (
+        (torch.ones(1, 8).bfloat16(), rows),
+        (torch.ones(1, 16), rows.t()),
+        (torch.ones(1, 8).double(), rows.double()),
+    ):
         with pytest.raises(ValueError, match="tokens of"):
             kernels(name).down(x, wrong, None, counts)
 

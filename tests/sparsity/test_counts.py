@@ -39,7 +39,7 @@ def test_counts_of_all_processes_are_added_up(
     made = engine_config(opt, served_model_name="tiny", contextual_sparsity="exact")
     where = folder_of(made)
     assert list(where.iterdir()) == []
-    logger = SparsityStatLogger(made, [0])
+    logger = SparsityStatLogger(made)
     logger.record()
     assert rows("used") == rows("stock") == 0
     own = Counts(where, 2).take()
@@ -75,7 +75,7 @@ def test_counts_whose_files_are_gone_stay(opt: str) -> None:
     """A file that has no size yet is read later; a folder that was removed harms nothing."""
     unregister_vllm_metrics()
     made = engine_config(opt, served_model_name="tiny", contextual_sparsity="exact")
-    where, logger = folder_of(made), SparsityStatLogger(made, [0])
+    where, logger = folder_of(made), SparsityStatLogger(made)
     (where / "begun").touch()
     logger.record()
     assert rows("used") == 0

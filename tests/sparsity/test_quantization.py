@@ -51,7 +51,8 @@ def rearranged(weight: torch.Tensor, bias: torch.Tensor | None, tmp_path: Path) 
     if bias is not None:
         layer.bias.data = bias.clone()
     layers: dict[str, Any] = {}
-    Place("fc", layers, Counts(tmp_path, 1).take()).rearrange(layer)
+    place = Place("fc", layers, Counts(tmp_path, 1).take())
+    SparseDown(4, place).process_weights_after_loading(layer)
     with override_forward_context(SimpleNamespace(no_compile_layers=layers)):
         yield "fc"
 

@@ -19,6 +19,9 @@ import torch
 
 from vllm_h2o.kernels.coarse import Coarse, kept
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of tokens and rows."""
+
 
 class NeuronKernels(Protocol):
     """The stages that a device computes; rows and tokens have one dtype."""
@@ -86,11 +89,8 @@ def down(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None) -> torc
         bias: [width], or None.
 
     """
-    y = (
-        torch.zeros(len(x), rows.shape[1], dtype=torch.float32)
-        if bias is None
-        else bias.float().repeat(len(x), 1)
-    )
+    start = rows.new_zeros(rows.shape[1]) if bias is None else bias
+    y = start.float().repeat(len(x), 1)
     for token in range(len(x)):
         for neuron in x[token].nonzero()[:, 0].tolist():
             y[token] += x[token, neuron].float() * rows[neuron].float()
@@ -101,11 +101,12 @@ def check_inputs(x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None)
     """Refuse a dtype or layout that kernels would read wrongly.
 
     Raises:
-        ValueError: for tokens of another dtype than rows or bias, or rows that do not lie together.
+        ValueError: for tokens of no such dtype, or another than rows or bias, or for rows that do
+            not lie together.
 
     """
     alike = x.dtype == rows.dtype and (bias is None or bias.dtype == x.dtype)
-    if not alike or x.stride(1) != 1 or not rows.is_contiguous():
+    if not alike or x.dtype not in DTYPES or x.stride(1) != 1 or not rows.is_contiguous():
         raise ValueError(f"tokens of {x.dtype} {x.stride()}, rows of {rows.dtype} {rows.stride()}")
 
 

@@ -84,11 +84,10 @@ class SparsityStatLogger(AggregateStatLoggerBase):
 
     Args:
         vllm_config: the engine's config, with contextual sparsity.
-        engine_indexes: the engines that report to this process.
 
     """
 
-    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+    def __init__(self, vllm_config: Any) -> None:
         self._folder = folder_of(vllm_config)
         self._files: dict[str, np.ndarray] = {}
         name = vllm_config.model_config.served_model_name

@@ -7,7 +7,6 @@ every row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,39 +33,55 @@ class Place:
     layers: dict[str, Any]
     counts: torch.Tensor
 
-    def rearrange(self, layer: torch.nn.Module) -> None:
-        """Put the weight there as vLLM multiplies by it; on a GPU that is as it is."""
-        if not self.name:
-            return
+
+class Sparse(UnquantizedLinearMethod):
+    """The common part of the linear methods of both matrices.
+
+    Args:
+        max_tokens: steps with more tokens read every row.
+        place: of the layer.
+
+    """
+
+    supports_pre_processed_weights = False
+
+    def __init__(self, max_tokens: int, place: Place) -> None:
+        super().__init__()
+        self._max_tokens, self._place = max_tokens, place
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Store the weight by neurons, and get ready to serve."""
+        if self._place.name:
+            self._rearrange(layer)
+        width = layer.get_parameter("weight").shape[1]
+        self._store(layer)
+        layer.register_buffer("counts", self._place.counts, persistent=False)
+        if not self._place.name:
+            self._rehearse(layer, width)
+
+    def _store(self, layer: torch.nn.Module) -> None:
+        """Store a loaded weight, [out, in], as steps of few tokens read it."""
+        raise NotImplementedError
+
+    def _rearrange(self, layer: torch.nn.Module) -> None:
+        """Put the weight beside as vLLM multiplies by it; on a GPU that is as it is."""
         whole, bias = torch.nn.Module(), _bias(layer)
         whole.weight = layer.get_parameter("weight")
         own = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
         whole.register_parameter("bias", own)
         dispatch_cpu_unquantized_gemm(whole, remove_weight=True)
-        self.layers[self.name] = whole
+        self._place.layers[self._place.name] = whole
 
-    def rehearse(
-        self, layer: torch.nn.Module, width: int, max_tokens: int, apply: Callable[..., object]
-    ) -> None:
-        """Have a GPU's kernels compiled before it serves; what they read is not counted.
-
-        Args:
-            layer: as it is when it serves.
-            width: of its tokens.
-            max_tokens: of a step that skips rows.
-            apply: the layer's method.
-
-        """
-        if self.name:
-            return
+    def _rehearse(self, layer: torch.nn.Module, width: int) -> None:
+        """Have a GPU's kernels compiled before it serves; what they read is not counted."""
         weight = layer.get_parameter("weight")
-        for tokens in range(1, max_tokens + 1):
+        for tokens in range(1, self._max_tokens + 1):
             x = torch.zeros(tokens, width, dtype=weight.dtype, device=weight.device)
-            apply(layer, x, layer.bias)
-        self.counts.zero_()
+            self.apply(layer, x, layer.bias)
+        self._place.counts.zero_()
 
 
-class SparseUp(UnquantizedLinearMethod):
+class SparseUp(Sparse):
     """The linear method of fc1: rows that a 4-bit copy leaves out in every token are not read.
 
     What a token leaves out is zero, so that fc2 leaves it out as well.
@@ -78,21 +93,15 @@ class SparseUp(UnquantizedLinearMethod):
 
     """
 
-    supports_pre_processed_weights = False
-
     def __init__(self, max_tokens: int, place: Place, recall: float) -> None:
-        super().__init__()
-        self._max_tokens, self._place, self._recall = max_tokens, place, recall
+        super().__init__(max_tokens, place)
+        self._recall = recall
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Copy the weight, [neurons, width], in 4 bits."""
-        self._place.rearrange(layer)
+    def _store(self, layer: torch.nn.Module) -> None:
+        """Leave it by neurons, as it comes, and copy it in 4 bits."""
         coarse = coarsen(layer.get_parameter("weight").data, _bias(layer), self._recall)
         for name, part in vars(coarse).items():
             layer.register_buffer(name, part)  # persistent: else a reload would keep the old one
-        layer.register_buffer("counts", self._place.counts, persistent=False)
-        width = layer.get_parameter("weight").shape[1]
-        self._place.rehearse(layer, width, self._max_tokens, self.apply)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -109,28 +118,13 @@ class SparseUp(UnquantizedLinearMethod):
         return up(x, layer.weight, bias, *copy, layer.counts, self._place.name, self._max_tokens)
 
 
-class SparseDown(UnquantizedLinearMethod):
-    """The linear method of fc2: rows whose input is zero in every token are not read.
+class SparseDown(Sparse):
+    """The linear method of fc2: rows whose input is zero in every token are not read."""
 
-    Args:
-        max_tokens: steps with more tokens read every row.
-        place: of the layer.
-
-    """
-
-    supports_pre_processed_weights = False
-
-    def __init__(self, max_tokens: int, place: Place) -> None:
-        super().__init__()
-        self._max_tokens, self._place = max_tokens, place
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Store the weight by neurons: [neurons, width]."""
-        self._place.rearrange(layer)
+    def _store(self, layer: torch.nn.Module) -> None:
+        """Store it by neurons: [neurons, width]."""
         rows = layer.get_parameter("weight").data.t().contiguous()
         layer.weight = torch.nn.Parameter(rows, requires_grad=False)
-        layer.register_buffer("counts", self._place.counts, persistent=False)
-        self._place.rehearse(layer, len(rows), self._max_tokens, self.apply)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

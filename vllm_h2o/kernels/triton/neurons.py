@@ -45,10 +45,10 @@ ROUND = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
-def list_places(used, program, used_ptr, first, SIZE: tl.constexpr):
+def list_places(used, program, used_ptr, SIZE: tl.constexpr):
     """List the neurons of a program that are used, and return their places; others have none."""
     place = program * SIZE + tl.cumsum(used, axis=0) - used
-    tl.store(used_ptr + place, first + tl.arange(0, SIZE), mask=used > 0)
+    tl.store(used_ptr + place, program * SIZE + tl.arange(0, SIZE), mask=used > 0)
     return place
 
 
@@ -81,7 +81,7 @@ def list_used(
     there = (token < num_tokens)[:, None] & (neuron < num_rows)[None, :]
     x = tl.load(x_ptr + token[:, None] * x_stride + neuron[None, :], mask=there, other=0.0)
     used = tl.max((x != 0).to(tl.int32), axis=0)
-    list_places(used, program, used_ptr, program * SIZE, SIZE)
+    list_places(used, program, used_ptr, SIZE)
     tl.store(counts_ptr + program, tl.sum(used, axis=0))
 
 
@@ -224,7 +224,7 @@ def estimate(
     left_out = sums <= -cut[:, None] * tl.sqrt(squares)[None, :]
     kept = ((left_out == 0) & (row < num_rows)[:, None] & there[None, :]).to(tl.int32)
     used = tl.max(kept, axis=1)
-    place = list_places(used, program, used_ptr, program * SIZE, SIZE)
+    place = list_places(used, program, used_ptr, SIZE)
     tl.store(keeps_ptr + place, tl.sum(kept << token[None, :], axis=1), mask=used > 0)
     tl.store(counts_ptr + program, tl.sum(used, axis=0))
     at = token[None, :] * num_rows + row[:, None]
