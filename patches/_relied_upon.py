@@ -24,6 +24,12 @@ RELIED_UPON: tuple[Symbol, ...] = (
     Symbol(
         f"{_SCHEDULER}._handle_stopped_request", {"0.32": "28b8e0dfcd96", "0.33": "d34729d46054"}
     ),
+    # A waiting request is asked about here before caches are searched for it; one that is not ready
+    # keeps its place, and the next one is asked about.
+    Symbol(
+        f"{_SCHEDULER}._handle_blocked_waiting_request",
+        {"0.32": "85fa822d6a1f", "0.33": "4a016701ddd8"},
+    ),
     # A part of a session is added here, or when the one before it has stopped. A reset fails where
     # a request holds pages.
     Symbol(f"{_SCHEDULER}.add_request", "97225f493cf7"),

@@ -8,9 +8,11 @@ found by name is as it was written, whatever ended the process that wrote it.
 from __future__ import annotations
 
 import os
+import time
 import zlib
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 HEADER = "request"
 """Key of the header, JSON, in the metadata of a file (safetensors)."""
@@ -19,13 +21,51 @@ CHECKSUM = "[0-9a-f]" * 8
 _READ_BYTES = 1 << 22
 
 
-def is_as_written(path: Path) -> bool:
-    """Whether a file has the checksum in its name; it is read once, unless it changes."""
+class Content(NamedTuple):
+    """Tells a file's content from an earlier or later one without a look at it.
+
+    Args:
+        inode: number of the file.
+        size: in bytes.
+        modified: nanoseconds since 1970.
+
+    """
+
+    inode: int
+    size: int
+    modified: int
+
+
+def content_of(file: Path | BinaryIO) -> Content:
+    """Identify what is in a file now; raise OSError where it is gone."""
+    stat = file.stat() if isinstance(file, Path) else os.fstat(file.fileno())
+    return Content(stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def check(path: Path) -> Content | None:
+    """Read a file, and compare it with the checksum in its name.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        What was read; None: it is not as it was written, or changed meanwhile, or is gone.
+
+    """
     try:
-        stat = path.stat()
-        return _checksum(path, stat.st_size, stat.st_mtime_ns) == path.suffix[1:]
+        with path.open("rb") as file:
+            content = content_of(file)
+            is_as_written = checksum(file) == path.suffix[1:] and content_of(file) == content
     except OSError:
-        return False
+        return None
+    return content if is_as_written else None
+
+
+def touch(file: Path | BinaryIO) -> None:
+    """Note in a file's time of access that it was asked for; its content stays as identified."""
+    target = file if isinstance(file, Path) else file.fileno()
+    with suppress(OSError):  # a file of another user
+        os.utime(target, ns=(time.time_ns(), content_of(file).modified))
 
 
 def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
@@ -42,13 +82,14 @@ def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
 
     """
     for other in of_worker(place, rank, num_workers):
-        if is_as_written(other):  # an engine may be about to read it
+        if check(other):  # an engine may be about to read it
+            touch(other)
             written.unlink()
             return other
         other.unlink(missing_ok=True)
     with written.open("rb") as file:
         os.fsync(file.fileno())
-    path = Path(f"{place}.{rank}-of-{num_workers}.{checksum(written)}")
+        path = Path(f"{place}.{rank}-of-{num_workers}.{checksum(file)}")
     return written.replace(path)
 
 
@@ -58,15 +99,9 @@ def of_worker(place: str, rank: int, num_workers: int) -> list[Path]:
     return sorted(path.parent.glob(f"{path.name}.{rank}-of-{num_workers}.{CHECKSUM}"))
 
 
-def checksum(path: Path) -> str:
-    """Return the CRC-32 of a file, in eight digits."""
+def checksum(file: BinaryIO) -> str:
+    """Return the CRC-32 of what is left to read of a file, in eight digits."""
     crc = 0
-    with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
-            crc = zlib.crc32(part, crc)
+    while part := file.read(_READ_BYTES):
+        crc = zlib.crc32(part, crc)
     return f"{crc:08x}"
-
-
-@cache
-def _checksum(path: Path, size: int, modified: int) -> str:
-    return checksum(path)

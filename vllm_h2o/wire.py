@@ -184,7 +184,8 @@ class Continuation:
             term whose lifetime is over. 0: nothing changes.
         keeps_slots: whether each token keeps its slot: KV heads share them, or the request goes on
             where the earlier one has ended. Else they are put in order of position.
-        place: of the copy, as in :class:`Saved`; None: it is in blocks.
+        place: number of the copy in host memory, or names of the files that hold it, one of each
+            worker, which stay open until the step has ended; None: it is in blocks.
 
     """
 
@@ -193,7 +194,7 @@ class Continuation:
     num_slots: int
     restored_end: int = 0
     keeps_slots: bool = False
-    place: int | str | None = None
+    place: int | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from vllm.v1.request import Request
 from tests.scheduler.harness import MAX_MODEL_LEN, STOP, Simulation, vllm_config
 from tests.scheduler.shadow import ShadowPool
 from vllm_h2o.kernels.held import Held
+from vllm_h2o.scheduler.checked import CheckedFiles
 from vllm_h2o.scheduler.conversations import Conversations
 from vllm_h2o.wire import Continuation, RequestPlan
 from vllm_h2o.worker.files import read, write
@@ -34,8 +37,19 @@ class Tenant(NamedTuple):
 TENANTS = (Tenant(), Tenant(salt="a"), Tenant(adapter="b"), Tenant(budget=40))
 
 
+def place_of(names: tuple[str, ...]) -> str:
+    """The place of files that a step reads, of which some may be gone by now."""
+    path = Path(os.readlink(names[0]))
+    return str(path.parent / path.name.split(".")[0])
+
+
 class ConversationPool(ShadowPool):
-    """Names a token by its tenant, all tokens up to it, and where turns before it were packed."""
+    """Names a token by its tenant, all tokens up to it, and where turns before it were packed.
+
+    ``start`` is called before a step that was scheduled reads anything.
+    """
+
+    start: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,6 +71,7 @@ class ConversationPool(ShadowPool):
 
     def execute(self, output: SchedulerOutput) -> None:
         """Begin the lives of this step, copy what they continue from, and run the plans."""
+        self.start()
         cached = output.scheduled_cached_reqs
         begun = [new.req_id for new in output.scheduled_new_reqs]
         for request_id in [*begun, *cached.resumed_req_ids]:
@@ -102,14 +117,20 @@ class ConversationPool(ShadowPool):
     def _chosen(self, each: Continuation) -> int:
         """The slot of the earlier request's next token; -1: it was not full."""
         if each.place is not None:
-            return self.chosen_on_host[each.place]
+            place = place_of(each.place) if isinstance(each.place, tuple) else each.place
+            return self.chosen_on_host[place]
         return self.chosen.get(each.source[0], -1)
 
     def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
-        """Tokens of slots before this step, of host memory or of a file that is there."""
-        if isinstance(each.place, str):
-            read(each.place, 0, 1)
-        tokens = self._in_pages(each.source) if each.place is None else self.host[each.place]
+        """Tokens of slots before this step, of host memory or of a file that can be read."""
+        if each.place is None:
+            tokens = self._in_pages(each.source)
+        elif isinstance(each.place, int):
+            tokens = self.host[each.place]
+        else:
+            (name,) = each.place
+            read(name)
+            tokens = self.host[place_of(each.place)]
         tokens = tokens[: each.num_slots]
         if plan.is_split:  # a slot may be free
             assert 0 <= len(tokens) - plan.resident_start <= 1
@@ -180,7 +201,7 @@ class Talking(Simulation):
         kept = (i for i, turn in plan.continued.items() if turn.keeps_slots)
         self.count["proceed"] += sum(not plan.requests[i].is_split for i in kept)
         self.count["fetch"] += sum(isinstance(t.place, int) for t in plan.continued.values())
-        self.count["read"] += sum(isinstance(t.place, str) for t in plan.continued.values())
+        self.count["read"] += sum(isinstance(t.place, tuple) for t in plan.continued.values())
         self.remember()
         return output
 
@@ -257,20 +278,72 @@ class WithFiles(Talking):
 
     asks_to_save = True
     loses = 0.02
-    """How often a step loses one."""
+    """How often a step loses one before it reads, and after it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pool.start = self._lose
+
+    @property
+    def checked(self) -> CheckedFiles:
+        """Its files that were checked, and those that steps read."""
+        folder = self.scheduler.folder
+        assert folder is not None
+        return folder.checked
 
     def step(self) -> SchedulerOutput:
         """One step, after which a file may be gone, or shorter than it was written."""
         output = super().step()
+        self._lose(may_cut=True)
+        plans = [each.residency_plan for each, _ in self.in_flight]
+        read = {turn.place for plan in plans for turn in plan.continued.values()}
+        assert self.checked.num_open == sum(isinstance(place, tuple) for place in read)
+        return output
+
+    def _lose(self, may_cut: bool = False) -> None:
         folder = self.scheduler.policy_config.continuation_folder
         assert folder is not None
         if self.random.random() < self.loses and (kept := sorted(folder.iterdir())):
             lost = self.random.choice(kept)
-            if self.random.random() < 0.5:
-                lost.unlink()
-            else:
+            if may_cut and self.random.random() < 0.5:
                 os.truncate(lost, 3)
+            else:
+                lost.unlink()
             self.count["lose"] += 1
+
+
+class LateChecks(Executor):
+    """Ends checks of files when told to."""
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], None]] = []
+
+    def submit(self, check: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Put a check off."""
+        future: Future[Any] = Future()
+        self._pending.append(lambda: future.set_result(check(*args, **kwargs)))
+        return future
+
+    def end(self) -> None:
+        """End all checks that have begun."""
+        for check in self._pending:
+            check()
+        self._pending.clear()
+
+
+class WithLateChecks(WithFiles):
+    """Checks of files end some steps after they have begun, the same in every run."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.checked._threads = self.late = LateChecks()  # type: ignore[assignment]
+
+    def step(self) -> SchedulerOutput:
+        """One step, before which checks may end."""
+        if self.random.random() < 0.4:
+            self.late.end()
+        output = super().step()
+        self.count["wait"] += any(not c.done() for _, c in self.checked._checks.values())
         return output
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +24,22 @@ from tests.scheduler.conversations import (
     first_turn,
 )
 from tests.scheduler.harness import vllm_config
+from vllm_h2o import files
 from vllm_h2o.kernels.held import Held
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler import waits
 from vllm_h2o.scheduler.answers import AnswersLate
 from vllm_h2o.scheduler.folder import Folder, Kept
 from vllm_h2o.scheduler.state import Left
 from vllm_h2o.worker.files import write
 
 BUDGET, TURN = Budget(16, 8, 7, 0), Left(40, 16, prompt=(0, 30))
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without another request waits for a check as long as the machine needs."""
+    monkeypatch.setattr(waits, "IDLE", 20)
 
 
 def talk(folder: Path, policy: str = "h2o", after: Talking | None = None) -> WithFiles:
@@ -51,7 +63,9 @@ def found(talking: Talking, text: list[int], tenant: Tenant = TENANTS[0]) -> int
     """Tokens from files with which a request begins."""
     request_id = talking.say(text, 1, tenant)
     plan = talking.step().residency_plan
-    from_files = request_id in plan.continued and isinstance(plan.continued[request_id].place, str)
+    from_files = request_id in plan.continued and isinstance(
+        plan.continued[request_id].place, tuple
+    )
     talking.drain()
     return plan.requests[request_id].logical_start if from_files else 0
 
@@ -94,18 +108,30 @@ def kept(path: Path, made_by: str = "me", num_workers: int = 2) -> tuple[Folder,
     assert (saved.place, saved.source, saved.num_used) == (place, (3, 4), 16)
     assert folder.take() == ()
     for rank in range(num_workers):
-        assert not folder.is_whole(place)
+        assert folder.is_whole(place) is False
         write(place, rank, num_workers, [Held({"score": torch.zeros(9)})], saved.header)
     return folder, place
 
 
+def is_whole(folder: Folder, place: str) -> bool:
+    """Whether all files are as they were written, once that is known."""
+    while (known := folder.is_whole(place)) is None:
+        folder.checked.wait(10)
+    return known
+
+
 def test_every_worker_has_to_write(tmp_path: Path) -> None:
-    """What is there is not written again."""
+    """What is known to be there is not written again."""
     folder, place = kept(tmp_path)
-    assert folder.is_whole(place)
     request = Kept("any", tuple(range(50)), "salt", BUDGET, TURN).request()
     assert folder.save(request, BUDGET, TURN, (3, 4)) == place
+    assert len(folder.take()) == 1
+    assert is_whole(folder, place)
+    for path in tmp_path.iterdir():
+        os.utime(path, ns=(1, path.stat().st_mtime_ns))
+    assert folder.save(request, BUDGET, TURN, (3, 4)) == place
     assert folder.take() == ()
+    assert all(path.stat().st_atime > 1 for path in tmp_path.iterdir())
     (later,) = Folder(tmp_path, "me", 2).read()
     assert later == Kept(place, tuple(range(40)), "salt", BUDGET, TURN)
 
@@ -138,7 +164,20 @@ def test_file_that_is_cut_is_not_whole(num_bytes: int, tmp_path: Path) -> None:
     """Its name says what it was."""
     folder, place = kept(tmp_path)
     os.truncate(next(tmp_path.glob("*.1-of-2.*")), num_bytes)
-    assert not folder.is_whole(place)
+    assert not is_whole(folder, place)
+    assert folder.open(place) is None
+
+
+def test_each_worker_is_told_its_own_file(tmp_path: Path) -> None:
+    """In the order of ranks."""
+    folder, place = kept(tmp_path)
+    assert is_whole(folder, place)
+    names = folder.open(place)
+    assert names is not None
+    found = [Path(os.readlink(name)) for name in names]
+    assert found == [files.of_worker(place, rank, 2)[0] for rank in range(2)]
+    folder.keep_open({})
+    assert folder.checked.num_open == 0
 
 
 def answers(talking: Talking) -> list[tuple[int, str, bool]]:
@@ -210,3 +249,142 @@ def test_engines_share_a_folder_while_they_run(tmp_path: Path) -> None:
         if number == 2:
             entries_of(two).clear()
         assert found(two, [*text, 1]) == (35 if number < 2 else 0)
+
+
+@contextmanager
+def slow_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Checks of files do not end before this context does."""
+    may_end, checksum = threading.Event(), files.checksum
+
+    def wait(file: Any) -> str:
+        assert threading.current_thread() is threading.main_thread() or may_end.wait(60)
+        return checksum(file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(waits, "IDLE", 0.005)
+        patched.setattr(files, "checksum", wait)
+        try:
+            yield
+        finally:
+            may_end.set()
+
+
+def test_others_go_on_while_a_file_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running requests, and those behind it in the queue; then it continues from the file."""
+    first = talk(tmp_path)
+    text = keep(first)
+    later = talk(tmp_path, after=first)
+    running = later.say(range(500, 520), 30, TENANTS[1])
+    later.step()
+    with slow_checks(monkeypatch):
+        waiting = later.say([*text, 1], 2, TENANTS[0])
+        behind = later.say(range(700, 710), 4, TENANTS[1])
+        for step in range(8):
+            scheduled = later.step().num_scheduled_tokens
+            assert running in scheduled and waiting not in scheduled
+            assert (behind in scheduled) == (step < 4)
+        assert later.scheduler.requests[waiting] in later.scheduler.waiting
+    wait_for_checks(later)
+    plan = later.step().residency_plan
+    assert isinstance(plan.continued[waiting].place, tuple)
+    assert plan.requests[waiting].logical_start == 35
+    finish(later)
+    assert later.checked.num_open == 0
+
+
+def wait_for_checks(talking: WithFiles) -> None:
+    """Wait until all are done."""
+    while any(not check.done() for _, check in talking.checked._checks.values()):
+        talking.checked.wait(10)
+
+
+def test_step_without_others_waits_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that an abort is not late; the check may end after it, and serves the next request."""
+    first = talk(tmp_path)
+    text = keep(first)
+    later = talk(tmp_path, after=first)
+    with slow_checks(monkeypatch):
+        waiting = later.say([*text, 1], 2, TENANTS[0])
+        begun = time.monotonic()
+        for _ in range(3):
+            assert later.step().total_num_scheduled_tokens == 0
+        assert time.monotonic() - begun < 10
+        later.abort([waiting])
+        assert not later.scheduler.has_unfinished_requests()
+        assert not later.scheduler.deferred_waiting
+    assert found(later, [*text, 1]) == 35
+
+
+def test_reset_lets_a_request_go_that_waits_for_a_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is computed anew."""
+    first = talk(tmp_path)
+    text = keep(first)
+    later = talk(tmp_path, after=first)
+    with slow_checks(monkeypatch):
+        waiting = later.say([*text, 1], 2, TENANTS[0])
+        assert later.step().total_num_scheduled_tokens == 0
+        assert later.scheduler.reset_prefix_cache()
+        assert later.step().residency_plan.requests[waiting].logical_start == 0
+        later.drain()
+
+
+def test_file_that_is_gone_or_cut_after_its_check_has_begun_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request that waits for it is computed anew."""
+    for lose in (Path.unlink, lambda path: os.truncate(path, 9)):
+        first = talk(tmp_path)
+        text = keep(first)
+        later = talk(tmp_path, after=first)
+        with slow_checks(monkeypatch):
+            waiting = later.say([*text, 1], 2, TENANTS[0])
+            assert later.step().total_num_scheduled_tokens == 0
+            lose(next(tmp_path.iterdir()))
+        plan = later.step().residency_plan
+        assert plan.requests[waiting].logical_start == 0 and not plan.continued
+        later.drain()
+
+
+def test_file_that_is_removed_once_its_step_is_scheduled_is_read(tmp_path: Path) -> None:
+    """The pool reads it as a worker does; then it is closed, and the next request finds nothing."""
+    first = talk(tmp_path)
+    text = keep(first)
+    later = talk(tmp_path, after=first)
+    later.pool.start = lambda: [path.unlink() for path in tmp_path.iterdir()]
+    assert found(later, [*text, 1]) == 35
+    assert list(tmp_path.iterdir()) == [] and later.checked.num_open == 0
+    assert found(later, [*text[:35], 2, 3]) == 0
+
+
+def test_prompts_whose_files_are_gone_are_forgotten(tmp_path: Path) -> None:
+    """And are found again when another engine writes the same."""
+    one, two = talk(tmp_path), talk(tmp_path)
+    two.pool.host, two.pool.chosen_on_host = one.pool.host, one.pool.chosen_on_host
+    text = keep(one)
+    for talking in (one, two):
+        talking.asks_to_save = False
+    assert found(two, [*text, 1]) == 35
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.unlink()
+    for talking in (one, two):
+        talking.say(range(900, 910), 1, TENANTS[0])
+        talking.drain()
+        folder = talking.scheduler.folder
+        assert folder is not None
+        assert not entries_of(talking)._kept_at and not entries_of(talking)._kept
+        assert not (folder._seen or folder._found or folder._named or folder.checked._checks)
+    path.write_bytes(content)
+    later = talk(tmp_path, after=one)
+    later.asks_to_save = False
+    for talking in (one, two, later):
+        talking.say(range(910, 920), 1, TENANTS[0])
+        talking.drain()
+        assert [*entries_of(talking)._kept_at] == [str(path).split(".0-of-1.")[0]]
+    assert found(later, [*text, 1]) == 35

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import draw_until_seen, drawn
-from tests.scheduler.conversations import ON, Talking, WithFiles, WithHost, conversations
+from tests.scheduler.conversations import ON, Talking, WithHost, WithLateChecks, conversations
 from tests.scheduler.harness import vllm_config
 from tests.scheduler.schedules import (
     H2O2,
@@ -58,7 +58,7 @@ def play(
         budget, num_pages = 32, max(num_pages, 20)
     max_batched = step_tokens(max_batched, options)
     with TemporaryDirectory() as folder:
-        on = ("continuation", folder) if kind is WithFiles else ON
+        on = ("continuation", folder) if kind is WithLateChecks else ON
         config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], (on, *options))
         talking = schedule.play(kind, config, schedule.num_blocks(num_pages), overlap[0])
     totals.update(talking.count)
@@ -78,6 +78,7 @@ def test_no_cache_is_another_s(
 ) -> None:
     """Admit, preempt, resume, abort, reset, continue, in any order: each really happened."""
     monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
+    monkeypatch.setattr("vllm_h2o.scheduler.waits.IDLE", 0)
     random_conversations = given(
         schedule=schedules(ops=conversations),
         budget=st.sampled_from([12, 12, 20]),
@@ -85,11 +86,11 @@ def test_no_cache_is_another_s(
         max_batched=st.sampled_from([8, 20, 64]),
         num_pages=st.sampled_from([16, 18, 20, 60]),
         overlap=overlaps,
-        kind=st.sampled_from([Talking, WithHost, WithFiles]),
+        kind=st.sampled_from([Talking, WithHost, WithLateChecks]),
     )(play)
     events = (
         "add chunk decode preempt resume abort finish pack evict reset continue save fetch drop "
-        "write read lose proceed"
+        "write read lose wait proceed"
     )
     seen = (*events.split(), *own_events.split())
     examples = drawn(num_examples)(random_conversations)

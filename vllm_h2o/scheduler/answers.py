@@ -39,7 +39,7 @@ class AnswersLate(BoundsSessions):
     ) -> dict[int, EngineCoreOutputs]:
         """Process the sampled tokens; give answers whose files this step has written."""
         if self.folder is not None:
-            self.folder.end(scheduler_output.residency_plan.saved)
+            self.folder.end(scheduler_output.residency_plan)
             for request_id in self._late.keys() - self.folder.unwritten.keys():
                 self._own_answers.append(self._late.pop(request_id))
         outputs = super().update_from_output(scheduler_output, model_runner_output)

@@ -19,7 +19,7 @@ counted (misses.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge
 
@@ -68,7 +68,8 @@ class Entry:
         blocks: its blocks, in order; none where it is elsewhere.
         name: of its tokens.
         weights: that computed it.
-        place: of its copy, in host memory or in files (wire.Saved); None: it is in blocks.
+        place: of its copy, in host memory or in files (wire.Saved), or names of the files that are
+            open for a step (wire.Continuation); None: it is in blocks.
 
     """
 
@@ -76,7 +77,7 @@ class Entry:
     blocks: tuple[KVCacheBlock, ...]
     name: Name
     weights: Identity
-    place: int | str | None = None
+    place: int | str | tuple[str, ...] | None = None
 
     @property
     def source(self) -> tuple[int, ...]:
@@ -91,6 +92,7 @@ class Entry:
             prompt_len: of the request that continues.
 
         """
+        assert not isinstance(self.place, str), "files are opened before they are read"
         ids, turn = tuple(block.block_id for block in blocks), self.turn
         goes_on = turn.is_followed_by(prompt_len)
         restored_end = 0 if goes_on else turn.restored_end
@@ -129,6 +131,7 @@ class Conversations:
         self.weights = Weights(self._drop_replaced)
         self._folder = folder
         self._kept: Prefixes[Entry] = Prefixes(self._names)
+        self._kept_at: dict[str, Entry] = {}
         self._keep_all(folder.read() if folder else ())
 
     def _drop_replaced(self) -> None:
@@ -195,7 +198,8 @@ class Conversations:
 
     def _keep(self, name: Name, turn: Left, place: str) -> None:
         """Let requests continue from what is in files, or is about to be."""
-        self._kept.put(name, Entry(turn, (), name, FIRST, place))
+        self._kept_at[place] = entry = Entry(turn, (), name, FIRST, place)
+        self._kept.put(name, entry)
 
     def _keep_all(self, prompts: Iterable[Kept]) -> None:
         """Let requests continue from what others have written."""
@@ -207,11 +211,14 @@ class Conversations:
     def _forget_kept(self) -> None:
         """Know of no files until the engine starts again: other weights may have replaced those."""
         self._kept = Prefixes(self._names)
+        self._kept_at.clear()
         if self._folder:
             self._folder.forget()
 
     def find(self, request: Request, budget: Budget, num_cached: int = 0) -> Entry | None:
         """Find the longest entry that is shorter than a request's tokens and begins them.
+
+        Its files, if it is in such, are open until the step that is being scheduled has ended.
 
         Args:
             request: a request that has begun, and holds nothing.
@@ -220,21 +227,45 @@ class Conversations:
 
         """
         weights = self.weights.begun_with(request)
+        for entry in self._longest_first(request, budget, weights, num_cached):
+            if self._folder is None or not isinstance(entry.place, str):
+                return entry
+            if files := self._folder.open(entry.place):
+                return replace(entry, place=files)
+        return None
+
+    def is_checking(self, request: Request, budget: Budget) -> bool:
+        """Whether files from which a request would continue are being checked.
+
+        Args:
+            request: a request that holds nothing.
+            budget: its own, or the engine's.
+
+        """
+        if self._folder is None or request.lora_request:
+            return False
+        for entry in self._longest_first(request, budget, self.weights.of(request), 0):
+            if not isinstance(entry.place, str):
+                return False
+            if (is_whole := self._folder.is_whole(entry.place)) is not False:
+                return is_whole is None
+        return False
+
+    def _longest_first(
+        self, request: Request, budget: Budget, weights: Identity | None, num_cached: int
+    ) -> Iterator[Entry]:
+        """Entries from which a request may continue, if their files are there."""
         if weights is None or not _may_continue(request):
-            return None
-        self._keep_all(self._folder.read_new() if self._folder else ())
+            return
+        if self._folder:
+            for entry in filter(None, (self._kept_at.pop(p, None) for p in self._folder.look())):
+                self._kept.drop(entry.name, entry)
+            self._keep_all(self._folder.read_new())
         own = (request, (budget, weights), request.num_tokens - 1)
         known = (entries.longest_first(*own) for entries in (self._entries, self._kept) if entries)
         for entry in merge(*known, key=lambda entry: -entry.turn.logical_len):
-            if _saves_enough(entry.turn, request, num_cached) and self._is_there(entry):
-                return entry
-        return None
-
-    def _is_there(self, entry: Entry) -> bool:
-        """Whether an entry can be copied: not where a file of it is gone, or not written yet."""
-        if self._folder is None or not isinstance(entry.place, str):
-            return True
-        return self._folder.is_whole(entry.place)
+            if _saves_enough(entry.turn, request, num_cached):
+                yield entry
 
     def use(self, entry: Entry) -> None:
         """Make an entry the newest, from the second request on that continues from it.
@@ -245,7 +276,7 @@ class Conversations:
             entry: found for a request that is about to take its blocks.
 
         """
-        if isinstance(entry.place, str):
+        if isinstance(entry.place, tuple):
             return
         if entry.name not in self._used:
             self._used.add(entry.name)
@@ -293,10 +324,20 @@ class Conversations:
         self.host.forget_copies()
         self._forget_kept()
 
-    def take(self) -> tuple[tuple[Saved, ...], tuple[int, ...]]:
-        """Take what a step copies to host memory and to files, and what host memory drops."""
+    def take(
+        self, continued: Mapping[str, Continuation]
+    ) -> tuple[tuple[Saved, ...], tuple[int, ...]]:
+        """Take what a step copies to host memory and to files, and what host memory drops.
+
+        Args:
+            continued: copies with which requests of the step begin.
+
+        """
         saved, dropped = self.host.take()
-        return saved + (self._folder.take() if self._folder else ()), dropped
+        if self._folder is None:
+            return saved, dropped
+        self._folder.keep_open(continued)
+        return saved + self._folder.take(), dropped
 
     def _leave_in_pool(self, entry: Entry) -> None:
         """Free an entry's blocks, behind all that are free, until the pool needs them."""

@@ -3,7 +3,7 @@
 
 The scheduler names a prompt's files and says what is in them; each worker writes its own. A file
 is known by what it says: of another model, other options or another version it is not looked at
-again. It is used when the files of all workers are there and are as they were written.
+again. It is used when the files of all workers are there and are as they were written (checked.py).
 
 Engines may share a folder, one after the other or at once: what one has written, the others find.
 """
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
-from collections.abc import Container, Iterable, Iterator
-from contextlib import suppress
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import vllm
@@ -34,8 +34,9 @@ from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.traits import stages
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.checked import CheckedFiles, Names
 from vllm_h2o.scheduler.state import Left
-from vllm_h2o.wire import Saved
+from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
 
 logger = init_logger("vllm.kv_policy")
 
@@ -90,6 +91,7 @@ class Folder:
         num_workers: of the engine, each with a file of its own.
 
     Attributes:
+        checked: its files that were checked, and those that steps read.
         unwritten: places of the files that are not written yet, by the request that asked for them.
 
     """
@@ -98,10 +100,12 @@ class Folder:
         self._path = path
         self._made_by = made_by
         self._num_workers = num_workers
+        self.checked = CheckedFiles()
         self.unwritten: dict[str, str] = {}
         self._saved: dict[str, Saved] = {}
-        self._found: dict[str, list[Path]] = {}
+        self._found: dict[str, list[list[Path]]] = {}
         self._seen: set[Path] = set()
+        self._unread: deque[Path] = deque()
         self._named: set[str] = set()
         self._changed = self._seen_until = 0
         self._reads, self._is_read = True, False
@@ -109,6 +113,7 @@ class Folder:
     def read(self) -> Iterator[Kept]:
         """Read what is there when the engine starts; the log says how much, and what it is not."""
         num_kept = 0
+        self.look()
         for kept in self.read_new():
             num_kept += 1
             yield kept
@@ -117,22 +122,36 @@ class Folder:
             "%s: %d prompts are kept; %d files are of %s", self._path, num_kept, num_other, OTHERS
         )
 
-    def read_new(self) -> Iterator[Kept]:
-        """Read what others have written since the last time; nothing where the folder is as it was.
+    def look(self) -> Set[str]:
+        """See what is new in the folder, and what is gone, unless the folder is as it was.
 
         A file's system may tell times apart by some milliseconds only.
+
+        Returns:
+            Places of the prompts whose files are gone.
+
         """
         try:
             changed = self._path.stat().st_mtime_ns
         except OSError:
-            return
-        is_old = changed == self._changed and changed < self._seen_until
-        if is_old or not self._reads:
-            return
+            return frozenset()
+        if changed == self._changed and changed < self._seen_until:
+            return frozenset()
         self._changed, self._seen_until = changed, time.time_ns() - COARSE_NS
         own = files.of_worker(str(self._path / "*"), 0, self._num_workers)
-        for path in (path for path in own if path not in self._seen):
-            self._seen.add(path)
+        known = {*map(_place, self._seen), *self._named}
+        gone = known.difference(map(_place, own), self.unwritten.values())
+        self._named -= gone
+        for place in gone:
+            self.checked.forget(chain(*self._found.pop(place, ())))
+        self._unread += [path for path in own if path not in self._seen] if self._reads else []
+        self._seen = set(own)
+        return gone
+
+    def read_new(self) -> Iterator[Kept]:
+        """Read what others have written since the last :meth:`look`."""
+        while self._unread:
+            path = self._unread.popleft()
             if _place(path) in self._named:
                 continue
             if kept := _kept(path, self._made_by):
@@ -142,7 +161,9 @@ class Folder:
         self._is_read = True
 
     def save(self, request: Request, budget: Budget, turn: Left, source: tuple[int, ...]) -> str:
-        """Have a cache written before the next step, unless its files are there.
+        """Have a cache written before the next step, unless its files are known to be there.
+
+        Where they are not checked yet, each worker finds its own when it has written another.
 
         Args:
             request: that ends.
@@ -163,15 +184,23 @@ class Folder:
         }
         header = json.dumps(said)
         place = str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32])
-        if not self.is_whole(place):
+        if self.is_whole(place):
+            for paths in self._found[place]:
+                for path in paths:
+                    files.touch(path)
+        else:
             self._saved[place] = Saved(place, source, turn.num_used, header)
             self._named.add(place)
             self.unwritten[request.request_id] = place
         return place
 
-    def end(self, saved: Iterable[Saved]) -> None:
-        """A step has ended that wrote files: wait until each worker has, unless one cannot."""
-        places = {each.place for each in saved if isinstance(each.place, str)}
+    def end(self, plan: ResidencyPlan) -> None:
+        """End a step: close what it read, and wait until each worker has written its files.
+
+        All workers have read theirs: the tokens of such a step depend on each of them.
+        """
+        self.checked.close(each.place for each in plan.continued.values())
+        places = {each.place for each in plan.saved if isinstance(each.place, str)}
         until = time.monotonic() + PATIENCE
         while not all(map(self._is_written, places)) and time.monotonic() < until:
             time.sleep(0.001)
@@ -187,24 +216,54 @@ class Folder:
         ranks = range(self._num_workers)
         return all(files.of_worker(place, rank, self._num_workers) for rank in ranks)
 
-    def is_whole(self, place: str) -> bool:
-        """Whether every worker's file is there, as it was written."""
-        found = self._found.get(place, [])
-        if len(found) < self._num_workers or not all(map(files.is_as_written, found)):
+    def is_whole(self, place: str) -> bool | None:
+        """Whether every worker's file is there, as it was written; None: one is being checked."""
+        is_whole = self._is_each_whole(self._found.get(place, [[]]))
+        if is_whole is False:
             ranks = range(self._num_workers)
-            each = (files.of_worker(place, rank, self._num_workers) for rank in ranks)
-            whole = (next(filter(files.is_as_written, paths), None) for paths in each)
-            found = self._found[place] = list(filter(None, whole))
-        for path in found:
-            with suppress(OSError):  # when it was last asked for; to write it would be to read it
-                os.utime(path, (time.time(), path.stat().st_mtime))
-        return len(found) == self._num_workers
+            each = [files.of_worker(place, rank, self._num_workers) for rank in ranks]
+            is_whole = self._is_each_whole(each)
+            if is_whole is False:
+                self._found.pop(place, None)
+            else:
+                self._found[place] = each
+        return is_whole
+
+    def _is_each_whole(self, each: list[list[Path]]) -> bool | None:
+        """Whether one of each worker's files is whole; it has one, as a rule."""
+        is_whole: bool | None = True
+        for paths in each:
+            known = set(map(self.checked.is_whole, paths))
+            if True not in known:
+                is_whole = None if None in known and is_whole is not False else False
+        return is_whole
+
+    def open(self, place: str) -> Names | None:
+        """Open the files of all workers for the step that is being scheduled.
+
+        Args:
+            place: beginning of their names.
+
+        Returns:
+            Names by which the workers open them; None: not all of them are known to be whole.
+
+        """
+        if not self.is_whole(place):
+            return None
+        whole = [next(filter(self.checked.is_whole, each), None) for each in self._found[place]]
+        paths = [path for path in whole if path is not None]
+        return self.checked.open(paths) if len(paths) == self._num_workers else None
+
+    def keep_open(self, continued: Mapping[str, Continuation]) -> None:
+        """Hold open what a step reads until it has ended, and nothing else."""
+        self.checked.keep({each.place for each in continued.values()})
 
     def forget(self) -> None:
         """Have nothing written that is not written yet, and read no more of what others write."""
         if self._reads:
             logger.warning("%s: no file is read from now on, until the engine starts", self._path)
         self._reads = False
+        self._unread.clear()
         if self._saved:
             logger.warning("%d prompts are not kept: the cache was reset first", len(self._saved))
         self._forget(self._saved)

@@ -32,7 +32,6 @@ from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.pages import num_pages
 from vllm_h2o.plugin import activate_engine
 from vllm_h2o.policy import Budget
-from vllm_h2o.scheduler.answers import AnswersLate
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.chunks import CutsChunks
 from vllm_h2o.scheduler.conversations import Conversations
@@ -46,11 +45,12 @@ from vllm_h2o.scheduler.rules import Rules
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.start import Start
 from vllm_h2o.scheduler.stats import StatsReporter
+from vllm_h2o.scheduler.waits import WaitsForChecks
 
 logger = init_logger("vllm.kv_policy")
 
 
-class HeavyHitterScheduler(CutsChunks, AnswersLate):
+class HeavyHitterScheduler(CutsChunks, WaitsForChecks):
     """Puts a :class:`~vllm_h2o.wire.ResidencyPlan` on every SchedulerOutput."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +132,7 @@ class HeavyHitterScheduler(CutsChunks, AnswersLate):
         plan = self.ledger.take_step(output.num_scheduled_tokens)
         copies: dict[str, Any] = {"continued": self.block_manager.take_continued()}
         if self.conversations is not None:
-            copies["saved"], copies["dropped"] = self.conversations.take()
+            copies["saved"], copies["dropped"] = self.conversations.take(copies["continued"])
         # A liberty: an attribute added to vLLM's object, which reaches every worker.
         output.residency_plan = replace(plan, **copies)
         return output

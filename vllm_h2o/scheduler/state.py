@@ -342,10 +342,10 @@ class LedgerStats:
             self.pressure_packs += 1
             self.pressure_evicted_tokens += plan.num_evicted
 
-    def count_copied(self, place: int | str | None, num_tokens: int) -> None:
-        """Count tokens that a request continues from, by where their copy is (wire.Saved)."""
+    def count_copied(self, place: object, num_tokens: int) -> None:
+        """Count tokens that a request continues from, by where they are (wire.Continuation)."""
         self.continuation_host_hits += num_tokens if isinstance(place, int) else 0
-        self.continuation_folder_hits += num_tokens if isinstance(place, str) else 0
+        self.continuation_folder_hits += num_tokens if isinstance(place, tuple) else 0
 
     def count_begun(self, plan: RequestPlan, state: RequestState) -> None:
         """Count all tokens of a request that this step admits, and the tokens it continues from."""

@@ -60,29 +60,24 @@ def write(
     return path
 
 
-def read(place: str, rank: int, num_workers: int) -> list[Held]:
+def read(path: str) -> list[Held]:
     """Read a cache into host memory.
 
     Args:
-        place: the name's beginning.
-        rank: of this worker.
-        num_workers: of the engine.
+        path: of a file that the scheduler has checked, and holds open.
 
     Returns:
         Copies of all layers, in order.
 
     Raises:
-        IntegrityError: when the file is gone since the scheduler has seen it.
+        IntegrityError: when its file system cannot read it any more.
 
     """
-    found = files.of_worker(place, rank, num_workers)
-    path = next(filter(files.is_as_written, found), place)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise IntegrityError(
-            f"{path} was there when a request was given its cache, and cannot be read: "
-            f"{error}. Do not remove files of a folder while an engine continues from them"
+            f"{path} was checked when a request was given its cache, and cannot be read: {error}"
         ) from error
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():

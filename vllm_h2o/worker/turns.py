@@ -51,10 +51,10 @@ class Turns:
         sources = [sent(torch.tensor(copied.source), device) for copied in each]
         turns = list(plan.continued.values())
         rows = [sent(torch.tensor(turn.blocks), device) for turn in turns]
-        files = {turn.place for turn in turns if isinstance(turn.place, str)}
+        files = {turn.place for turn in turns if isinstance(turn.place, tuple)}
         where = (self.rank, self.num_workers)
-        copies: dict[int | str, list[Held]] = dict(self.host.items())
-        copies |= {place: read(place, *where) for place in files}
+        copies: dict[int | str | tuple[str, ...], list[Held]] = dict(self.host.items())
+        copies |= {each: read(each[self.rank]) for each in files}
         copies |= {saved.place: [] for saved in plan.saved}
         for layer, cache in enumerate(layers.caches()):
             held: list[Held] = []
