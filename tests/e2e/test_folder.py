@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.e2e.conversations import likely, own_text
 from tests.e2e.harness import engine, generate, smollm2, tiny_llama
 from tests.e2e.server import LONGER, MODEL, Completing, blocks, run
 from tests.house_rules import ROOT
+from vllm_h2o import files
 from vllm_h2o.options.request import RefusedRequestError
+from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 
 SMALL = {"block_size": 16, "num_gpu_blocks_override": 120, "max_num_batched_tokens": 128}
 DOCUMENT = own_text(1, 90)
@@ -39,6 +42,19 @@ def any_length(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Turns continue however many steps they take."""
     monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
     return monkeypatch
+
+
+def remove_once_scheduled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a step is to read is gone before its workers hear of it."""
+    schedule = HeavyHitterScheduler.schedule
+
+    def then_remove(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        for path in folder.iterdir() if output.residency_plan.continued else ():
+            path.unlink()
+        return output
+
+    monkeypatch.setattr(HeavyHitterScheduler, "schedule", then_remove)
 
 
 def starts(
@@ -129,6 +145,53 @@ def test_file_that_is_not_as_it_was_written_is_not_used(
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_file_that_is_removed_before_the_worker_reads_it_is_read(
+    model: str, tmp_path: Path, any_length: pytest.MonkeyPatch
+) -> None:
+    """Token for token and bit for bit; whoever asks next computes the document anew."""
+    with starts(model, tmp_path) as llm:
+        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+        first = ask(llm)
+    remove_once_scheduled(tmp_path, any_length)
+    with starts(model, tmp_path) as llm:
+        answer = ask(llm)
+        assert answer.num_cached_tokens == len(DOCUMENT)
+        assert likely(answer) == likely(first)
+        assert list(tmp_path.iterdir()) == []
+        assert ask(llm, [*DOCUMENT, 9]).num_cached_tokens == 0
+
+
+def test_requests_are_answered_while_a_file_is_checked(
+    model: str, tmp_path: Path, any_length: pytest.MonkeyPatch
+) -> None:
+    """The check ends with the last of their steps; then the question is answered from the file."""
+    with starts(model, tmp_path) as llm:
+        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+        first = ask(llm)
+    may_end, checksum, schedule = threading.Event(), files.checksum, HeavyHitterScheduler.schedule
+    running: list[set[str]] = []
+
+    def check_late(file: Any) -> str:
+        assert may_end.wait(60)
+        return checksum(file)
+
+    def record(self: HeavyHitterScheduler, *args: Any) -> Any:
+        output = schedule(self, *args)
+        running.append(set(output.num_scheduled_tokens))
+        if running[-1] == set() and len(running) > 1:
+            may_end.set()
+        return output
+
+    any_length.setattr(files, "checksum", check_late)
+    any_length.setattr(HeavyHitterScheduler, "schedule", record)
+    with starts(model, tmp_path) as llm:
+        answer, *_ = generate(llm, [QUESTION, own_text(6, 40), own_text(7, 40)], 12, logprobs=1)
+    assert answer.num_cached_tokens == len(DOCUMENT)
+    assert likely(answer) == likely(first)
+    assert [len(ids) for ids in running[:12]] == [2] * 12
+    assert [len(ids) for ids in running if ids][12:] == [1] * 12
+
+
 def test_folder_that_cannot_be_written_to_fails_no_request(
     model: str, tmp_path: Path, any_length: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,19 +224,22 @@ def test_new_weights_are_not_those_of_the_files(
 def test_two_ranks_keep_a_file_each(
     model: str, tmp_path: Path, any_length: pytest.MonkeyPatch
 ) -> None:
-    """Both have to be there."""
+    """Each reads its own, also if it is gone by then; to be found both have to be there."""
     ranks.install(any_length)
     any_length.setenv("TORCH_COMPILE_DISABLE", "1")
-    answers = []
-    for is_first in (True, False):
+    with starts(model, tmp_path, tensor_parallel_size=2) as llm:
+        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+        first = ask(llm)
+    kept = {path: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    assert [path.name.split(".")[1] for path in kept] == ["0-of-2", "1-of-2"]
+    with any_length.context() as removing:
+        remove_once_scheduled(tmp_path, removing)
         with starts(model, tmp_path, tensor_parallel_size=2) as llm:
-            if is_first:
-                generate(llm, [DOCUMENT], 1, extra_args=KEPT)
-            answers.append(ask(llm))
-            assert answers[-1].num_cached_tokens == len(DOCUMENT)
-    assert likely(answers[0]) == likely(answers[1])
-    assert sorted(path.name.split(".")[1] for path in tmp_path.iterdir()) == ["0-of-2", "1-of-2"]
-    next(tmp_path.glob("*.1-of-2.*")).unlink()
+            later = ask(llm)
+    assert later.num_cached_tokens == first.num_cached_tokens == len(DOCUMENT)
+    assert likely(later) == likely(first) and list(tmp_path.iterdir()) == []
+    path, content = next(iter(kept.items()))
+    path.write_bytes(content)
     with starts(model, tmp_path, tensor_parallel_size=2) as llm:
         assert ask(llm).num_cached_tokens == 0
 
