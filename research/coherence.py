@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality.writing import distinct_4_grams
 from benchmarks.record import append_rows, machine_name
 from benchmarks.smollm2 import MODEL, model_dir
 
@@ -28,12 +28,6 @@ OPENINGS = (
     "Dear Sir, I am writing to complain about",
     "The ship left harbour at dawn with twelve men aboard, and none of them knew that",
 )
-
-
-def distinct_4_grams(tokens: Sequence[int]) -> float:
-    """Different 4-grams over all 4-grams."""
-    grams = list(zip(*(tokens[i:] for i in range(4)), strict=False))
-    return len(set(grams)) / len(grams)
 
 
 def mean_nll(output: Any, start: int) -> float:

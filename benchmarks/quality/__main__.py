@@ -16,14 +16,15 @@ import torch
 from tokenizers import Tokenizer
 from vllm import LLM
 
-from benchmarks.quality.forced import force, forced_engine
-from benchmarks.quality.plans import FACTS, PLANS, POLICIES, QUICK, VARIANTS, Plan, slots
+from benchmarks.quality.forced import endless, force, forced_engine
+from benchmarks.quality.plans import FACTS, LONG, PLANS, POLICIES, QUICK, VARIANTS, Plan, slots
 from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
+from benchmarks.quality.writing import Writing, first_4_grams
 from benchmarks.smollm2 import MODEL, model_dir
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
-"""[W, S] nats, and [W, S] whether each token was the first choice."""
+"""[W, S] nats, and [W, S] whether each token was the first choice; see a task's ``figures``."""
 
 
 @dataclass
@@ -57,6 +58,8 @@ class Bench:
     def judged(self, llm: LLM, name: str, budgets: Sequence[int | None]) -> list[Tensors]:
         """Judge the tails of a task with each budget; None: the engine's."""
         task = self.tasks[name]
+        if isinstance(task, Writing):
+            return self.written(llm, task, budgets)
         texts = list(zip(task.context.tolist(), task.tail.tolist(), strict=True))
         each = [budget for budget in budgets for _ in texts]
         judged = force(llm, texts * len(budgets), each, self.progress)
@@ -65,6 +68,25 @@ class Bench:
             (torch.tensor([j.nll for j in part]), torch.tensor([j.first for j in part]))
             for part in parts
         ]
+
+    def written(self, llm: LLM, task: Writing, budgets: Sequence[int | None]) -> list[Tensors]:
+        """Have all texts written with each budget, in one batch."""
+        prompts = task.context.tolist()
+        params = [
+            endless(
+                task.tail.shape[1],
+                budget,
+                temperature=task.temperature,
+                seed=number if task.temperature else None,
+            )
+            for budget in budgets
+            for number in range(len(prompts))
+        ]
+        texts = [{"prompt_token_ids": prompt} for prompt in prompts * len(budgets)]
+        outputs = llm.generate(texts, params, use_tqdm=self.progress)
+        new = torch.tensor([first_4_grams(output.outputs[0].token_ids) for output in outputs])
+        parts = new.chunk(len(budgets))
+        return [(torch.zeros(part.shape, dtype=torch.float32), part) for part in parts]
 
     def engine(self, policy: str, options: dict[str, Any]) -> Any:
         """An engine that is long enough for every task."""
@@ -82,8 +104,9 @@ class Bench:
         with self.engine("full", {}) as llm:
             for name, task in self.tasks.items():
                 (full[name],) = self.judged(llm, name, [None])
-                own = task.figures(*full[name], 0)
-                yield row(by, task, "full", 1.0, task.length, own, own, model)
+                for view in task.views:
+                    own = view.figures(*full[name], 0)
+                    yield row(by, view, "full", 1.0, task.length, own, own, model)
         for label in policies:
             asked = {name: plan for name, plan in self.plans.items() if label in plan.policies}
             if not asked:
@@ -95,16 +118,18 @@ class Bench:
                     budgets = [slots(share, task.length) for share in plan.shares]
                     found = self.judged(llm, name, budgets)
                     for share, budget, tensors in zip(plan.shares, budgets, found, strict=True):
-                        ours, theirs = (task.figures(*x, budget) for x in (tensors, full[name]))
-                        yield row(by, task, label, share, budget, ours, theirs, model)
+                        for view in task.views:
+                            ours, theirs = (view.figures(*x, budget) for x in (tensors, full[name]))
+                            yield row(by, view, label, share, budget, ours, theirs, model)
 
 
 def plans(args: argparse.Namespace) -> dict[str, Plan]:
     """Return the plans of the command line; a variant that it defines runs in every plan."""
     if args.quick:
         return {"quick": QUICK}
-    every = {**PLANS, **FACTS}
-    names = [f"{name}-dev" if args.dev and f"{name}-dev" in FACTS else name for name in args.only]
+    dev = {**FACTS, **LONG}
+    every = {**PLANS, **dev}
+    names = [f"{name}-dev" if args.dev and f"{name}-dev" in dev else name for name in args.only]
     found = {name: every[name] for name in names}
     defined = tuple(name for name, _, _ in args.variant)
     return {
@@ -118,8 +143,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short texts, one budget")
     parser.add_argument("--csv", type=Path, help="append the figures to this file")
-    parser.add_argument("--only", nargs="+", default=list(PLANS), choices=[*PLANS, *FACTS])
-    parser.add_argument("--dev", action="store_true", help="of facts, the development set")
+    parser.add_argument("--only", nargs="+", default=list(PLANS), choices=[*PLANS, *FACTS, *LONG])
+    parser.add_argument("--dev", action="store_true", help="facts and traces of development")
     parser.add_argument("--shares", nargs="+", type=float, help="budgets, instead of the plans'")
     parser.add_argument("--policies", nargs="*", help=f"of {', '.join(VARIANTS)}, and variants")
     parser.add_argument(

@@ -9,7 +9,7 @@ one token possible, and ``logprobs_mode="raw_logprobs"`` reports what the model 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +122,24 @@ def forced_engine(
     )
 
 
+def endless(
+    length: int, budget: int | None, extra: Mapping[str, Any] | None = None, **own: Any
+) -> SamplingParams:
+    """Parameters of a request that goes on past any end, without text.
+
+    Args:
+        length: tokens of the output.
+        budget: slots; None: the engine's.
+        extra: other ``extra_args``.
+        own: other parameters of vLLM's.
+
+    """
+    args = {**(extra or {}), **({} if budget is None else {"kv_budget": budget})}
+    return SamplingParams(
+        max_tokens=length, ignore_eos=True, detokenize=False, extra_args=args, **own
+    )
+
+
 def force(
     llm: LLM,
     texts: Sequence[tuple[Sequence[int], Sequence[int]]],
@@ -138,14 +156,7 @@ def force(
 
     """
     params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=len(forced),
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=0,
-            extra_args={"forced": list(forced)} | ({} if budget is None else {"kv_budget": budget}),
-        )
+        endless(len(forced), budget, {"forced": list(forced)}, temperature=0, logprobs=0)
         for (_, forced), budget in zip(texts, budgets, strict=True)
     ]
     prompts = [{"prompt_token_ids": list(prompt)} for prompt, _ in texts]

@@ -12,6 +12,8 @@ from benchmarks.quality import tasks, texts
 from benchmarks.quality.facts import facts
 from benchmarks.quality.phrasings import CONFIRMATION, DEVELOPMENT, Source
 from benchmarks.quality.tasks import Task
+from benchmarks.quality.traces import CONFIRMATION_SEED, DEVELOPMENT_SEED, KINDS, traces
+from benchmarks.quality.writing import writing
 
 BLOCK_SIZE = 16
 Make = Callable[..., Task]
@@ -125,5 +127,22 @@ FACTS: Mapping[str, Plan] = {
 }  # fmt: skip
 """Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on, ``-anew``
 with other facts, places and hays' windows than those of the confirmation set."""
+LONG_OUTPUTS = partial(
+    writing, names=CONFIRMATION.texts, count=12, prompt=36, output=1500
+)  # 1,536 slots: whole pages
+LOOKED_UP = {
+    f"trace-{kind}{end}": partial(traces, kind=kind, seed=seed, count=16)
+    for kind in KINDS
+    for end, seed in (("", CONFIRMATION_SEED), ("-dev", DEVELOPMENT_SEED))
+}
+LONG: Mapping[str, Plan] = {
+    name: Plan(make, (0.125, 0.25), ("h2o2", "h2o", "streaming"))
+    for name, make in {
+        "write-greedy": partial(LONG_OUTPUTS, temperature=0),
+        "write-sampled": partial(LONG_OUTPUTS, temperature=0.7),
+        **LOOKED_UP,
+    }.items()
+}
+"""Long outputs: text that is written freely, and traces with look-ups, ``-dev`` to tune on."""
 QUICK = Plan(prose(256, 160, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o2", "local"))
 """A minute, orders only."""

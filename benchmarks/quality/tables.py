@@ -55,7 +55,7 @@ def row(
             (ours > theirs) if task.costs else (ours < theirs)
             for ours, theirs in zip(figures, full, strict=True)
         ),
-        "each": " ".join(f"{x:.3f}" if task.costs else f"{x:.0f}" for x in figures),
+        "each": " ".join(f"{x:.{task.decimals}f}" for x in figures),
     }
 
 

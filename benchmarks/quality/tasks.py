@@ -46,6 +46,16 @@ class Task:
         """Whether figures are nats: less is better. Otherwise they are answers found."""
         return bool((self.answers < 0).all())
 
+    @property
+    def decimals(self) -> int:
+        """Digits of a figure that a row keeps behind the point."""
+        return 3 if self.costs else 0
+
+    @property
+    def views(self) -> tuple[Task, ...]:
+        """Tasks of the same tokens, each with a row of its own."""
+        return (self,)
+
     def figures(self, nats: torch.Tensor, first: torch.Tensor, slots: int) -> list[float]:
         """One for each window, or for each answer.
 

@@ -8,13 +8,13 @@ import math
 import pytest
 from transformers import AutoTokenizer
 
+from benchmarks.quality.writing import distinct_4_grams
 from research.coherence import (
     BLOCK_SIZE,
     BUDGET,
     OPENINGS,
     SEED,
     TEMPERATURE,
-    distinct_4_grams,
     mean_nll,
 )
 from tests.e2e.harness import Probe, engine, generate, smollm2, token_ids
