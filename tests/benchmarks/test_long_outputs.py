@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.quality.__main__ import Bench
+from benchmarks.quality import __main__ as quality
 from benchmarks.quality.plans import LONG, VARIANTS, Plan
 from benchmarks.quality.traces import KINDS, traces
 from benchmarks.quality.writing import Writing, distinct_4_grams, first_4_grams
@@ -87,16 +88,25 @@ def test_long_plans_run_policies_that_exist() -> None:
 
 
 @pytest.mark.engine
-def test_long_outputs_of_a_tiny_model_are_rows(tmp_path: Path) -> None:
-    """A budget of the whole length writes the full cache's text; a small one forgets."""
+def test_long_outputs_of_a_tiny_model_are_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget of the whole length writes the full cache's texts; a small one writes others."""
+    said: list[list[int]] = []
+
+    def remember(tokens: Sequence[int]) -> list[bool]:
+        said.append(list(tokens))
+        return first_4_grams(tokens)
+
+    monkeypatch.setattr(quality, "first_4_grams", remember)
     folder = tiny_llama(tmp_path, 4, 2, max_len=1024)
     bytewise().save(str(tmp_path / "tokenizer.json"))
     plans = {
-        "greedy": Plan(lambda _: texts(3, 16, 112, 0.0), (0.25, 1.0), ("h2o",)),
-        "sampled": Plan(lambda _: texts(3, 16, 112, 0.7), (1.0,), ("h2o",)),
-        "trace": Plan(lambda t: traces(t, "edits", 1, 3, 1024, 40), (0.25,), ("h2o",)),
+        "greedy": Plan(lambda _: texts(2, 16, 112, 0.0), (0.25, 1.0), ("h2o",)),
+        "sampled": Plan(lambda _: texts(2, 16, 112, 0.7), (1.0,), ("h2o",)),
+        "trace": Plan(lambda t: traces(t, "edits", 1, 2, 1024, 40), (0.25,), ("h2o",)),
     }
-    bench = Bench(plans, "float32", progress=False, folder=Path(folder))
+    bench = quality.Bench(plans, "float32", progress=False, folder=Path(folder))
     rows = list(bench.rows(["h2o"]))
     names = [(row["task"], row["policy"], row["share"]) for row in rows]
     edits = ["edits", "edits, near", "edits, far"]
@@ -106,7 +116,7 @@ def test_long_outputs_of_a_tiny_model_are_rows(tmp_path: Path) -> None:
         *(("written", "h2o", share) for share in (0.25, 1.0, 1.0)),
         *((name, "h2o", 0.25) for name in edits),
     ]
-    greedy, sampled, (small, *whole) = rows[0], rows[1], rows[5:8]
-    assert [row["each"] for row in whole] == [greedy["each"], sampled["each"]]
-    assert small["slots"] == 32 and small["count"] == 3
-    assert greedy["each"] != sampled["each"]
+    assert [(row["slots"], row["count"]) for row in rows[5:8]] == [(32, 2), (128, 2), (128, 2)]
+    greedy, sampled, small, whole, again = (said[i : i + 2] for i in range(0, 10, 2))
+    assert (whole, again) == (greedy, sampled)
+    assert small != greedy and sampled != greedy
