@@ -127,21 +127,20 @@ FACTS: Mapping[str, Plan] = {
 }  # fmt: skip
 """Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on, ``-anew``
 with other facts, places and hays' windows than those of the confirmation set."""
-LONG_OUTPUTS = partial(
-    writing, names=CONFIRMATION.texts, count=12, prompt=36, output=1500
-)  # 1,536 slots: whole pages
-LOOKED_UP = {
-    f"trace-{kind}{end}": partial(traces, kind=kind, seed=seed, count=16)
-    for kind in KINDS
-    for end, seed in (("", CONFIRMATION_SEED), ("-dev", DEVELOPMENT_SEED))
+# 1,536 slots in the end: whole pages at both shares.
+WRITTEN = partial(writing, names=CONFIRMATION.texts, count=12, prompt=36, output=1500)
+LONG_OUTPUTS: Mapping[str, Make] = {
+    "write-greedy": partial(WRITTEN, temperature=0),
+    "write-sampled": partial(WRITTEN, temperature=0.7),
+    **{
+        f"trace-{kind}{end}": partial(traces, kind=kind, seed=seed, count=16)
+        for kind in KINDS
+        for end, seed in (("", CONFIRMATION_SEED), ("-dev", DEVELOPMENT_SEED))
+    },
 }
 LONG: Mapping[str, Plan] = {
     name: Plan(make, (0.125, 0.25), ("h2o2", "h2o", "streaming"))
-    for name, make in {
-        "write-greedy": partial(LONG_OUTPUTS, temperature=0),
-        "write-sampled": partial(LONG_OUTPUTS, temperature=0.7),
-        **LOOKED_UP,
-    }.items()
+    for name, make in LONG_OUTPUTS.items()
 }
 """Long outputs: text that is written freely, and traces with look-ups, ``-dev`` to tune on."""
 QUICK = Plan(prose(256, 160, 1, texts.TEXTS[:2]), (0.125,), ("h2o", "h2o2", "local"))
