@@ -211,7 +211,6 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "facts asked now": partial(figures.facts, "asked_now"),
         "facts asked later": partial(figures.facts, "asked_later"),
         "presses": figures.presses,
-        "long outputs": figures.written,
         "look-ups": figures.lookups,
         "fp8": figures.float8,
         "dialogues": figures.dialogues,

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
-from benchmarks.quality.paired import each, paired
-
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 Row = dict[str, str]
 
@@ -124,33 +122,6 @@ def _recall(file: str, asked: Row, policy: str) -> list[str]:
 
 LONG = "quality_long.csv"
 LONG_POLICIES = ("h2o2", "h2o", "streaming")
-
-
-def _against_full(row: Row, full: Row) -> str:
-    """Return a mean, its difference from the full cache's and the error of that difference."""
-    difference, error = paired(each(row), each(full))
-    signed = ("-" if difference < 0 else "+") + figure(abs(difference), 2)
-    return f"{figure(row['mean'], 2)} ({signed} ± {figure(error, 2)})"
-
-
-def written() -> str:
-    """Return how many 4-grams of long outputs are different, by policy and budget."""
-    table = []
-    for policy in LONG_POLICIES:
-        for share, shown in (("0.125", "1/8: 192 tokens"), ("0.25", "1/4: 384 tokens")):
-            cells = [f"`{policy}`", shown]
-            for task in ("written greedily", "written at 0.7"):
-                rows = find(LONG, task=task, policy=policy, share=share)
-                full = find(LONG, task=task, policy="full")
-                cells.append(_against_full(rows[-1], full[-1]) if rows else "")
-            if any(cells[2:]):
-                table.append(cells)
-    means = [
-        figure(found[-1]["mean"], 2) if (found := find(LONG, task=task, policy="full")) else ""
-        for task in ("written greedily", "written at 0.7")
-    ]
-    head = ("policy", "budget", "greedy", "sampled at 0.7")
-    return markdown(head, [["full cache", "1,536 tokens", *means], *table])
 
 
 def lookups() -> str:
