@@ -217,6 +217,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     },
     "docs/performance.md": {
         "profiles": figures.profiles,
+        "predicted": figures.predicted,
         "prompts": figures.prompts,
         "pressure": figures.pressure,
         "chats": figures.chats,

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+from benchmarks.throughput.profiles import GPU
+
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 Row = dict[str, str]
 
@@ -240,6 +242,18 @@ def _speed(row: Row) -> float:
     if row["profile"] == "P5":
         return int(row["num_prompts"]) / float(row["seconds"])
     return float(row["output_tokens_per_s"])
+
+
+def predicted() -> str:
+    """Return the speed-ups that are predicted of GPUs; no device has measured any yet."""
+    devices, file = ("H200", "H100", "A100-80GB", "L4"), "gpu-predicted-profiles.csv"
+    table = []
+    for profile in GPU:
+        asked = {"profile": profile.id, "figure": "ratio"}
+        found = [find(file, **asked, device=device) for device in devices]
+        ratios = [figure(rows[-1]["predicted"], 2) if rows else "" for rows in found]
+        table.append([profile.what, *ratios, ""])
+    return markdown(("workload", *devices, "measured"), table)
 
 
 def prompts() -> str:

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.gpu import mlp
 from benchmarks.record import append_rows
+from vllm_h2o.kernels.rope import Rope
 from vllm_h2o.kernels.triton import decode, merge, neurons, pack, prefill, score, share
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
@@ -58,7 +59,7 @@ CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
 FLOAT = {
     "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
     "lse_ptr", "lowest_ptr", "kept_score", "old_scores", "mass_pages", "nearest_ptr", "sink_ptr",
-    "without_pages", "kept_without", "cuts_ptr",
+    "without_pages", "kept_without", "cuts_ptr", "turns_ptr",
 }  # fmt: skip
 INT = {
     "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",
@@ -103,6 +104,12 @@ class Shape(NamedTuple):
     def paged(self) -> bool:
         """Which of two sets of options it is compiled with."""
         return self.head == 64
+
+    @property
+    def rope(self) -> Rope:
+        """Rotates its queries: all of a head in halves, or half of it in pairs."""
+        size = self.head // (1 + self.paged)
+        return Rope(torch.empty(1, size, dtype=torch.float32), is_neox=not self.paged)
 
     @property
     def merges(self) -> bool:
@@ -186,6 +193,8 @@ def launches(shape: Shape, capability: int) -> Iterator[Launch]:
     for term in H2O2.ranking.passes:
         yield attend(shape, capability, term)
         yield column_scores(shape, capability, term, by_age=True)
+        if term.queries == "rotated":
+            yield attend(shape, capability, term, shape.rope)
     (window,) = SNAPKV.ranking.passes
     yield column_scores(shape, capability, window, apart=True)
     apart = {"APART": shape.group > 1}
@@ -233,11 +242,12 @@ def decode_launches(shape: Shape, merges: bool) -> Iterator[Launch]:
     }  # fmt: skip
 
 
-def attend(shape: Shape, capability: int, term: Term | None) -> Launch:
-    """Attention of a prompt, or the log-sum-exp that a term's queries have."""
+def attend(shape: Shape, capability: int, term: Term | None, rope: Rope | None = None) -> Launch:
+    """Attention of a prompt, or the log-sum-exp that a term's queries have, rotated or not."""
     by_query, _ = prompt_tiles(shape.sizes["D_PAD"], shape.dtype.itemsize, capability)
     return prefill.attend, "*i32", {
         **_products(shape), **by_query, **prefill.asked(term), "ATTENDS": term is None,
+        **prefill.rotation(rope),
         "HAS_SINKS": shape.has_sinks,
     }  # fmt: skip
 
@@ -250,7 +260,7 @@ def column_scores(
     return prefill.column_scores, "*i32", {
         **_products(shape), **by_key, **prefill.asked(term), "MAX": term.reduce == "max",
         "POWER": term.power, "REACH": term.reach, "SKIP": term.skip, "WEIGHT": term.weight,
-        "BY_AGE": by_age, "APART": apart,
+        "BY_AGE": by_age, "APART": apart, "KEEPS": bool(term.lifetime),
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class Device:
         bytes_per_s: of its memory.
         flops: of its matrix units, 16-bit, dense.
         shared: bytes of shared memory of a multiprocessor.
+        cache: bytes of the cache that all multiprocessors share.
 
     """
 
@@ -38,6 +39,7 @@ class Device:
     bytes_per_s: float
     flops: float
     shared: int
+    cache: int
 
     def programs(self, kernel: Kernel) -> int:
         """Programs of a kernel that run at once."""
@@ -89,10 +91,10 @@ class Kernel:
 DEVICES = {
     device.name: device
     for device in (
-        Device("H200", 90, 132, 4.8e12, 989e12, 228 << 10),
-        Device("H100", 90, 132, 3.35e12, 989e12, 228 << 10),
-        Device("A100-80GB", 80, 108, 2.04e12, 312e12, 164 << 10),
-        Device("L4", 89, 58, 0.30e12, 121e12, 100 << 10),
+        Device("H200", 90, 132, 4.8e12, 989e12, 228 << 10, 50 << 20),
+        Device("H100", 90, 132, 3.35e12, 989e12, 228 << 10, 50 << 20),
+        Device("A100-80GB", 80, 108, 2.04e12, 312e12, 164 << 10, 40 << 20),
+        Device("L4", 89, 58, 0.30e12, 121e12, 100 << 10, 48 << 20),
     )
 }
 """By name. None before Ampere: what the compiler makes of the kernels there is another thing."""

@@ -34,6 +34,8 @@ from vllm_h2o.kernels.triton.sizes import (
     splits_of,
 )
 
+HELD = 0.5
+"""Share of a device's cache that holds what is told to stay: of two halves each may have a copy."""
 SCORE_TILE = 1.1e-6
 """Seconds in which a program scores 512 slots: loads of logits, scores and positions, one after the
 other."""
@@ -98,12 +100,14 @@ class Decode:
         attend: over all slots, after the new token is stored.
         score: splits merged, scores, victims.
         least: K, V, score and position at the rate of a copy.
+        scoring_bytes: that scores move in memory, of a slot of a KV head, next to K and V.
 
     """
 
     attend: float
     score: float
     least: float
+    scoring_bytes: float
 
     @property
     def total(self) -> float:
@@ -135,6 +139,8 @@ def decode(
     spare = num_spare(at_once, heads, each, max(lengths)) if divides else 0
     splits = splits_of(lengths, each, spare)
     logits = 4 * slots * shape.group if scores else 0
+    if logits <= HELD * device.cache:  # told to stay there, and written over by the next layer
+        logits = 0
     words = 12 * slots if scores else 0  # scores twice, positions once
     # Half of the device looks for the splits of long requests; what has them adds three loads.
     look = 3 * LOAD if spare else 0.0
@@ -161,7 +167,7 @@ def decode(
         heads * _as_longest(merges, parts), logits + words, max(merges), look / 2,
     )  # fmt: skip
     least = (cached + 8 * slots) / (COPY * device.bytes_per_s)
-    return Decode(attend, score, least)
+    return Decode(attend, score, least, (2 * logits + words) / slots)
 
 
 def _as_longest(seconds: Sequence[float], programs: Sequence[int]) -> float:
@@ -226,6 +232,7 @@ def rows(device: Device) -> Iterator[dict[str, Any]]:
                 yield {**where, "figure": "decode_of_copy", "predicted": found.share}
                 added = found.total / plain.total - 1
                 yield {**where, "figure": "decode_scoring_adds", "predicted": added}
+                yield {**where, "figure": "decode_scoring_bytes", "predicted": found.scoring_bytes}
                 yield {
                     **where,
                     "figure": "step_ms",

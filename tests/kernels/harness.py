@@ -24,6 +24,7 @@ from tests.kernels.metadata import common_metadata
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import DTYPES
 from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.rope import Rope
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.paths import WORKER
@@ -40,9 +41,11 @@ NUM_PADDING = 3
 """Rows of tokens after those of the batch, as a captured graph has them."""
 
 
-def rotate(query: torch.Tensor, num_tokens: int, end: int) -> torch.Tensor:
-    """Stand in for a layer's rotary embedding: other queries, exact in any dtype."""
-    return query.roll(1 + num_tokens % 7, dims=-1)
+def rope_of(head_size: int) -> Rope:
+    """Stand in for a layer's rotary embedding: quarter turns, exact in any dtype."""
+    quarters = torch.arange(1, 1001)[:, None] * torch.arange(1, head_size // 4 + 1) % 4
+    cos, sin = torch.tensor([1.0, 0.0, -1.0, 0.0]), torch.tensor([0.0, 1.0, 0.0, -1.0])
+    return Rope(torch.cat([cos[quarters], sin[quarters]], dim=1), is_neox=head_size % 32 == 0)
 
 
 def named(float8: torch.dtype | None) -> Any:
@@ -79,7 +82,7 @@ def builder(
     names = LAYER_NAMES[: shape.num_layers]
     context = config.compilation_config.static_forward_context
     for name in names:
-        context.setdefault(name, SimpleNamespace(impl=SimpleNamespace(rotate=rotate)))
+        context.setdefault(name, SimpleNamespace(impl=SimpleNamespace(rope=rope_of(64))))
     return HeavyHitterMetadataBuilder(spec, names, config, torch.device("cpu"))
 
 
@@ -241,7 +244,7 @@ class Layer:
         sinks = torch.linspace(-1.0, 4.0, sizes[0]) if shape.has_sinks else None
         with set_current_vllm_config(self.config):
             impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8), sinks=sinks)
-        impl.splits_layers, impl.rotate = shape.num_layers > 1, rotate
+        impl.splits_layers, impl.rope = shape.num_layers > 1, rope_of(shape.head_size)
         impl.take_scales(self)
         scales = dict(zip(("_k_scale_float", "_v_scale_float"), shape.scales, strict=True))
         own = self.kv_cache[:, shape.heads(layer)]

@@ -30,11 +30,12 @@ from tests.kernels.decodes import (
     decode_batch,
     slow_on_triton,
 )
-from tests.kernels.harness import Shape
+from tests.kernels.harness import Shape, rope_of
 from tests.kernels.native.cases import threads
 from vllm_h2o.kernels.batch import PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.interface import Kernels
+from vllm_h2o.kernels.rope import Rope
 from vllm_h2o.kernels.torch.kernels import TorchKernels
 from vllm_h2o.policy import Term
 from vllm_h2o.policy.h2o2 import COMBINED, WINDOW
@@ -166,6 +167,7 @@ def asked_chunks(shape: Shape, term: Term) -> tuple[list[PromptChunk], int]:
             # After tokens that are gone, a chunk's positions are ahead of its slots.
             logical_start=chunk.logical_start + 5 * i,
             first_window_query=max(chunk.num_tokens - 32, 0) if i else chunk.num_tokens,
+            shift=chunk.num_tokens,
         )
         for i, chunk in enumerate(chunks)
     ]
@@ -180,19 +182,36 @@ def test_term_scores_equal_torch(make: Callable[[Shape], Kernels], name: str, sh
         pytest.skip("Triton's interpreter multiplies no matrices of bfloat16")
     term, by_age = TERMS[name]
     chunks, owned = asked_chunks(shape, term)
-    theirs = filled(shape, owned + 1, seed=8)
+    theirs = filled(shape, owned + 1, seed=8, keeps_scores=name == "window")
     number(theirs, chunks)
     ours = copied(theirs, shape)
     torch.manual_seed(9)
     query = torch.randn(140, 2 * shape.group, shape.head_size).to(shape.dtype)
+    rope = rope_of(shape.head_size) if name.startswith("rotated") else None
     # Logits as large for each head size: their rounding is what the scores differ by.
     scale, before = 1.6 * shape.head_size**-0.5, theirs.score.clone()
-    tensors = StepTensors(query, query, query, query, scale)
+    tensors, given = StepTensors(query, query, query, query, scale, rope=rope), query.clone()
     for kernels, cache in ((TorchKernels(), theirs), (make(shape), ours)):
         kernels.score_term(cache, chunks, tensors, term, by_age)
+    assert torch.equal(query, given)
     # Products of halves are exact in float32, and nothing is rounded to halves again.
     assert not torch.equal(theirs.score, before)
     same(ours, theirs, owned)
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+def test_a_rope_that_rotates_nothing(make: Callable[[Shape], Kernels]) -> None:
+    """As of a model whose states alone know positions: as if queries were rotated already."""
+    term, by_age = TERMS["rotated, blocks"]
+    chunks, owned = asked_chunks(SHAPE, term)
+    one = filled(SHAPE, owned + 1, seed=8)
+    number(one, chunks)
+    other = copied(one, SHAPE)
+    query = torch.randn(140, 6, 64)
+    for cache, rope in ((one, None), (other, Rope(torch.zeros(1, 0), is_neox=True))):
+        tensors = StepTensors(query, query, query, query, 0.2, rope=rope)
+        make(SHAPE).score_term(cache, chunks, tensors, term, by_age)
+    assert torch.equal(one.score, other.score)
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)

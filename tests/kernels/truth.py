@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.kernels.harness import Layer, Life, rotate, views
+from tests.kernels.harness import Layer, Life, rope_of, views
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import as_read
 from vllm_h2o.kernels.merge import cosines, nearest
@@ -137,7 +137,8 @@ class Truth:
         window_start = plan.prompt_end - builder.chunks.num_window_queries
         for term in builder.ranking.passes:
             if term.queries != "window":
-                yield term, rotate(query, plan.num_new, plan.logical_end)
+                distance = torch.full(query.shape[:1], plan.num_new)
+                yield term, rope_of(self.layer.shape.head_size)(query, distance)
             elif window_start < plan.logical_end:
                 yield term, query[max(window_start - plan.logical_start, 0) :]
 

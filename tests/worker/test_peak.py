@@ -13,21 +13,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.platforms import current_platform
 
 from tests.kernels.harness import LAYER_NAME, Shape, vllm_config
 from tests.tiny_models import engine_config, folder
-from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.triton import moving
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.policy import Term
 from vllm_h2o.policy.h2o import H2O
 from vllm_h2o.policy.h2o2 import COMBINED
 from vllm_h2o.worker import peak
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.peak import Peak
-from vllm_h2o.worker.rotary import RopeShift
 from vllm_h2o.worker.step import PublishesSteps
 
 SHAPE = Shape(num_kv_heads=2, group=3)
@@ -63,7 +59,7 @@ def test_a_profile_run_meets_the_peak() -> None:
     Outside of it, as where vLLM warms up or captures, nothing is allocated.
     """
     impl = attention()
-    impl.peak = Peak(max_len=1000, max_tokens=8192, rotates=True)
+    impl.peak = Peak(max_len=1000, max_tokens=65536, rotates=True)
     query = torch.zeros(4, 6, SHAPE.head_size)
     output = torch.empty_like(query)
     args = (LAYER, query, query[:, :2], query[:, :2], torch.empty(0), None, output)
@@ -81,8 +77,8 @@ def test_a_profile_run_meets_the_peak() -> None:
 
     with Counts() as counts:
         assert Worker().determine_available_memory() == 7
-    queries = 6 * 8192 * SHAPE.head_size
-    passing = queries * 4 + 4 * peak.COPIES * queries + 2 * 4 * 6 * 8192
+    queries = 6 * 65536 * SHAPE.head_size
+    passing = queries * 4 + 2 * 4 * 6 * 65536
     assert [size for size in counts.sizes if size] == [4 * 2 * 1000, passing]
     assert {name: held.nbytes for name, held in found["kept"].items()} == {LAYER_NAME: 8000}
     assert peak._KEPT.get() is None
@@ -149,27 +145,44 @@ def test_the_largest_budget(tmp_path: Path, asked: int | float | None, slots: in
     assert (found.shared_len, found.rotates, found.reads_again) == (slots, True, False)
 
 
+LEFT = 10**9 - 4 * (792 + 8 * 2) * (3 * 66 + 5) - 4 * 8 * 250 - (16 << 20)
+"""Bytes that remain next to what programs and rows have."""
+
+
 @pytest.mark.parametrize(
     ("cuda", "options", "expected"),
     [
-        (True, {"score": "reconstruction"}, 10**6 * 16 * 520 // (16 * (520 + 4 * 3) + 4)),
-        (True, {}, 10**6 * 16 * 520 * 5 // (16 * (520 * 5 + 4 * 3) + 4 * 5)),
-        (False, {"score": "reconstruction"}, 10**6),
+        (True, {"score": "reconstruction"}, LEFT * 16 * 520 // (16 * (520 + 4 * 3) + 4)),
+        (True, {}, LEFT * 16 * 520 * 5 // (16 * (520 * 5 + 4 * 3) + 4 * 5)),
+        (False, {"score": "reconstruction"}, 10**9),
     ],
 )
-def test_logits_next_to_pages(
+def test_what_lies_next_to_pages(
     cuda: bool, options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three query heads a KV head, in one of five layers; a victim a page; on a GPU alone."""
-    heads = {"get_num_attention_heads": lambda _: 6, "get_num_kv_heads": lambda _: 2}
+    """Logits of three query heads a KV head, in one of five layers; a victim a page; what programs
+    of a step leave; own pages of 8 rows; on a GPU alone.
+    """
+    heads = {
+        "get_num_attention_heads": lambda _: 6,
+        "get_num_kv_heads": lambda _: 2,
+        "get_head_size": lambda: 64,
+        "max_model_len": 4000,
+    }
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(**heads),
         parallel_config=None,
-        cache_config=SimpleNamespace(block_size=16, effective_attention_block_size=None),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        cache_config=SimpleNamespace(
+            block_size=16, effective_attention_block_size=None, enable_prefix_caching=True
+        ),
         additional_config={"kv_policy": {"name": "h2o2", **options}},
     )
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: cuda)
-    assert peak.for_pages(10**6, config, 520, num_layers=5) == expected
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    device = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    assert peak.for_pages(10**9, config, 520, num_layers=5) == expected
 
 
 def test_what_xformers_takes() -> None:
@@ -179,23 +192,3 @@ def test_what_xformers_takes() -> None:
     assert own.passing(32, 8, 128, 2) == lse + 2 * (8192 * 8 * 128 * 2) + 2 * output
     longer = replace(own, gathered_len=1 << 17)
     assert longer.passing(32, 8, 128, 2) == lse + 3 * ((1 << 17) * 8 * 128 * 2)
-
-
-def test_rotated_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same queries, and no more float32 numbers at once than the tile has."""
-    impl = attention()
-    with set_current_vllm_config(vllm_config("h2o")):
-        rope = get_rope(64, 4096, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    impl.rotate = RopeShift(rope)
-    query = torch.randn(700, 6, 64, dtype=torch.bfloat16)
-    table = torch.arange(50, dtype=torch.int32)
-    chunk = PromptChunk(tokens=slice(20, 690), block_table=table, resident_start=0, logical_start=0)
-    whole = impl._rotated([chunk], query, Term("rotated", "max"))[chunk.tokens]
-    tile = 16 * 6 * 64
-    monkeypatch.setattr(peak, "MAX_ROTATED", tile)
-    with Counts() as counts:
-        tiled = impl._rotated([chunk], query, Term("rotated", "max"))[chunk.tokens]
-    assert torch.equal(tiled, whole)
-    own = query.untyped_storage().nbytes()
-    assert counts.sizes.count(own) == 1
-    assert max(size for size in counts.sizes if size != own) <= 4 * tile

@@ -81,7 +81,7 @@ def test_what_must_not_be(positions: list[int] | None, limit: int, message: str)
 
 def test_keys_that_nothing_rotates() -> None:
     """Who forgot to look for an embedding when the model was loaded is told so."""
-    impl = SimpleNamespace(rotate_back=None, cache_of=lambda cache: cache)
+    impl = SimpleNamespace(rope_back=None, cache_of=lambda cache: cache)
     layer = SimpleNamespace(impl=impl, kv_cache=None)
     layers = Layers(["layer 0"], {"layer 0": layer})
     with pytest.raises(IntegrityError, match="nothing rotates the keys of layer 0"):

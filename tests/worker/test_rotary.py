@@ -12,7 +12,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from vllm_h2o.worker import rotary
-from vllm_h2o.worker.rotary import RopeShift, RotateBack
+from vllm_h2o.worker.rotary import rope_back, rope_of
 
 MOST = 128
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def test_turns_add_up(kind: str, neox: bool) -> None:
     query, positions = torch.randn(10, 3 * 64), torch.arange(20, 30)
     here, _ = embedding.forward_native(positions, query.clone())
     later, _ = embedding.forward_native(positions + 10, query.clone())
-    rotated = RopeShift(embedding)(here.view(10, 3, 64), 10, 30)
+    rotated = rope_of(embedding)(here.view(10, 3, 64), torch.full((10,), 10))
     torch.testing.assert_close(rotated, later.view(10, 3, 64), rtol=1e-4, atol=1e-4)
 
 
@@ -61,7 +61,9 @@ def test_as_far_as_positions_reach(end: int, distance: int) -> None:
     query, positions = torch.randn(10, 64), torch.arange(end - 10, end)
     here, _ = embedding.forward_native(positions - 10, query.clone())
     later, _ = embedding.forward_native(positions - 10 + distance, query.clone())
-    rotated = RopeShift(embedding)(here.view(10, 1, 64), 10, end)
+    own = rope_of(embedding)
+    assert own.reach(10, end) == distance
+    rotated = own(here.view(10, 1, 64), torch.full((10,), distance))
     torch.testing.assert_close(rotated, later.view(10, 1, 64), rtol=1e-4, atol=1e-4)
 
 
@@ -87,7 +89,7 @@ ROTATED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", ROTATED)
 def test_keys_are_rotated_back(kind: str, neox: bool, dtype: torch.dtype) -> None:
     """Each by a distance of its own: the key of position i becomes that of position i - n."""
-    rotate = RotateBack.of(rope(ROTATED[kind], neox, dtype=dtype), MOST)
+    rotate = rope_back(rope(ROTATED[kind], neox, dtype=dtype), MOST)
     assert rotate is not None
     key, positions = torch.randn(10, 3 * 64), torch.arange(100, 110)
     distance = torch.tensor([0, 1, 2, 50, 99, 100, 7, 7, 7, 109])
@@ -110,8 +112,8 @@ def test_keys_are_rotated_back(kind: str, neox: bool, dtype: torch.dtype) -> Non
 )
 def test_embeddings_that_are_refused(parameters: dict[str, Any]) -> None:
     """They scale, or depend on a length; and nothing rotates further than a table reaches."""
-    assert RotateBack.of(rope({"rope_theta": 10000.0, **parameters}), MOST) is None
-    assert RotateBack.of(rope(PARAMETERS["plain"]), MOST + 1) is None
+    assert rope_back(rope({"rope_theta": 10000.0, **parameters}), MOST) is None
+    assert rope_back(rope(PARAMETERS["plain"]), MOST + 1) is None
 
 
 def test_a_table_that_is_another() -> None:
@@ -119,7 +121,7 @@ def test_a_table_that_is_another() -> None:
     embedding = rope(PARAMETERS["plain"])
     embedding = copy.deepcopy(embedding)
     embedding.cos_sin_cache[5, 3] += 0.05
-    assert RotateBack.of(embedding, MOST) is None
+    assert rope_back(embedding, MOST) is None
 
 
 @pytest.mark.parametrize(
@@ -133,14 +135,15 @@ def test_repeated_rotation_equals_one_rotation(dtype: torch.dtype, times: int, m
     By 7,000 positions each time, as with 8,192 of them and 1,192 slots: 140 times is a million
     tokens. A sink is rotated by nothing, and does not drift at all.
     """
-    rotate = RotateBack.of(rope(PARAMETERS["plain"], most=8192), 8192)
+    embedding = rope(PARAMETERS["plain"], most=8192)
+    rotate = rope_back(embedding, 8192)
     assert rotate is not None
     torch.manual_seed(0)
     key, distance = torch.randn(64, 64).to(dtype), torch.full((64,), 7000)
     stored = key.clone()
     for _ in range(times):
         stored = rotate(stored.float(), distance).to(dtype)
-    angle = -times * 7000 * rotate.rotary._compute_inv_freq(rotate.rotary.base).double()
+    angle = -times * 7000 * embedding._compute_inv_freq(embedding.base).double()
     a, b = key.double().chunk(2, dim=1)
     cos, sin = angle.cos(), angle.sin()
     right = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_h2o.kernels.rope import Rope
 from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.policy import Ranking, Term
 
@@ -52,6 +53,9 @@ class StepTensors:
         sink_logits: [Hq], float32, of the layer's attention sinks; None: it has none. For a term
             [T, Hq], too, where queries see other keys than their chunk's.
         layer_index: the layer's place in the chunks' ``window_scores``.
+        rope: of the layer, for queries of a rotated term; None: they are rotated already.
+        lse: [Hq, T], float32: the log-sum-exp of each query's logits, as ``Kernels.prefill`` found
+            it; None: it is not known.
 
     """
 
@@ -62,6 +66,8 @@ class StepTensors:
     scale: float
     sink_logits: SinkLogits = None
     layer_index: int = 0
+    rope: Rope | None = None
+    lse: torch.Tensor | None = None
 
 
 DECODE_FIELDS = (
@@ -134,6 +140,7 @@ class PromptChunk:
             while they attend, and are those of a rotated or reread term.
         first_scored_slot: a term's queries see the slots before it, and add nothing to them.
         first_window_query: queries from here on, in [0, T], are those of a window term.
+        shift: positions by which queries of a rotated term are rotated.
         destination_blocks: [P'], int32: ids of the blocks that survivors are copied to, because
             others read the chunk's own; None: they move to the first slots of their own blocks.
         splits: whether KV heads share the slots of all survivors, and those for the next tokens;
@@ -154,6 +161,7 @@ class PromptChunk:
     first_scoring_query: int = 0
     first_window_query: int = 0
     first_scored_slot: int = 0
+    shift: int = 0
     destination_blocks: torch.Tensor | None = None
     splits: bool = False
     window_scores: torch.Tensor | None = None

@@ -52,7 +52,7 @@ class Kernels(Protocol):
         chunks: Sequence[PromptChunk],
         tensors: StepTensors,
         scoring: Scoring,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Store chunks of prompts after the slots in use, attend causally, score.
 
         Queries from ``first_scoring_query`` on add to the pages' scores.
@@ -62,6 +62,9 @@ class Kernels(Protocol):
             chunks: of different requests.
             tensors: ``out`` is written in the rows of the chunks' tokens.
             scoring: what is added to scores.
+
+        Returns:
+            :attr:`StepTensors.lse` of the chunks' tokens; None where it is not kept.
 
         """
 
@@ -77,13 +80,14 @@ class Kernels(Protocol):
 
         ``score[j] += weight * (age[j] if by_age else 1) * value[j]``: see policy/ranking.py. Of a
         chunk with ``window_scores``, the right side is stored there instead, at ``layer_index``.
+        Of a term with a lifetime each token's score without it is kept before, in the cache's
+        ``score_without_window``, if it has any.
 
         Args:
             cache: the chunks are stored; scores are written.
             chunks: their queries from ``first_query(term)`` on are used. Those of a rotated or
                 reread term see all slots of the chunk's table, others see slots up to their own.
-            tensors: ``query``, ``scale``, ``sink_logits`` and ``layer_index`` are read; queries of
-                a rotated term are rotated already.
+            tensors: all but keys, values and ``out`` are read.
             term: which of ``sum`` and ``max``, and its numbers.
             by_age: whether scores are ranked as means.
 
@@ -115,15 +119,6 @@ class Kernels(Protocol):
             chunk: with survivors.
             scoring: how scores are ranked.
             scores: [len(caches), H, attended_len], float32: of all slots; may be overwritten.
-
-        """
-
-    def keep_scores(self, cache: LayerCache, chunks: Sequence[PromptChunk]) -> None:
-        """Before a term with a lifetime is added: keep each token's score without it.
-
-        Args:
-            cache: its ``score_without_window`` is written.
-            chunks: the last ones of their prompts; all other terms have been added.
 
         """
 

@@ -16,14 +16,14 @@ from vllm_h2o.errors import IntegrityError, UnsupportedError
 from vllm_h2o.kernels.batch import PromptChunk, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.float8 import DTYPES
+from vllm_h2o.kernels.rope import Rope
 from vllm_h2o.kernels.sinks import SinkLogits
-from vllm_h2o.kernels.strip import Rotation
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.refusals import IN_LAYERS, WHY_IN_LAYERS
 from vllm_h2o.options.remedies import ANOTHER_MODEL
 from vllm_h2o.policy import Term
 from vllm_h2o.worker.metadata import HeavyHitterMetadata
-from vllm_h2o.worker.peak import Peak, tiles_of
+from vllm_h2o.worker.peak import Peak
 from vllm_h2o.worker.reconstruction import Reconstruction
 
 Watch = Callable[[str, LayerCache, Sequence[PromptChunk], Term | None], None]
@@ -82,8 +82,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.kinds = (config.splits, config.merges, config.keeps_scores)
         self.splits_layers = config.splits_layers
         self.float8, self.scales = DTYPES.get(kv_cache_dtype), (1.0, 1.0)
-        self.rotate: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None
-        self.rotate_back: Rotation | None = None
+        self.rope: Rope | None = None
+        self.rope_back: Rope | None = None
         self.watch: Watch | None = None
         self._cache: tuple[weakref.ref[torch.Tensor], LayerCache] | None = None
 
@@ -125,7 +125,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if self.float8 is not None:
             self.take_scales(layer)
         cache, name = self.cache_of(kv_cache), str(layer.layer_name)
-        own = (self.scale, self.sink_logits, attn_metadata.layer_index[name])
+        own = (self.scale, self.sink_logits, attn_metadata.layer_index[name], self.rope)
         tensors = StepTensors(query, key, value, output, *own)
         if attn_metadata.reading is not None:
             self._reread(cache, attn_metadata.reading, name, tensors)
@@ -135,8 +135,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         kernels, scoring = attn_metadata.kernels, attn_metadata.scoring
         self._score_drafts(cache, attn_metadata, name, tensors)
         if attn_metadata.prompts:
-            kernels.prefill(cache, attn_metadata.prompts, tensors, scoring)
-            self._score_terms(cache, attn_metadata, name, tensors)
+            lse = kernels.prefill(cache, attn_metadata.prompts, tensors, scoring)
+            self._score_terms(cache, attn_metadata, name, replace(tensors, lse=lse))
         for batch in attn_metadata.decodes:
             assert cache.victims is not None
             kernels.decode(cache, batch, cache.victims, tensors, scoring)
@@ -197,29 +197,9 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         for term, asked in zip(metadata.terms, metadata.asked, strict=True):
             if not asked:
                 continue
-            if term.lifetime:
-                kernels.keep_scores(cache, asked)
-            own = tensors
-            if term.queries == "rotated":
-                own = replace(tensors, query=self._rotated(chunks, tensors.query, term))
-            kernels.score_term(cache, asked, own, term, metadata.scoring.by_age)
+            kernels.score_term(cache, asked, tensors, term, metadata.scoring.by_age)
             if self.watch is not None:
                 self.watch(name, cache, chunks, term)
-
-    def _rotated(
-        self, chunks: Sequence[PromptChunk], query: torch.Tensor, term: Term
-    ) -> torch.Tensor:
-        """[T, Hq, D]: the queries of chunks that score, at positions past the chunk's end."""
-        if self.rotate is None:
-            raise IntegrityError("a rotated term is added, and nothing rotates its queries")
-        rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for chunk in chunks:
-            if chunk.first_query(term) >= chunk.num_tokens:
-                continue
-            own, found = query[chunk.tokens], rotated[chunk.tokens]
-            for tile in tiles_of(len(own), own[0].numel()):
-                found[tile] = self.rotate(own[tile], chunk.num_tokens, chunk.logical_end)
-        return rotated
 
     def _score_drafts(
         self, cache: LayerCache, metadata: HeavyHitterMetadata, name: str, tensors: StepTensors

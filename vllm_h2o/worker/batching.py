@@ -18,6 +18,8 @@ from vllm_h2o.wire import RequestPlan
 
 MAX_BATCH_ELEMENTS = 1 << 24
 """Elements of K that one decode call may copy: 64 MiB in float32."""
+MAX_INDICES = 1 << 20
+"""Columns of a block table that are found at once: 8 MiB, int64."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class CopiedBatches:
         width = _num_columns(plans, self.block_size)
         fields = torch.tensor([rows.fields(row) for row in group])
         if self.prefix_caching:
-            table = _own_blocks(rows.block_table[group], plans)[:, :width]
+            table = torch.empty(len(group), width, dtype=torch.int32, device=fields.device)
+            _write_own_blocks(table, rows.block_table[group], plans)
         else:  # a row has columns for the longest text, and this copies it
             table = rows.block_table[:, :width][group]
         return DecodeBatch(table, fields.to(table.device).T)
@@ -221,15 +224,18 @@ class PersistentBatch:
             table = table[chosen.to(device, non_blocking=True)]
         table = table[: rows.num_padded]
         if self.prefix_caching:
-            table = self._kept(_own_blocks(table, rows.decode_plans))
+            table = self._kept(table, rows.decode_plans)
         return [DecodeBatch(table, fields.T)]
 
-    def _kept(self, table: torch.Tensor) -> torch.Tensor:
-        """A copy of ``table`` in the buffer that graphs read."""
+    def _kept(self, table: torch.Tensor, plans: Sequence[RequestPlan]) -> torch.Tensor:
+        """Own blocks in the buffer that graphs read: of its columns those in use are written."""
         if self._block_table.shape[1] != table.shape[1]:
             shape = (len(self._fields), table.shape[1])
             self._block_table = torch.zeros(shape, dtype=table.dtype, device=table.device)
-        return self._block_table[: len(table)].copy_(table)
+        kept = self._block_table[: len(table)]
+        width = max(_num_columns(plans, self.block_size), 1)  # of padding the first is read
+        _write_own_blocks(kept[:, :width], table, plans)
+        return kept
 
 
 def _num_columns(plans: Sequence[RequestPlan], block_size: int) -> int:
@@ -237,14 +243,24 @@ def _num_columns(plans: Sequence[RequestPlan], block_size: int) -> int:
     return num_pages(max((plan.attended_len for plan in plans), default=0), block_size)
 
 
-def _own_blocks(table: torch.Tensor, plans: Sequence[RequestPlan]) -> torch.Tensor:
-    """Rows of a block table, each from its request's first block on; padding as it is."""
+def _write_own_blocks(out: torch.Tensor, table: torch.Tensor, plans: Sequence[RequestPlan]) -> None:
+    """Write rows of a block table, each from its request's first block on.
+
+    Args:
+        out: [rows, width], written; of padding the row's first columns.
+        table: [rows, columns].
+        plans: of the first rows.
+
+    """
     start = torch.zeros(len(table), 1, dtype=torch.int64, pin_memory=_pins(table.device))
     start[: len(plans), 0] = torch.tensor([plan.first_block_idx for plan in plans])
-    last = table.shape[1] - 1
-    column = torch.arange(last + 1, device=table.device)
-    column = (start.to(table.device, non_blocking=True) + column).clamp_(max=last)
-    return table.gather(1, column)
+    start = start.to(table.device, non_blocking=True)
+    column = torch.arange(out.shape[1], device=table.device)
+    size = max(1, MAX_INDICES // out.shape[1])
+    for begin in range(0, len(table), size):
+        rows = slice(begin, begin + size)
+        index = (start[rows] + column).clamp_(max=table.shape[1] - 1)
+        out[rows] = table[rows].gather(1, index)
 
 
 def _pins(device: torch.device) -> bool:

@@ -113,7 +113,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
     def _computed(self, ranking: Ranking) -> Ranking:
         """The ranking without its rotated term where nothing rotates queries; the log says so."""
         impls = [self.layers.context[name].impl for name in self.layers.names]
-        if all(impl.rotate is not None for impl in impls):
+        if all(impl.rope is not None for impl in impls):
             return ranking
         return ranking.without("rotated")
 

@@ -7,7 +7,6 @@ of pages leaves room for it. What is counted is what the kernels for GPUs alloca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,15 +16,14 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from vllm_h2o.kernels.programs import left_bytes, most_programs
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.traits import page_size
+from vllm_h2o.pages import num_pages
+from vllm_h2o.worker.batching import MAX_INDICES
 from vllm_h2o.worker.memory_efficient import AMPERE
 from vllm_h2o.worker.reconstruction import MAX_GATHERED
 
-MAX_ROTATED = 1 << 22
-"""Elements of queries that are rotated at once: 16 MiB in float32, and :data:`COPIES` of them."""
-COPIES = 6
-"""Float32 tensors of that size that vLLM's rotation holds at once, at most."""
 SURVIVORS = 64 << 20
 """Bytes of the slots of survivors that are listed at once: see triton/moving.py."""
 READING = 6 * 4 * MAX_GATHERED
@@ -96,7 +94,7 @@ class Peak:
         gathered = 2 * one + max(one, 2 * queries * element_size) if one else 0
         rotated = 0
         if self.rotates:
-            rotated = queries * element_size + 4 * COPIES * min(MAX_ROTATED, queries) + lse
+            rotated = queries * element_size + lse
         read = READING + queries * element_size if self.reads_again else 0
         # K, V, score, position and the score that is kept, of one layer, or of all.
         shared = self.shared_len * num_kv_heads * (2 * head_size * element_size + 12)
@@ -122,8 +120,9 @@ class Peak:
 
 
 def for_pages(available: int, vllm_config: VllmConfig, slot_bytes: int, num_layers: int) -> int:
-    """Bytes of these that may be pages. On a GPU kernels keep more next to them: logits of one
-    layer's decode step, which may read any page, and a victim a page in each layer.
+    """Bytes of these that may be pages. On a GPU more lies next to them: logits of one layer's
+    decode step, which may read any page, and a victim a page in each layer; what the programs of a
+    step leave for others; with prefix caching each row's own pages.
 
     Args:
         available: bytes for both.
@@ -137,7 +136,14 @@ def for_pages(available: int, vllm_config: VllmConfig, slot_bytes: int, num_laye
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers = 1 if KVPolicyConfig.required(vllm_config).splits_layers else num_layers
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    num_kv_heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
+    num_rows = vllm_config.scheduler_config.max_num_seqs
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    programs = most_programs(device.multi_processor_count, num_rows, num_kv_heads)
+    available -= left_bytes(programs, group, head_size)
     num_slots = page_size(vllm_config)
+    if vllm_config.cache_config.enable_prefix_caching:
+        available -= 4 * num_rows * num_pages(model.max_model_len, num_slots) + 16 * MAX_INDICES
     pages, others = num_slots * slot_bytes * layers, 4 * (num_slots * group + layers)
     return available * pages // (pages + others)
 
@@ -156,9 +162,3 @@ def _gathers(config: KVPolicyConfig) -> bool:
     """Whether xformers may attend prompts, which does not read pages."""
     has_flash = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= AMPERE
     return config.kernels == "xformers" or not has_flash
-
-
-def tiles_of(num_tokens: int, elements: int) -> Iterator[slice]:
-    """Cut tokens into tiles of at most :data:`MAX_ROTATED` elements."""
-    size = max(1, MAX_ROTATED // elements)
-    return (slice(at * size, at * size + size) for at in range(math.ceil(num_tokens / size)))

@@ -73,6 +73,7 @@ class Chunks:
             num_sinks=plan.budget.num_sinks,
             first_scoring_query=num_new if waits else 0,
             first_window_query=num_new if waits else min(max(window, 0), num_new),
+            shift=num_new,
             destination_blocks=destination,
             splits=plan.splits,
             window_scores=window_scores,

@@ -38,10 +38,10 @@ def renumber(
     """
     held = (plan.resident_start, plan.renumbers_from)
     for name, cache in zip(layers.names, layers.caches(), strict=True):
-        rotate_back = layers.context[name].impl.rotate_back
-        if rotate_back is None:
+        rope_back = layers.context[name].impl.rope_back
+        if rope_back is None:
             raise IntegrityError(f"positions roll, and nothing rotates the keys of {name}")
-        kernels.renumber(cache, blocks, *held, rotate_back, accumulates)
+        kernels.renumber(cache, blocks, *held, rope_back, accumulates)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rotary embedding's own rotation, by a number of positions: of queries to later ones, for a
-second pass; of keys to earlier ones, where positions roll."""
+"""Find what rotates a model's heads by a number of positions: queries to later ones, for a second
+pass; keys to earlier ones, where positions roll."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3Rotary
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from vllm_h2o.errors import UnsupportedError
+from vllm_h2o.kernels.rope import Rope
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.worker.attention import HeavyHitterImpl
 
@@ -27,114 +27,40 @@ logger = init_logger("vllm.kv_policy")
 
 
 ROTARY = (RotaryEmbedding, MRotaryEmbedding)
+NOWHERE = Rope(torch.zeros(1, 0, dtype=torch.float32), is_neox=True)
+"""Leaves queries as they are: where states alone know positions, they are at any position."""
 
 
-@dataclass(frozen=True)
-class RopeShift:
-    """Rotates by a number of positions: ``shift(embed(q, i), n) = embed(q, i + n)``.
+def rope_of(rotary: RotaryEmbeddingBase) -> Rope:
+    """The rotation to later positions, by the embedding's own cosines and sines.
 
     A token of M-RoPE has a position of each axis, and each frequency turns by one of them: n more
     on all axes is one turn by n, as of a token with one position.
-
-    Args:
-        rotary: the layer's own.
-
     """
-
-    rotary: RotaryEmbeddingBase
-
-    def __call__(self, query: torch.Tensor, distance: int, end: int) -> torch.Tensor:
-        """Rotate a chunk's queries past its end, or as far as the model's positions reach.
-
-        Args:
-            query: [T, Hq, D], with their positions.
-            distance: tokens of the chunk.
-            end: one past the position of the last.
-
-        Returns:
-            [T, Hq, D], float32, rotated.
-
-        """
-        rotary, table = self.rotary, self.rotary.cos_sin_cache
-        distance = max(min(distance, len(table) - end), 0)
-        rotated, _ = RotaryEmbedding.forward_static(
-            torch.zeros(len(query), dtype=torch.int64, device=query.device),
-            query.to(torch.float32),
-            None,
-            rotary.head_size,
-            rotary.rotary_dim,
-            table[distance : distance + 1].to(torch.float32),
-            rotary.is_neox_style,
-        )
-        return rotated
+    return Rope(rotary.cos_sin_cache, rotary.is_neox_style)
 
 
-def unrotated(query: torch.Tensor, distance: int, end: int) -> torch.Tensor:
-    """Leave queries as they are: where states alone know positions, they are at any position.
+def rope_back(rotary: RotaryEmbeddingBase, num_positions: int) -> Rope | None:
+    """The rotation to earlier positions; None where the embedding's cosines are not as expected.
 
-    See :meth:`RopeShift.__call__` for the arguments.
+    Angles are computed in float64: a key may be rotated ten thousand times, and errors of one
+    distance add up. The embedding's own table, of positions, is float32's or the model's.
     """
-    return query.to(torch.float32)
-
-
-@dataclass(frozen=True)
-class RotateBack:
-    """Rotates keys to earlier positions: ``rotate_back(embed(k, i), n) = embed(k, i - n)``.
-
-    Args:
-        rotary: the layer's own.
-        table: [num_positions, rotary_dim], float32: cosines, and sines of the opposite angles.
-
-    """
-
-    rotary: RotaryEmbedding
-    table: torch.Tensor
-
-    @classmethod
-    def of(cls, rotary: RotaryEmbeddingBase, num_positions: int) -> RotateBack | None:
-        """The rotation of an embedding; None where its cosines and sines are not the expected ones.
-
-        Angles are computed in float64: a key may be rotated ten thousand times, and errors of one
-        distance add up. The embedding's own table, of positions, is float32's or the model's.
-        """
-        if type(rotary) not in ROTATED or len(rotary.cos_sin_cache) < num_positions:
+    if type(rotary) not in ROTATED or len(rotary.cos_sin_cache) < num_positions:
+        return None
+    frequency = rotary._compute_inv_freq(rotary.base).to(torch.float64).cpu()
+    if isinstance(rotary, LinearScalingRotaryEmbedding):
+        if len(rotary.scaling_factors) > 1:
             return None
-        frequency = rotary._compute_inv_freq(rotary.base).to(torch.float64).cpu()
-        if isinstance(rotary, LinearScalingRotaryEmbedding):
-            if len(rotary.scaling_factors) > 1:
-                return None
-            frequency = frequency / rotary.scaling_factors[0]
-        angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency
-        found = rotary.cos_sin_cache[:num_positions].to("cpu", torch.float32)
-        own = torch.cat([angle.cos(), angle.sin()], dim=1).to(torch.float32)
-        # bfloat16's cosines are off by up to 2^-9, float32's angles by 2^-24 of their size.
-        if not torch.allclose(found, own, rtol=0.0, atol=4e-3 + num_positions * 2.0**-23):
-            return None
-        table = torch.cat([angle.cos(), -angle.sin()], dim=1).to(torch.float32)
-        return cls(rotary, table.to(rotary.cos_sin_cache.device))
-
-    def __call__(self, key: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-        """Rotate keys, each by a distance of its own.
-
-        Args:
-            key: [..., D], float32.
-            distance: [...], int64, in [0, num_positions).
-
-        Returns:
-            [..., D], float32.
-
-        """
-        rotary = self.rotary
-        rotated, _ = RotaryEmbedding.forward_static(
-            distance.flatten(),
-            key.reshape(-1, rotary.head_size),
-            None,
-            rotary.head_size,
-            rotary.rotary_dim,
-            self.table,
-            rotary.is_neox_style,
-        )
-        return rotated.view(key.shape)
+        frequency = frequency / rotary.scaling_factors[0]
+    angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequency
+    found = rotary.cos_sin_cache[:num_positions].to("cpu", torch.float32)
+    own = torch.cat([angle.cos(), angle.sin()], dim=1).to(torch.float32)
+    # bfloat16's cosines are off by up to 2^-9, float32's angles by 2^-24 of their size.
+    if not torch.allclose(found, own, rtol=0.0, atol=4e-3 + num_positions * 2.0**-23):
+        return None
+    table = torch.cat([angle.cos(), -angle.sin()], dim=1).to(torch.float32)
+    return Rope(table.to(rotary.cos_sin_cache.device), rotary.is_neox_style)
 
 
 ROTATED = (RotaryEmbedding, LinearScalingRotaryEmbedding, Llama3RotaryEmbedding)
@@ -177,11 +103,11 @@ def bind_rotations(model: torch.nn.Module, num_positions: int) -> None:
         UnsupportedError: when a layer has no rotary embedding, or one that is not known to rotate.
 
     """
-    rotations: dict[int, RotateBack | None] = {}
+    rotations: dict[int, Rope | None] = {}
     for name, impl, found in rotaries(model):
         if len(found) == 1 and id(found[0]) not in rotations:
-            rotations[id(found[0])] = RotateBack.of(found[0], num_positions)
-        impl.rotate_back = rotations[id(found[0])] if len(found) == 1 else None
+            rotations[id(found[0])] = rope_back(found[0], num_positions)
+        impl.rope_back = rotations[id(found[0])] if len(found) == 1 else None
         if len(found) == 1 and len(found[0].cos_sin_cache) < num_positions:
             raise UnsupportedError(
                 f"positions={num_positions}",
@@ -189,7 +115,7 @@ def bind_rotations(model: torch.nn.Module, num_positions: int) -> None:
                 "later ones have no rotation",
                 "give a smaller --kv-policy-config.positions",
             )
-        if impl.rotate_back is None:
+        if impl.rope_back is None:
             kinds = ", ".join(type(child).__name__ for child in found)
             known = ", ".join(kind.__name__ for kind in ROTATED)
             raise UnsupportedError(
@@ -215,7 +141,7 @@ def bind(model: torch.nn.Module, model_type: str, is_hybrid: bool = False) -> No
     """
     if is_hybrid and not any("Rotary" in type(module).__name__ for module in model.modules()):
         for _, impl, _ in rotaries(model):
-            impl.rotate = unrotated
+            impl.rope = NOWHERE
         return
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     slides = any(layer.sliding_window is not None for layer in layers)
@@ -233,7 +159,7 @@ def bind(model: torch.nn.Module, model_type: str, is_hybrid: bool = False) -> No
             )
             return
     for _, impl, found in found_all:
-        impl.rotate = RopeShift(found[0])
+        impl.rope = rope_of(found[0])
 
 
 def num_positions(model: torch.nn.Module) -> int:

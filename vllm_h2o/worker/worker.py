@@ -33,7 +33,7 @@ class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, KeepsSeeds
         super().load_model(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
-        """Bytes that vLLM finds for pages, less the bytes that kernels keep next to each."""
+        """Bytes that vLLM finds for pages, less those that kernels keep next to them."""
         available: int = super().determine_available_memory()
         specs = [s for s in self.get_kv_cache_spec().values() if isinstance(s, AttentionSpec)]
         if not specs:  # a pipeline stage that keeps states alone

@@ -16,8 +16,9 @@ from vllm_h2o.kernels.batch import PromptChunk, Scoring
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.kernels.held import Held
 from vllm_h2o.kernels.strip import Strip
-from vllm_h2o.kernels.torch import pack, prefill
+from vllm_h2o.kernels.torch import pack, prefill, terms
 from vllm_h2o.kernels.torch.rare import RareStages
+from vllm_h2o.policy.h2o2 import WINDOW
 
 RARE = RareStages()
 NUM_BLOCKS, HEADS, BLOCK, SIZE = 9, 2, 8, 16
@@ -104,7 +105,7 @@ def test_scores_without_a_term_move_and_come_back(splits: bool, merges: bool) ->
     prefill.store(cache, chunk, *torch.randn(2, LENGTH, 2, 64))
     plain, uneven = torch.rand(2, LENGTH), torch.tensor([[5.0], [500.0]])
     prefill.add_to_scores(cache, chunk, plain)
-    RARE.keep_scores(cache, [chunk])
+    terms.keep_scores(cache, chunk, WINDOW)
     prefill.add_to_scores(cache, chunk, uneven * torch.rand(2, LENGTH))
     pack.pack_survivors(cache, chunk, Scoring(by_age=True))
     blocks = chunk.block_table[:2]

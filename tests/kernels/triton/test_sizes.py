@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_h2o.kernels.programs import PROGRAMS
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
-    PROGRAMS,
     TILE,
     num_splits,
     padded_group,

@@ -11,7 +11,7 @@ import torch
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.native import layout
-from vllm_h2o.kernels.torch import pack
+from vllm_h2o.kernels.torch import pack, terms
 from vllm_h2o.kernels.torch.rare import RareStages
 from vllm_h2o.policy import Term
 
@@ -86,16 +86,17 @@ class NativeKernels(RareStages):
         by_age: bool,
     ) -> None:
         """Add one term of a ranking to the scores of tokens up to each chunk's end."""
-        each = []
+        own, each = terms.rotated(chunks, tensors, term), []
         for chunk in chunks:
+            terms.keep_scores(cache, chunk, term)
             window = chunk.window_scores
-            own = None if window is None else window[tensors.layer_index]
-            each.append(layout.chunk_bytes(chunk, chunk.first_query(term), own))
+            apart = None if window is None else window[tensors.layer_index]
+            each.append(layout.chunk_bytes(chunk, chunk.first_query(term), apart))
         self._score_term(
             layout.cache_bytes(cache),
             b"".join(each),
             len(chunks),
-            layout.query_bytes(cache, tensors),
+            layout.query_bytes(cache, own),
             layout.term_bytes(term, by_age),
         )
 

@@ -65,8 +65,9 @@ class TorchKernels(RareStages):
         by_age: bool,
     ) -> None:
         """Chunk by chunk."""
+        own = terms.rotated(chunks, tensors, term)
         for chunk in chunks:
-            terms.score_term(cache, chunk, tensors, term, by_age)
+            terms.score_term(cache, chunk, own, term, by_age)
 
     def pack_survivors(
         self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring

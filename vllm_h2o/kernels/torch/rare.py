@@ -1,35 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages that run once in a prompt or a turn, in a few launches a layer, on any device.
 
-Twins of methods of :class:`~vllm_h2o.kernels.strip.Strip`, batched over KV heads: ``keep_scores``,
+Twins of methods of :class:`~vllm_h2o.kernels.strip.Strip`, batched over KV heads:
 ``restore_scores`` and ``renumber``. What a conversation's next turn is copied with: see held.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from vllm_h2o.kernels.batch import PromptChunk
 from vllm_h2o.kernels.cache import LayerCache, first_slots
 from vllm_h2o.kernels.strip import Rotation
-from vllm_h2o.kernels.torch.prefill import chunk_rows
 
 
 class RareStages:
-    """The last three of :class:`~vllm_h2o.kernels.interface.Kernels`."""
-
-    def keep_scores(self, cache: LayerCache, chunks: Sequence[PromptChunk]) -> None:
-        """Before a term with a lifetime is added: keep each token's score without it.
-
-        Scores hold the term while it counts, and survivors move with both. So the sum of a large
-        score and small ones need not be undone.
-        """
-        assert cache.score_without_window is not None
-        for chunk in chunks:
-            rows = chunk_rows(cache, chunk)
-            cache.score_without_window[rows] = cache.score[rows]
+    """The last two of :class:`~vllm_h2o.kernels.interface.Kernels`."""
 
     def restore_scores(
         self, cache: LayerCache, blocks: torch.Tensor, prompt_ends: torch.Tensor

@@ -6,11 +6,19 @@ Twin of ``reference.score_term``, batched over KV heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, StepTensors
-from vllm_h2o.kernels.cache import LayerCache
-from vllm_h2o.kernels.torch.prefill import add_to_scores, chunk_slots, probabilities, tiles
+from vllm_h2o.kernels.cache import LayerCache, first_slots
+from vllm_h2o.kernels.torch.prefill import (
+    add_to_scores,
+    chunk_slots,
+    probabilities,
+    tiles,
+)
 from vllm_h2o.policy import Term
 
 
@@ -22,11 +30,12 @@ def score_term(
     Args:
         cache: the chunk is stored; scores are written, or ``chunk.window_scores``.
         chunk: of a prompt.
-        tensors: of the step; queries of a rotated term are rotated already.
+        tensors: of the step; see :func:`rotated`.
         term: whose value is added.
         by_age: whether scores are ranked as means.
 
     """
+    keep_scores(cache, chunk, term)
     position = chunk_slots(cache, cache.position, chunk)
     age = chunk.logical_end - position if by_age else 1
     added = term.weight * age * values(cache, chunk, tensors, term, position)
@@ -35,6 +44,39 @@ def score_term(
         add_to_scores(cache, chunk, added)
     else:
         chunk.window_scores[tensors.layer_index] = added
+
+
+def keep_scores(cache: LayerCache, chunk: PromptChunk, term: Term) -> None:
+    """Before a term with a lifetime is added: keep each token's score without it.
+
+    Scores hold the term while it counts, and survivors move with both. So the sum of a large score
+    and small ones need not be undone.
+    """
+    if not term.lifetime or cache.score_without_window is None:
+        return
+    at = first_slots(cache, chunk.block_table, chunk.attended_len)
+    cache.score_without_window[at] = cache.score[at]
+
+
+def rotated(chunks: Sequence[PromptChunk], tensors: StepTensors, term: Term) -> StepTensors:
+    """A step's tensors with the queries that a term has: those of a rotated one past chunks' ends.
+
+    Args:
+        chunks: whose queries they are.
+        tensors: of the step.
+        term: any.
+
+    """
+    rope, query = tensors.rope, tensors.query
+    if term.queries != "rotated" or rope is None:
+        return tensors
+    found = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for chunk in chunks:
+        own = query[chunk.tokens].to(torch.float32)
+        by = rope.reach(chunk.shift, chunk.logical_end)
+        distance = torch.full(own.shape[:1], by, device=own.device)
+        found[chunk.tokens] = rope(own, distance).to(query.dtype)
+    return replace(tensors, query=found)
 
 
 def values(

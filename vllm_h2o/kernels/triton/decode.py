@@ -13,8 +13,9 @@ before: one finds out where to, the other moves them there; and logits gain the 
 masses: see merge.py.
 
 Raw logits pass through a scratch buffer, one float32 for each query head and slot of the pool, so
-no place in it belongs to two requests, and a split's end needs no bookkeeping. Twins of
-``reference.attend_and_score`` (arXiv 2306.14048, Algorithm 1).
+no place in it belongs to two requests, and a split's end needs no bookkeeping. They are told to
+stay in the device's cache, where the next layer writes over them: memory sees little of them. Twins
+of ``reference.attend_and_score`` (arXiv 2306.14048, Algorithm 1).
 
 A long request beside short ones has more splits than they: see ``strips.split_of``. The grid
 follows from the batch's shape alone, so that a captured graph keeps it. Programs of padding
@@ -177,7 +178,8 @@ def attend_split(
         logits = tl.where(live[None, :], logits, float("-inf"))
         if KEEPS_LOGITS:
             logits_ptrs = logits_ptr + (row * G * N + offset)[None, :] + group[:, None] * N
-            tl.store(logits_ptrs, logits, mask=(group < num_kept)[:, None] & live[None, :])
+            kept = (group < num_kept)[:, None] & live[None, :]
+            tl.store(logits_ptrs, logits, mask=kept, eviction_policy="evict_last")
         # Each tile begins with a slot in use: no maximum is -inf.
         row_max, row_sum, rescale, probs = update_softmax(row_max, row_sum, logits)
         if G_PAD == 1:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import triton
 
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring, StepTensors
 from vllm_h2o.kernels.cache import LayerCache
+from vllm_h2o.kernels.programs import most_programs
 from vllm_h2o.kernels.sinks import SinkLogits
 from vllm_h2o.kernels.torch.rare import RareStages
 from vllm_h2o.kernels.triton import decode, merge, prefill, score
@@ -20,7 +22,6 @@ from vllm_h2o.kernels.triton.rehearsal import rehearse
 from vllm_h2o.kernels.triton.sizes import (
     MAX_KV_SPLITS,
     PAGE_LANES,
-    PROGRAMS,
     SPLIT_SLOTS,
     STORE_TILE,
     decode_tile,
@@ -88,7 +89,7 @@ class TritonKernels(RareStages):
             self._shared_memory = found.shared_memory_per_multiprocessor
             self._capability = 10 * found.major + found.minor
         # (programs of a KV head x KV heads) is below this for every batch: see _num_programs.
-        max_splits = 3 * PROGRAMS * self._processors // 2 + max_requests * num_kv_heads
+        max_splits = most_programs(self._processors, max_requests, num_kv_heads)
         self._partial_out = torch.empty(
             max_splits * self.group, head_size, device=device, dtype=torch.float32
         )
@@ -170,7 +171,7 @@ class TritonKernels(RareStages):
         chunks: Sequence[PromptChunk],
         tensors: StepTensors,
         scoring: Scoring,
-    ) -> None:
+    ) -> torch.Tensor:
         """Chunks of prompts, all in one launch of each kernel."""
         key, value = tensors.key, tensors.value
         self._check(cache, tensors)
@@ -190,7 +191,8 @@ class TritonKernels(RareStages):
         lse = attend(cache, chunks, tensors)
         if scoring.power and scoring.in_prompt:
             paid = Term("all", power=scoring.power)
-            self._add_scores(cache, chunks, tensors, lse, paid, by_age=False)
+            self._add_scores(cache, chunks, replace(tensors, lse=lse), paid, by_age=False)
+        return lse
 
     def score_term(
         self,
@@ -200,10 +202,15 @@ class TritonKernels(RareStages):
         term: Term,
         by_age: bool,
     ) -> None:
-        """All chunks in one launch of each kernel."""
+        """All chunks in one launch of each kernel; of a window term attention has had the first."""
         self._check_heads(cache, tensors.query)
-        lse = self._attend(cache, chunks, tensors, term)
-        self._add_scores(cache, chunks, tensors, lse, term, by_age)
+        if term.queries != "window" or tensors.lse is None:
+            query, rope = tensors.query, tensors.rope if term.queries == "rotated" else None
+            if rope is not None and rope.size:
+                query = torch.empty(query.shape, dtype=query.dtype, device=self.device)
+            lse = self._attend(cache, chunks, replace(tensors, out=query, rope=rope), term)
+            tensors = replace(tensors, query=query, lse=lse)
+        self._add_scores(cache, chunks, tensors, term, by_age)
 
     def pack_survivors(
         self, caches: Sequence[LayerCache], chunks: Sequence[PromptChunk], scoring: Scoring
@@ -229,19 +236,25 @@ class TritonKernels(RareStages):
         tensors: StepTensors,
         term: Term | None = None,
     ) -> torch.Tensor:
-        """Attend to the pages; with a term, find its queries' log-sum-exp, [Hq, T], alone."""
+        """Attend to the pages; with a term, find its queries' log-sum-exp, [Hq, T], alone.
+
+        Then queries that are rotated are written to ``tensors.out``.
+        """
         sent, query, out = self._sent(chunks), tensors.query, tensors.out
+        rope = tensors.rope if term else None
+        turns = rope.table if rope is not None and rope.size else self._partial_max_sum
         by_query, _ = self._prompt_options(cache, query)
         key_scale, value_scale = cache.scales
         sinks, has_sinks = self._sinks(tensors.sink_logits, query.shape[0] if term else None)
         of_each = sinks.stride(0) if sinks.dim() == 2 else 0
         lse = torch.empty(self.num_heads, query.shape[0], device=self.device, dtype=torch.float32)
         prefill.attend[self._query_grid(sent, by_query)](
-            query, cache.key, cache.value, sent.block_table, sent.fields, sinks, out, lse,
+            query, cache.key, cache.value, sent.block_table, sent.fields, sinks, turns, out, lse,
             tensors.scale * key_scale, value_scale,
-            query.stride(0), out.stride(0), lse.stride(0), of_each, cache.key.stride(0),
-            sent.block_table.stride(0), len(sent), cache.rows_per_block, cache.first_head,
-            **by_query, **has_sinks, **prefill.asked(term), ATTENDS=term is None,
+            query.stride(0), out.stride(0), lse.stride(0), of_each, len(turns),
+            cache.key.stride(0), sent.block_table.stride(0), len(sent), cache.rows_per_block,
+            cache.first_head, **by_query, **has_sinks, **prefill.asked(term),
+            **prefill.rotation(rope), ATTENDS=term is None,
         )  # fmt: skip
         return lse
 
@@ -250,21 +263,25 @@ class TritonKernels(RareStages):
         cache: LayerCache,
         chunks: Sequence[PromptChunk],
         tensors: StepTensors,
-        lse: torch.Tensor,
         term: Term,
         by_age: bool,
     ) -> None:
-        """Add a term to the pages' scores, or store it in window scores; ``lse`` is [Hq, T]."""
-        sent, query = self._sent(chunks), tensors.query
+        """Add a term to the pages' scores, or store it in window scores."""
+        sent, query, lse = self._sent(chunks), tensors.query, tensors.lse
+        assert lse is not None
+        without = cache.score_without_window
+        keeps = bool(term.lifetime) and without is not None
         _, by_key = self._prompt_options(cache, query)
         apart = term.queries == "window" and any(c.window_scores is not None for c in chunks)
         prefill.column_scores[self._key_grid(sent, by_key, term.reach)](
-            query, cache.key, cache.score, cache.position, sent.block_table, sent.fields, lse,
-            sent.windows, tensors.layer_index, tensors.scale * cache.scales[0], query.stride(0),
-            lse.stride(0), cache.key.stride(0), cache.score.stride(0), sent.block_table.stride(0),
-            len(sent), cache.rows_per_block, cache.first_head,
+            query, cache.key, cache.score, cache.position, without if keeps else cache.score,
+            sent.block_table, sent.fields, lse, sent.windows, tensors.layer_index,
+            tensors.scale * cache.scales[0], query.stride(0), lse.stride(0), cache.key.stride(0),
+            cache.score.stride(0), sent.block_table.stride(0), len(sent), cache.rows_per_block,
+            cache.first_head,
             **by_key, **prefill.asked(term), MAX=term.reduce == "max", POWER=term.power,
             REACH=term.reach, SKIP=term.skip, WEIGHT=term.weight, BY_AGE=by_age, APART=apart,
+            KEEPS=keeps,
         )  # fmt: skip
 
     def _masses(self, cache: LayerCache) -> tuple[torch.Tensor, dict[str, bool]]:

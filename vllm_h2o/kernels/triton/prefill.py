@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_h2o.kernels.rope import Rope
 from vllm_h2o.kernels.triton.tiles import (
     add_columns,
     as_stored,
@@ -30,6 +31,7 @@ from vllm_h2o.kernels.triton.tiles import (
     load_head,
     load_slots,
     locate,
+    rotated,
     update_softmax,
 )
 from vllm_h2o.policy import Term
@@ -42,6 +44,7 @@ CHUNK_FIELDS = (
     "first_scoring_query",
     "first_window_query",
     "first_scored_slot",
+    "shift",
 )
 """Attributes of PromptChunk: rows of ``fields_ptr``, [len(CHUNK_FIELDS), R] int32."""
 TOKEN_START = tl.constexpr(CHUNK_FIELDS.index("tokens.start"))
@@ -49,6 +52,7 @@ NUM_TOKENS = tl.constexpr(CHUNK_FIELDS.index("num_tokens"))
 RESIDENT_START = tl.constexpr(CHUNK_FIELDS.index("resident_start"))
 LOGICAL_START = tl.constexpr(CHUNK_FIELDS.index("logical_start"))
 FIRST_SCORED_SLOT = tl.constexpr(CHUNK_FIELDS.index("first_scored_slot"))
+SHIFT = tl.constexpr(CHUNK_FIELDS.index("shift"))
 
 
 def asked(term: Term | None) -> dict[str, int]:
@@ -56,6 +60,11 @@ def asked(term: Term | None) -> dict[str, int]:
     first = "first_window_query" if term and term.queries == "window" else "first_scoring_query"
     later = term is not None and term.sees_later
     return {"FIRST_QUERY": CHUNK_FIELDS.index(first), "SEES_LATER": later}
+
+
+def rotation(rope: Rope | None) -> dict[str, int]:
+    """Name a rotation of queries, as constants; None: none."""
+    return {"ROTATED": rope.size if rope else 0, "IS_NEOX": rope is None or rope.is_neox}
 
 
 @triton.jit(do_not_specialize=["num_chunks", "table_stride", "first_head"])
@@ -113,7 +122,14 @@ def store_chunk(
 
 
 @triton.jit(
-    do_not_specialize=["num_chunks", "table_stride", "first_head", "lse_stride", "sink_stride"],
+    do_not_specialize=[
+        "num_chunks",
+        "table_stride",
+        "first_head",
+        "lse_stride",
+        "sink_stride",
+        "num_positions",
+    ],
 )
 def attend(
     query_ptr,  # [T, Hq, D]
@@ -122,7 +138,8 @@ def attend(
     block_table_ptr,
     fields_ptr,
     sink_ptr,  # [Hq], or [T, Hq], float32; read when HAS_SINKS
-    out_ptr,  # [T, Hq, D]: written when ATTENDS
+    turns_ptr,  # [num_positions, ROTATED]: see rope.py; read when ROTATED
+    out_ptr,  # [T, Hq, D]: written when ATTENDS; when ROTATED: queries, rotated
     lse_ptr,  # [Hq, T], float32: written
     scale,
     out_scale,  # of V as it is stored
@@ -130,6 +147,7 @@ def attend(
     out_stride,
     lse_stride,
     sink_stride,  # 0: [Hq]
+    num_positions,
     page_stride,
     table_stride,
     num_chunks,
@@ -142,6 +160,8 @@ def attend(
     TILE_Q: tl.constexpr,
     TILE_K: tl.constexpr,
     FIRST_QUERY: tl.constexpr,
+    ROTATED: tl.constexpr,
+    IS_NEOX: tl.constexpr,
     ATTENDS: tl.constexpr,
     SEES_LATER: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -150,7 +170,8 @@ def attend(
     """Attend with TILE_Q queries of (chunk, query head), or find their log-sum-exp alone.
 
     FIRST_QUERY is the field of a chunk that tells the first query that is needed. With SEES_LATER
-    queries see every slot of the chunk's table.
+    queries see every slot of the chunk's table. The first ROTATED elements of queries are rotated
+    by the chunk's shift, or as far as positions reach.
     """
     head, r, t = tl.program_id(0), tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
     fields = fields_ptr + r
@@ -165,6 +186,15 @@ def attend(
     token = (token_start + i).to(tl.int64)
     dim = tl.arange(0, D_PAD)
     query = load_head(query_ptr, token, query_mask, head, dim, query_stride, D)  # [TILE_Q, D_PAD]
+    if ROTATED:
+        end = tl.load(fields + LOGICAL_START * num_chunks) + num_tokens
+        shift = tl.minimum(tl.load(fields + SHIFT * num_chunks), num_positions - end)
+        query = rotated(
+            query, query_ptr, token, query_mask, head, dim, query_stride,
+            turns_ptr + tl.maximum(shift, 0).to(tl.int64) * ROTATED, D, ROTATED, IS_NEOX,
+        )  # fmt: skip
+        rotated_ptrs = out_ptr + (token * out_stride)[:, None] + head * D + dim[None, :]
+        tl.store(rotated_ptrs, query, mask=query_mask[:, None] & (dim < D)[None, :])
     block_table = block_table_ptr + r.to(tl.int64) * table_stride
     sinks = sink_ptr + head
     if not ATTENDS:  # queries of a term may each have their own; after the last come its again
@@ -205,6 +235,7 @@ def column_scores(
     key_pages,
     score_pages,  # written
     position_pages,
+    without_pages,  # written when KEEPS: scores before the term is added
     block_table_ptr,
     fields_ptr,
     lse_ptr,  # [Hq, T], float32
@@ -234,6 +265,7 @@ def column_scores(
     WEIGHT: tl.constexpr,
     BY_AGE: tl.constexpr,
     APART: tl.constexpr,
+    KEEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add what the queries pay to the scores of TILE_K - REACH slots of (chunk, KV head).
@@ -292,6 +324,9 @@ def column_scores(
     own = live & (slot >= first_slot) if REACH > 0 else live
     if SEES_LATER:
         own = own & (slot >= tl.load(fields + FIRST_SCORED_SLOT * num_chunks))
+    score = tl.load(score_pages + words, mask=own, other=0.0)
+    if KEEPS:
+        tl.store(without_pages + words, score, mask=own)
     if APART:
         base = tl.load(window_bases + r)
         of_head = (layer * tl.num_programs(0) + h).to(tl.int64) * attended_len
@@ -299,5 +334,4 @@ def column_scores(
         num_apart = tl.where(base != 0, attended_len, 0)
         tl.store(window_scores + slot, columns, mask=own & (slot < num_apart))
         own = own & (slot >= num_apart)
-    score = tl.load(score_pages + words, mask=own, other=0.0)
     tl.store(score_pages + words, score + columns, mask=own)

@@ -45,14 +45,14 @@ def rehearse(
         num_survivors=1,
         recent_start=1,
     )
-    tensors = StepTensors(query, key, key, torch.empty_like(query), 1.0, step.sink_logits)
+    step = replace(step, query=query, key=key, value=key, out=query.clone(), layer_index=0)
     # FlashAttention reads the keys of a later chunk from the pages: for some devices it compiles
     # another kernel then, when it is first asked for one.
     for start in (0, chunk.num_tokens):
         where = replace(chunk, resident_start=start, logical_start=start)
-        kernels.prefill(own, [where], tensors, scoring)
+        kernels.prefill(own, [where], step, scoring)
     for term in terms:
-        kernels.score_term(own, [chunk], tensors, term, scoring.by_age)
+        kernels.score_term(own, [chunk], step, term, scoring.by_age)
     kernels.pack_survivors([own], [chunk], scoring)
     whole = None
     if splits:
@@ -67,7 +67,7 @@ def rehearse(
     apart = replace(chunk, window_scores=scores)
     for term in terms:
         if term.queries == "window":
-            kernels.score_term(own, [apart], tensors, term, scoring.by_age)
+            kernels.score_term(own, [apart], step, term, scoring.by_age)
     for packed in [chunk] if whole is None else [chunk, whole]:
         away = replace(packed, destination_blocks=chunk.block_table + 2)
         scores = torch.zeros(

@@ -222,7 +222,9 @@ def merge_and_score(
                 contributions = tl.zeros([PARTS, N_PAD], tl.float32)
                 for g in tl.static_range(G):
                     logits_ptrs = logits_ptr + ((row * G + g) * N)[:, None] + offset
-                    logits = tl.load(logits_ptrs, mask=adds, other=float("-inf"))
+                    logits = tl.load(
+                        logits_ptrs, mask=adds, other=float("-inf"), eviction_policy="evict_last"
+                    )
                     probs = tl.exp(logits - tl.sum(tl.where(group == g, lse, 0.0)))
                     contributions += probs if POWER == 1 else probs * probs
                 score += contributions

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 import triton
 
+from vllm_h2o.kernels.programs import PROGRAMS
+
 TILE = 64
 """Slots that a decode program holds at once, at most."""
 SINGLE_TILE = 32
 """The same, where a KV head has one query head."""
 STORE_TILE = 32
 """Tokens that a program stores or moves at once."""
-PROGRAMS = 4
-"""Programs of a decode step that a multiprocessor has registers for."""
 SELECT_TILE = 1024
 """Slots that a program ranks at once, where survivors are selected."""
 PAGE_LANES = 512

@@ -80,6 +80,38 @@ def load_head(tokens_ptr, token, live, head, dim, token_stride, D: tl.constexpr)
 
 
 @triton.jit
+def rotated(
+    query,  # [TILE, D_PAD]
+    query_ptr,  # from which it was loaded
+    token,
+    live,
+    head,
+    dim,
+    query_stride,
+    turn_ptr,  # of the distance: ROTATED / 2 cosines, and as many sines
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    IS_NEOX: tl.constexpr,
+):
+    """Queries, the first ROTATED elements rotated: the twin of rope.py."""
+    half: tl.constexpr = ROTATED // 2
+    if IS_NEOX:
+        is_first, pair = dim < half, dim % half
+        other = tl.where(is_first, dim + half, dim - half)
+    else:
+        is_first, pair, other = dim % 2 == 0, dim // 2, dim ^ 1
+    turns = dim < ROTATED
+    cos = tl.load(turn_ptr + pair, mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(turn_ptr + half + pair, mask=turns, other=0.0).to(tl.float32)
+    sin = tl.where(is_first, -sin, sin)
+    # Elements that are not rotated have none; those of padding may not be read.
+    other = tl.where(turns, other, D)
+    partner = load_head(query_ptr, token, live, head, other, query_stride, D)
+    turned = query.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
+    return turned.to(query.dtype)
+
+
+@triton.jit
 def begin_softmax(sink_ptrs, TILE_Q: tl.constexpr, HAS_SINKS: tl.constexpr):
     """(row_max, row_sum) before the first tile: of nothing, or of attention sinks.
 
