@@ -8,6 +8,7 @@ found by name is as it was written, whatever ended the process that wrote it.
 from __future__ import annotations
 
 import os
+import re
 import time
 import zlib
 from contextlib import suppress
@@ -21,8 +22,8 @@ CHECKSUM = "[0-9a-f]" * 8
 _READ_BYTES = 1 << 22
 
 
-class Content(NamedTuple):
-    """Tells a file's content from an earlier or later one without a look at it.
+class Stamp(NamedTuple):
+    """Tells what is in a file from what was, or will be, in it, without a look at it.
 
     Args:
         inode: number of the file.
@@ -36,13 +37,13 @@ class Content(NamedTuple):
     modified: int
 
 
-def content_of(file: Path | BinaryIO) -> Content:
+def stamp_of(file: Path | BinaryIO) -> Stamp:
     """Identify what is in a file now; raise OSError where it is gone."""
     stat = file.stat() if isinstance(file, Path) else os.fstat(file.fileno())
-    return Content(stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return Stamp(stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
-def check(path: Path) -> Content | None:
+def check(path: Path) -> Stamp | None:
     """Read a file, and compare it with the checksum in its name.
 
     Args:
@@ -51,21 +52,24 @@ def check(path: Path) -> Content | None:
     Returns:
         What was read; None: it is not as it was written, or changed meanwhile, or is gone.
 
+    Raises:
+        OSError: when it is there and cannot be read, which tells nothing about it.
+
     """
     try:
         with path.open("rb") as file:
-            content = content_of(file)
-            is_as_written = checksum(file) == path.suffix[1:] and content_of(file) == content
-    except OSError:
+            stamp = stamp_of(file)
+            is_as_written = checksum(file) == path.suffix[1:] and stamp_of(file) == stamp
+    except FileNotFoundError:
         return None
-    return content if is_as_written else None
+    return stamp if is_as_written else None
 
 
 def touch(file: Path | BinaryIO) -> None:
-    """Note in a file's time of access that it was asked for; its content stays as identified."""
+    """Note in a file's time of access that it was asked for; its stamp stays."""
     target = file if isinstance(file, Path) else file.fileno()
     with suppress(OSError):  # a file of another user
-        os.utime(target, ns=(time.time_ns(), content_of(file).modified))
+        os.utime(target, ns=(time.time_ns(), stamp_of(file).modified))
 
 
 def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
@@ -91,6 +95,12 @@ def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
         os.fsync(file.fileno())
         path = Path(f"{place}.{rank}-of-{num_workers}.{checksum(file)}")
     return written.replace(path)
+
+
+def names(folder: Path, rank: int, num_workers: int) -> set[str]:
+    """Find the names of all files of a worker in a folder."""
+    of_worker = re.compile(rf"\.{rank}-of-{num_workers}\.{CHECKSUM}$")
+    return set(filter(of_worker.search, os.listdir(folder)))
 
 
 def of_worker(place: str, rank: int, num_workers: int) -> list[Path]:

@@ -53,6 +53,25 @@ def test_file_is_read_once_unless_it_changes(tmp_path: Path, count: list[int]) -
     assert checked.is_whole(path) is False
 
 
+def test_file_that_could_not_be_read_is_checked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process has too many files open: that tells nothing about the file."""
+    checked, path, checksum = CheckedFiles(), write(tmp_path), files.checksum
+    failures = iter([OSError(24, "Too many open files")])
+
+    def fails_once(file: Any) -> str:
+        for error in failures:
+            raise error
+        return checksum(file)
+
+    monkeypatch.setattr(files, "checksum", fails_once)
+    assert not known(checked, path)
+    assert checked.open([path]) is None
+    assert known(checked, path) and checked.open([path])
+    checked.keep(())
+
+
 def replaced(path: Path) -> None:
     """Put another file of the same size in its place."""
     other = path.with_name("other")

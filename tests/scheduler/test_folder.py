@@ -278,12 +278,17 @@ def test_others_go_on_while_a_file_is_checked(
     later = talk(tmp_path, after=first)
     running = later.say(range(500, 520), 30, TENANTS[1])
     later.step()
+    looks, names = list[object](), files.names
+    monkeypatch.setattr(files, "names", lambda *of: looks.append(of) or names(*of))
     with slow_checks(monkeypatch):
         waiting = later.say([*text, 1], 2, TENANTS[0])
         behind = later.say(range(700, 710), 4, TENANTS[1])
         for step in range(8):
+            looks.clear()
             scheduled = later.step().num_scheduled_tokens
             assert running in scheduled and waiting not in scheduled
+            assert later.scheduler.checking == {waiting} and len(looks) <= 1
+            assert not list(later.scheduler._pages_waited_for())
             assert (behind in scheduled) == (step < 4)
         assert later.scheduler.requests[waiting] in later.scheduler.waiting
     wait_for_checks(later)

@@ -36,7 +36,7 @@ def test_copies_are_read_as_they_were_written(
     path = write(str(tmp_path / "doc"), 1, 2, held, "{}")
     assert path is not None and list(tmp_path.iterdir()) == [path]
     assert path.name.startswith("doc.1-of-2.")
-    assert files.check(path) == files.content_of(path)
+    assert files.check(path) == files.stamp_of(path)
     for before, after in zip(held, read(str(path)), strict=True):
         assert before.parts.keys() == after.parts.keys()
         for name, part in before.parts.items():
@@ -89,13 +89,13 @@ def test_time_of_access_is_noted_and_content_is_the_same(tmp_path: Path) -> None
     path = write(str(tmp_path / "doc"), 0, 1, [copy(1)], "{}")
     assert path is not None
     os.utime(path, ns=(1, 1_700_000_000_123_456_789))
-    content = files.content_of(path)
+    stamp = files.stamp_of(path)
     with path.open("rb") as file:
         for each in (path, file):
-            os.utime(path, ns=(1, content.modified))
+            os.utime(path, ns=(1, stamp.modified))
             files.touch(each)
             assert path.stat().st_atime > 1_700_000_000
-            assert files.content_of(path) == files.content_of(file) == content
+            assert files.stamp_of(path) == files.stamp_of(file) == stamp
 
 
 @pytest.mark.parametrize("how", ["cut", "changed", "gone"])

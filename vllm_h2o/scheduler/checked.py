@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vllm_h2o import files
-from vllm_h2o.files import Content
+from vllm_h2o.files import Stamp
 
 NUM_THREADS = 4
 """Most files that are checked at once."""
@@ -30,7 +30,7 @@ class CheckedFiles:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "kv-policy-check")
-        self._checks: dict[Path, tuple[Content, Future[Content | None]]] = {}
+        self._checks: dict[Path, tuple[Stamp, Future[Stamp | None]]] = {}
         self._opened: dict[tuple[Path, ...], tuple[Names, ExitStack]] = {}
         self._read: dict[Names, ExitStack] = {}
         descriptors = Path(f"/proc/{os.getpid()}/fd")
@@ -42,20 +42,26 @@ class CheckedFiles:
         return sum(map(len, (*(names for names, _ in self._opened.values()), *self._read)))
 
     def is_whole(self, path: Path) -> bool | None:
-        """Whether a file is as it was written; None: its check has begun, or goes on."""
+        """Whether a file is as it was written; None: its check has begun, or goes on.
+
+        A file that could not be read is checked anew when it is asked for again.
+        """
         try:
-            content = files.content_of(path)
+            stamp = files.stamp_of(path)
         except OSError:
             self._checks.pop(path, None)
             return False
         begun, check = self._checks.get(path, (None, None))
         if check is not None and not check.done():
             return None
-        if check is not None and check.result() == content:
-            return True
-        if begun == content:
+        if check is not None and check.exception():
+            del self._checks[path]
             return False
-        self._checks[path] = content, self._threads.submit(files.check, path)
+        if check is not None and check.result() == stamp:
+            return True
+        if begun == stamp:
+            return False
+        self._checks[path] = stamp, self._threads.submit(files.check, path)
         return None
 
     def wait(self, seconds: float) -> None:
@@ -82,15 +88,14 @@ class CheckedFiles:
                     return None
             except OSError:
                 return None
-            for file in found:
-                files.touch(file)
             names = tuple(map(self._name, found))
             self._opened[tuple(paths)] = names, stack.pop_all()
             return names
 
     def _was_checked(self, path: Path, file: BinaryIO) -> bool:
         _, check = self._checks.get(path, (None, None))
-        return check is not None and check.done() and check.result() == files.content_of(file)
+        is_read = check is not None and check.done() and not check.exception()
+        return check is not None and is_read and check.result() == files.stamp_of(file)
 
     def _name(self, file: BinaryIO) -> str:
         """The name by which other processes open a file; where there is no /proc, its own."""
@@ -103,8 +108,10 @@ class CheckedFiles:
             read: names of the files that the step reads.
 
         """
-        for names, stack in self._opened.values():
+        for paths, (names, stack) in self._opened.items():
             if names in read:
+                for path in paths:
+                    files.touch(path)
                 self._read.setdefault(names, ExitStack()).callback(stack.close)
             else:
                 stack.close()
@@ -116,10 +123,11 @@ class CheckedFiles:
             if isinstance(names, tuple) and names in self._read:
                 self._read.pop(names).close()
 
-    def forget(self, paths: Iterable[Path]) -> None:
-        """Forget files that are gone."""
-        for path in paths:
-            self._checks.pop(path, None)
+    def forget(self, places: Container[str]) -> None:
+        """Forget the checks of files that are gone, by their names' beginning."""
+        for path in list(self._checks):
+            if f"{path.parent}/{path.name.partition('.')[0]}" in places:
+                del self._checks[path]
 
     def shut_down(self) -> None:
         """Begin no more checks, because the engine ends."""

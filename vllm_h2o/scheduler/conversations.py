@@ -237,6 +237,8 @@ class Conversations:
     def is_checking(self, request: Request, budget: Budget) -> bool:
         """Whether files from which a request would continue are being checked.
 
+        What vLLM's prefix cache has of its tokens is not known yet: it may have enough of them.
+
         Args:
             request: a request that holds nothing.
             budget: its own, or the engine's.

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 
 import vllm
@@ -104,16 +103,18 @@ class Folder:
         self.unwritten: dict[str, str] = {}
         self._saved: dict[str, Saved] = {}
         self._found: dict[str, list[list[Path]]] = {}
-        self._seen: set[Path] = set()
-        self._unread: deque[Path] = deque()
+        self._seen: set[str] = set()
+        self._unread: deque[str] = deque()
         self._named: set[str] = set()
         self._changed = self._seen_until = 0
         self._reads, self._is_read = True, False
+        self._has_looked = False
 
     def read(self) -> Iterator[Kept]:
         """Read what is there when the engine starts; the log says how much, and what it is not."""
         num_kept = 0
         self.look()
+        self._has_looked = False
         for kept in self.read_new():
             num_kept += 1
             yield kept
@@ -125,12 +126,16 @@ class Folder:
     def look(self) -> Set[str]:
         """See what is new in the folder, and what is gone, unless the folder is as it was.
 
-        A file's system may tell times apart by some milliseconds only.
+        A file's system may tell times apart by some milliseconds only. A large folder takes
+        milliseconds, so a step looks once, however many requests ask.
 
         Returns:
             Places of the prompts whose files are gone.
 
         """
+        if self._has_looked:
+            return frozenset()
+        self._has_looked = True
         try:
             changed = self._path.stat().st_mtime_ns
         except OSError:
@@ -138,23 +143,29 @@ class Folder:
         if changed == self._changed and changed < self._seen_until:
             return frozenset()
         self._changed, self._seen_until = changed, time.time_ns() - COARSE_NS
-        own = files.of_worker(str(self._path / "*"), 0, self._num_workers)
-        known = {*map(_place, self._seen), *self._named}
-        gone = known.difference(map(_place, own), self.unwritten.values())
+        own = files.names(self._path, 0, self._num_workers)
+        known = {*map(self._place, self._seen), *self._named}
+        gone = known.difference(map(self._place, own), self.unwritten.values())
         self._named -= gone
         for place in gone:
-            self.checked.forget(chain(*self._found.pop(place, ())))
-        self._unread += [path for path in own if path not in self._seen] if self._reads else []
-        self._seen = set(own)
+            self._found.pop(place, None)
+        self.checked.forget(gone)
+        self._unread += sorted(own - self._seen) if self._reads else []
+        self._seen = own
         return gone
+
+    def _place(self, name: str) -> str:
+        """Where the files are, of which one has this name."""
+        return f"{self._path}/{name.partition('.')[0]}"
 
     def read_new(self) -> Iterator[Kept]:
         """Read what others have written since the last :meth:`look`."""
         while self._unread:
-            path = self._unread.popleft()
-            if _place(path) in self._named:
+            name = self._unread.popleft()
+            place = self._place(name)
+            if place in self._named:
                 continue
-            if kept := _kept(path, self._made_by):
+            if kept := _kept(self._path / name, place, self._made_by):
                 yield kept
             elif self._is_read:
                 logger.warning_once("%s: a file is of %s", self._path, OTHERS)
@@ -205,6 +216,8 @@ class Folder:
         while not all(map(self._is_written, places)) and time.monotonic() < until:
             time.sleep(0.001)
         self._forget(places)
+        for place in places:  # checked before it is asked for
+            self.is_whole(place)
 
     def _forget(self, places: Container[object]) -> None:
         for request in [r for r, place in self.unwritten.items() if place in places]:
@@ -255,8 +268,9 @@ class Folder:
         return self.checked.open(paths) if len(paths) == self._num_workers else None
 
     def keep_open(self, continued: Mapping[str, Continuation]) -> None:
-        """Hold open what a step reads until it has ended, and nothing else."""
+        """Hold open what a step reads until it has ended, and nothing else; the next looks anew."""
         self.checked.keep({each.place for each in continued.values()})
+        self._has_looked = False
 
     def forget(self) -> None:
         """Have nothing written that is not written yet, and read no more of what others write."""
@@ -329,11 +343,7 @@ def _unknown(model: ModelConfig) -> ConfigError:
     )
 
 
-def _place(path: Path) -> str:
-    return str(path.parent / path.name.split(".")[0])
-
-
-def _kept(path: Path, made_by: str) -> Kept | None:
+def _kept(path: Path, place: str, made_by: str) -> Kept | None:
     """The prompt of a file; None where another engine, or something else, has written it."""
     try:
         with safe_open(path, framework="numpy") as file:
@@ -344,6 +354,6 @@ def _kept(path: Path, made_by: str) -> Kept | None:
         turn = Left(**turn | {"prompt": tuple(turn["prompt"])})
         if len(tokens) != turn.logical_len:
             return None
-        return Kept(_place(path), tokens, said["salt"], Budget(**said["budget"]), turn)
+        return Kept(place, tokens, said["salt"], Budget(**said["budget"]), turn)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None

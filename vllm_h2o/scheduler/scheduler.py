@@ -197,13 +197,13 @@ class HeavyHitterScheduler(CutsChunks, WaitsForChecks):
         if self._pause_state != PauseState.UNPAUSED:
             return
         room = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
-        num_tokens = 0
+        num_tokens, adapters = 0, self._adapters_at_work()
         # vLLM keeps these free when it admits a request beside others.
         kept_free = self.kv_cache_manager.watermark_blocks if self.running else 0
-        adapters = self._adapters_at_work()
         ready = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         every = chain(self.kv_holding_waiting, self.waiting)
-        for request in islice((r for r in every if r.status in ready), max(room, 0)):
+        asking = (r for r in every if r.status in ready and r.request_id not in self.checking)
+        for request in islice(asking, max(room, 0)):
             if num_tokens >= self.max_num_scheduled_tokens:
                 return
             adapter = request.lora_request and request.lora_request.lora_int_id

@@ -8,7 +8,9 @@ one whose grammar is being compiled: it keeps its place in the queue, and others
 from __future__ import annotations
 
 import time
+from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_h2o.scheduler.answers import AnswersLate
@@ -21,11 +23,27 @@ IDLE = 0.005
 
 
 class WaitsForChecks(AnswersLate):
-    """vLLM's scheduler, which passes over requests whose files are being checked."""
+    """vLLM's scheduler, which passes over requests whose files are being checked.
+
+    Attributes:
+        checking: ids of the requests that were passed over in the last step.
+
+    """
 
     ledger: Ledger
     block_manager: HeavyHitterManager
     conversations: Conversations | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.checking: set[str] = set()
+        # Replicas may step together: one that waits holds up the others.
+        self._steps_alone = self.vllm_config.parallel_config.data_parallel_size == 1
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step."""
+        self.checking.clear()
+        return super().schedule(*args, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether a request may be admitted now. Where no other is there, its check is waited for.
@@ -36,10 +54,12 @@ class WaitsForChecks(AnswersLate):
             return False
         if self.folder is None or request.num_computed_tokens:
             return True
-        until = time.monotonic() + (IDLE if not self.running and len(self.waiting) == 1 else 0)
+        is_last = self._steps_alone and not self.running and len(self.waiting) == 1
+        until = time.monotonic() + (IDLE if is_last else 0)
         while self._is_checking(request):
             left = until - time.monotonic()
             if left <= 0:
+                self.checking.add(request.request_id)
                 return False
             self.folder.checked.wait(left)
         return True
