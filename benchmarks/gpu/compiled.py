@@ -59,7 +59,7 @@ CACHE = {"key_pages", "value_pages", "key_type", "kept_key", "kept_value"}
 FLOAT = {
     "score_pages", "logits_ptr", "partial_out_ptr", "partial_max_sum_ptr",
     "lse_ptr", "lowest_ptr", "kept_score", "old_scores", "mass_pages", "nearest_ptr", "sink_ptr",
-    "without_pages", "kept_without", "cuts_ptr", "turns_ptr",
+    "without_pages", "kept_without", "cuts_ptr", "rope_ptr",
 }  # fmt: skip
 INT = {
     "position_pages", "block_table_ptr", "victims_ptr", "survivors_ptr", "first_rows_ptr",

@@ -195,10 +195,12 @@ def check_prompt(
     tensors = step_tensors(size, size.tokens, device)
     expected = exact_tensors(tensors)
     kernels = make(size, device, attention)
-    kernels.prefill(cache, chunks, tensors, Scoring())
+    lse = kernels.prefill(cache, chunks, tensors, Scoring())
     TorchKernels().prefill(twin, chunks, expected, Scoring())
     yield from _compare(cache, twin, tensors.out, expected.out, size)
+    tensors = replace(tensors, lse=lse)
     for what, term in TERMS.items():
+        twin.score.copy_(cache.score)
         seen = asked(size, chunks, term)
         kernels.score_term(cache, seen, tensors, term, by_age=True)
         TorchKernels().score_term(twin, seen, expected, term, by_age=True)

@@ -35,7 +35,7 @@ from vllm_h2o.kernels.triton.sizes import (
 )
 
 HELD = 0.5
-"""Share of a device's cache that holds what is told to stay: of two halves each may have a copy."""
+"""Share of a device's cache that holds what is told to stay: each half of it may keep a copy."""
 SCORE_TILE = 1.1e-6
 """Seconds in which a program scores 512 slots: loads of logits, scores and positions, one after the
 other."""

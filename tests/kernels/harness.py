@@ -41,9 +41,17 @@ NUM_PADDING = 3
 """Rows of tokens after those of the batch, as a captured graph has them."""
 
 
-def rope_of(head_size: int) -> Rope:
-    """Stand in for a layer's rotary embedding: quarter turns, exact in any dtype."""
-    quarters = torch.arange(1, 1001)[:, None] * torch.arange(1, head_size // 4 + 1) % 4
+def rope_of(head_size: int, num_positions: int = 1000, size: int | None = None) -> Rope:
+    """Stand in for a layer's rotary embedding: quarter turns, exact in any dtype.
+
+    Args:
+        head_size: D.
+        num_positions: rows of its table.
+        size: elements that are rotated; None: half of a head.
+
+    """
+    pairs = torch.arange(1, (size or head_size // 2) // 2 + 1)
+    quarters = torch.arange(1, num_positions + 1)[:, None] * pairs % 4
     cos, sin = torch.tensor([1.0, 0.0, -1.0, 0.0]), torch.tensor([0.0, 1.0, 0.0, -1.0])
     return Rope(torch.cat([cos[quarters], sin[quarters]], dim=1), is_neox=head_size % 32 == 0)
 
@@ -244,7 +252,8 @@ class Layer:
         sinks = torch.linspace(-1.0, 4.0, sizes[0]) if shape.has_sinks else None
         with set_current_vllm_config(self.config):
             impl = HeavyHitterImpl(*sizes, kv_cache_dtype=named(shape.float8), sinks=sinks)
-        impl.splits_layers, impl.rope = shape.num_layers > 1, rope_of(shape.head_size)
+        rope = rope_of(shape.head_size)
+        impl.splits_layers, impl.rope = shape.num_layers > 1, lambda: rope
         impl.take_scales(self)
         scales = dict(zip(("_k_scale_float", "_v_scale_float"), shape.scales, strict=True))
         own = self.kv_cache[:, shape.heads(layer)]

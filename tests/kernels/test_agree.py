@@ -200,6 +200,27 @@ def test_term_scores_equal_torch(make: Callable[[Shape], Kernels], name: str, sh
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("num_positions", [45, 95, 400], ids=["nowhere", "in part", "all"])
+def test_queries_rotate_as_far_as_positions_reach(
+    make: Callable[[Shape], Kernels], num_positions: int
+) -> None:
+    """Whole heads, of chunks whose ends lie before the last position, and far past it."""
+    term, by_age = TERMS["rotated, blocks"]
+    chunks, owned = asked_chunks(SHAPE, term)
+    rope = rope_of(SHAPE.head_size, num_positions, SHAPE.head_size)
+    reached = {rope.reach(chunk.shift, chunk.logical_end) for chunk in chunks}
+    assert len(reached - {0}) > (num_positions > 45)
+    theirs = filled(SHAPE, owned + 1, seed=8)
+    number(theirs, chunks)
+    ours = copied(theirs, SHAPE)
+    query = torch.randn(140, 6, 64)
+    tensors = StepTensors(query, query, query, query, 0.2, rope=rope)
+    for kernels, cache in ((TorchKernels(), theirs), (make(SHAPE), ours)):
+        kernels.score_term(cache, chunks, tensors, term, by_age)
+    same(ours, theirs, owned)
+
+
+@pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)
 def test_a_rope_that_rotates_nothing(make: Callable[[Shape], Kernels]) -> None:
     """As of a model whose states alone know positions: as if queries were rotated already."""
     term, by_age = TERMS["rotated, blocks"]

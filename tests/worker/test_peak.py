@@ -17,7 +17,9 @@ from vllm.platforms import current_platform
 
 from tests.kernels.harness import LAYER_NAME, Shape, vllm_config
 from tests.tiny_models import engine_config, folder
+from vllm_h2o.kernels.programs import left_bytes, most_programs
 from vllm_h2o.kernels.triton import moving
+from vllm_h2o.kernels.triton.kernels import PROCESSORS, TritonKernels
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy.h2o import H2O
 from vllm_h2o.policy.h2o2 import COMBINED
@@ -143,6 +145,16 @@ def test_the_largest_budget(tmp_path: Path, asked: int | float | None, slots: in
     )
     found = Peak.of(config, KVPolicyConfig.required(config))
     assert (found.shared_len, found.rotates, found.reads_again) == (slots, True, False)
+
+
+def test_programs_leave_what_is_counted() -> None:
+    """As many bytes as the kernels allocate, but for one number of each request and KV head."""
+    kernels = TritonKernels(torch.device("cpu"), 8, 6, 2, 64)
+    buffers = (
+        kernels._partial_out, kernels._partial_max_sum, kernels._nearest, *kernels._candidates[:2]
+    )  # fmt: skip
+    allocated = sum(buffer.nbytes for buffer in buffers)
+    assert allocated == left_bytes(most_programs(PROCESSORS, 8, 2), 3, 64)
 
 
 LEFT = 10**9 - 4 * (792 + 8 * 2) * (3 * 66 + 5) - 4 * 8 * 250 - (16 << 20)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts programs of a decode step on a GPU, and the bytes that each leaves for others.
+"""Counts programs of a decode step on a GPU, and the bytes of what each hands to the next launch.
 
 Pure Python: the kernels allocate so much, and the engine counts it before it makes pages.
 """
@@ -21,7 +21,7 @@ def most_programs(num_processors: int, max_requests: int, num_kv_heads: int) -> 
 
 
 def left_bytes(num_programs: int, group: int, head_size: int) -> int:
-    """Bytes that programs leave: means of V, largest logits and sums, nearest keys, candidates.
+    """Bytes of means of V, largest logits and sums; of nearest keys and of candidates for eviction.
 
     Args:
         num_programs: of a batch.
@@ -29,4 +29,5 @@ def left_bytes(num_programs: int, group: int, head_size: int) -> int:
         head_size: D.
 
     """
-    return 4 * num_programs * (group * (head_size + 2) + 2 + 3)
+    of_group, nearest, candidate = group * (head_size + 2), 2, 3
+    return 4 * num_programs * (of_group + nearest + candidate)

@@ -82,7 +82,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.kinds = (config.splits, config.merges, config.keeps_scores)
         self.splits_layers = config.splits_layers
         self.float8, self.scales = DTYPES.get(kv_cache_dtype), (1.0, 1.0)
-        self.rope: Rope | None = None
+        self.rope: Callable[[], Rope] | None = None
         self.rope_back: Rope | None = None
         self.watch: Watch | None = None
         self._cache: tuple[weakref.ref[torch.Tensor], LayerCache] | None = None
@@ -125,7 +125,8 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         if self.float8 is not None:
             self.take_scales(layer)
         cache, name = self.cache_of(kv_cache), str(layer.layer_name)
-        own = (self.scale, self.sink_logits, attn_metadata.layer_index[name], self.rope)
+        rope = None if self.rope is None else self.rope()  # vLLM may have made another table
+        own = (self.scale, self.sink_logits, attn_metadata.layer_index[name], rope)
         tensors = StepTensors(query, key, value, output, *own)
         if attn_metadata.reading is not None:
             self._reread(cache, attn_metadata.reading, name, tensors)

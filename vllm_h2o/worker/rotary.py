@@ -5,6 +5,7 @@ pass; keys to earlier ones, where positions roll."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def bind(model: torch.nn.Module, model_type: str, is_hybrid: bool = False) -> No
     """
     if is_hybrid and not any("Rotary" in type(module).__name__ for module in model.modules()):
         for _, impl, _ in rotaries(model):
-            impl.rope = NOWHERE
+            impl.rope = lambda: NOWHERE
         return
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     slides = any(layer.sliding_window is not None for layer in layers)
@@ -159,7 +160,7 @@ def bind(model: torch.nn.Module, model_type: str, is_hybrid: bool = False) -> No
             )
             return
     for _, impl, found in found_all:
-        impl.rope = rope_of(found[0])
+        impl.rope = partial(rope_of, found[0])
 
 
 def num_positions(model: torch.nn.Module) -> int:
@@ -186,7 +187,7 @@ def _adds_up(rotary: RotaryEmbeddingBase) -> bool:
     return bool((cos == 1).all() and (sin == 0).all())
 
 
-class BindsRopeShift:
+class BindsRopes:
     """Mixed into vLLM's worker class: finds what rotates queries, or keys, where something does.
 
     Attributes:

@@ -12,7 +12,7 @@ from vllm_h2o.plugin import activate
 from vllm_h2o.worker.backend import HeavyHitterBackend
 from vllm_h2o.worker.peak import for_pages
 from vllm_h2o.worker.recorder import RecordsPages
-from vllm_h2o.worker.rotary import BindsRopeShift
+from vllm_h2o.worker.rotary import BindsRopes
 from vllm_h2o.worker.seeds import KeepsSeeds
 from vllm_h2o.worker.step import PublishesSteps
 
@@ -24,7 +24,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-class HeavyHitterWorker(RecordsPages, BindsRopeShift, PublishesSteps, KeepsSeeds, PlatformWorker):
+class HeavyHitterWorker(RecordsPages, BindsRopes, PublishesSteps, KeepsSeeds, PlatformWorker):
     """vLLM's worker, which publishes each step's plan while it runs, and records on demand."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -138,7 +138,7 @@ def attend(
     block_table_ptr,
     fields_ptr,
     sink_ptr,  # [Hq], or [T, Hq], float32; read when HAS_SINKS
-    turns_ptr,  # [num_positions, ROTATED]: see rope.py; read when ROTATED
+    rope_ptr,  # [num_positions, ROTATED]: see rope.py; read when ROTATED
     out_ptr,  # [T, Hq, D]: written when ATTENDS; when ROTATED: queries, rotated
     lse_ptr,  # [Hq, T], float32: written
     scale,
@@ -191,7 +191,7 @@ def attend(
         shift = tl.minimum(tl.load(fields + SHIFT * num_chunks), num_positions - end)
         query = rotated(
             query, query_ptr, token, query_mask, head, dim, query_stride,
-            turns_ptr + tl.maximum(shift, 0).to(tl.int64) * ROTATED, D, ROTATED, IS_NEOX,
+            rope_ptr + tl.maximum(shift, 0).to(tl.int64) * ROTATED, D, ROTATED, IS_NEOX,
         )  # fmt: skip
         rotated_ptrs = out_ptr + (token * out_stride)[:, None] + head * D + dim[None, :]
         tl.store(rotated_ptrs, query, mask=query_mask[:, None] & (dim < D)[None, :])

@@ -104,7 +104,7 @@ def rotated(
     cos = tl.load(turn_ptr + pair, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(turn_ptr + half + pair, mask=turns, other=0.0).to(tl.float32)
     sin = tl.where(is_first, -sin, sin)
-    # Elements that are not rotated have none; those of padding may not be read.
+    # Of an element that is not rotated nothing is read.
     other = tl.where(turns, other, D)
     partner = load_head(query_ptr, token, live, head, other, query_stride, D)
     turned = query.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]
