@@ -22,6 +22,7 @@ from vllm_h2o.kernels.split import pack_layer
 from vllm_h2o.kernels.strip import Strip
 from vllm_h2o.policy import Ranking, Term
 from vllm_h2o.wire import RequestPlan
+from vllm_h2o.worker.after_step import Packing
 from vllm_h2o.worker.attention import HeavyHitterImpl
 from vllm_h2o.worker.reconstruction import Reconstruction
 from vllm_h2o.worker.step import PublishesSteps, Step, current_step
@@ -123,6 +124,8 @@ class Oracle(Compared):
         tables = {chunk.tokens.start: chunk.block_table for chunk in metadata.prompts}
         for batch in metadata.decodes:
             tables |= dict(zip(batch.field("token").tolist(), batch.block_table, strict=True))
+        if isinstance(step.after.pack, Packing):  # a decode's table has no more than it reads
+            tables |= {chunk.tokens.start: chunk.block_table for chunk in step.after.pack.chunks}
         start = 0
         for request_id in self.order:
             plan = step.plan.requests[request_id]
