@@ -65,11 +65,10 @@ def check(path: Path) -> Stamp | None:
     return stamp if is_as_written else None
 
 
-def touch(file: Path | BinaryIO) -> None:
+def touch(path: Path) -> None:
     """Note in a file's time of access that it was asked for; its stamp stays."""
-    target = file if isinstance(file, Path) else file.fileno()
     with suppress(OSError):  # a file of another user
-        os.utime(target, ns=(time.time_ns(), stamp_of(file).modified))
+        os.utime(path, ns=(time.time_ns(), stamp_of(path).modified))
 
 
 def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
@@ -98,7 +97,7 @@ def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
 
 
 def names(folder: Path, rank: int, num_workers: int) -> set[str]:
-    """Find the names of all files of a worker in a folder."""
+    """Find the names of all files of a worker in a folder; raise OSError where it has no list."""
     of_worker = re.compile(rf"\.{rank}-of-{num_workers}\.{CHECKSUM}$")
     return set(filter(of_worker.search, os.listdir(folder)))
 

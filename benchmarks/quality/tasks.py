@@ -126,6 +126,21 @@ def commonsense(tokenizer: Tokenizer, count: int, shots: int = 10) -> Task:
     return Choices("commonsense", contexts, tail, answers, torch.tensor(right))
 
 
+@dataclass(frozen=True)
+class Output(Task):
+    """Long outputs: budgets are shares of contexts and tails, and a figure is a share."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a text in the end."""
+        return int(self.context.shape[1] + self.tail.shape[1])
+
+    @property
+    def decimals(self) -> int:
+        """A figure is a share."""
+        return 3
+
+
 def prose(tokenizer: Tokenizer, names: Sequence[str], count: int, length: int, tail: int) -> Task:
     """Windows of real texts, in the order of the texts: how does each go on?
 

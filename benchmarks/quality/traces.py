@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.quality.facts import encode
-from benchmarks.quality.tasks import NOUNS, Task
+from benchmarks.quality.tasks import NOUNS, Output, Task
 
 CONFIRMATION_SEED, DEVELOPMENT_SEED = 2, 1
 NAMES = f"""
@@ -88,8 +88,8 @@ KINDS: Mapping[str, Callable[[random.Random], Iterator[Piece]]] = {
 
 
 @dataclass(frozen=True)
-class Traces(Task):
-    """Traces, of which budgets are shares. ``answers`` is [W, S]: look-ups, from 0; -1 elsewhere.
+class Traces(Output):
+    """Traces. ``answers`` is [W, S]: look-ups, from 0; -1 elsewhere.
 
     Args:
         distances: [W, S], int64, in tokens, of each token of a look-up.
@@ -97,16 +97,6 @@ class Traces(Task):
     """
 
     distances: torch.Tensor
-
-    @property
-    def length(self) -> int:
-        """Tokens of a whole trace."""
-        return int(self.context.shape[1] + self.tail.shape[1])
-
-    @property
-    def decimals(self) -> int:
-        """A figure is a share."""
-        return 3
 
     @property
     def views(self) -> tuple[Task, ...]:

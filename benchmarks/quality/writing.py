@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.quality.tasks import Task, prose
+from benchmarks.quality.tasks import Output, prose
 
 GRAM = 4
 
@@ -31,7 +31,7 @@ def distinct_4_grams(tokens: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True)
-class Writing(Task):
+class Writing(Output):
     """Texts that are continued freely, past any end; ``tail`` says for how many tokens.
 
     Args:
@@ -45,16 +45,6 @@ class Writing(Task):
     def costs(self) -> bool:
         """False: more is better."""
         return False
-
-    @property
-    def length(self) -> int:
-        """Tokens of a text in the end."""
-        return int(self.context.shape[1] + self.tail.shape[1])
-
-    @property
-    def decimals(self) -> int:
-        """A figure is a share."""
-        return 3
 
     def figures(self, nats: torch.Tensor, first: torch.Tensor, slots: int) -> list[float]:
         """One for each text: different 4-grams over all of its output.

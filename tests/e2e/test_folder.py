@@ -71,6 +71,13 @@ def ask(llm: LLM, prompt: list[int] = QUESTION, **extra_args: Any) -> RequestOut
     return output
 
 
+def kept_and_asked(model: str, folder: Path) -> RequestOutput:
+    """The answer of an engine that keeps the document, and continues from it."""
+    with starts(model, folder) as llm:
+        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
+        return ask(llm)
+
+
 @pytest.mark.parametrize(("policy", "options", "args"), WHAT, ids=[f"{p} {o}" for p, o, _ in WHAT])
 def test_later_engine_answers_as_the_one_that_read_it(
     policy: str,
@@ -149,9 +156,7 @@ def test_file_that_is_removed_before_the_worker_reads_it_is_read(
     model: str, tmp_path: Path, any_length: pytest.MonkeyPatch
 ) -> None:
     """Token for token and bit for bit; whoever asks next computes the document anew."""
-    with starts(model, tmp_path) as llm:
-        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
-        first = ask(llm)
+    first = kept_and_asked(model, tmp_path)
     remove_once_scheduled(tmp_path, any_length)
     with starts(model, tmp_path) as llm:
         answer = ask(llm)
@@ -165,9 +170,7 @@ def test_requests_are_answered_while_a_file_is_checked(
     model: str, tmp_path: Path, any_length: pytest.MonkeyPatch
 ) -> None:
     """The check ends with the last of their steps; then the question is answered from the file."""
-    with starts(model, tmp_path) as llm:
-        generate(llm, [DOCUMENT], 1, extra_args=KEPT)
-        first = ask(llm)
+    first = kept_and_asked(model, tmp_path)
     may_end, checksum, schedule = threading.Event(), files.checksum, HeavyHitterScheduler.schedule
     running: list[set[str]] = []
 

@@ -59,6 +59,13 @@ def keep(talking: Talking, tenant: Tenant = TENANTS[0]) -> list[int]:
     return text
 
 
+def after_another(folder: Path) -> tuple[WithFiles, list[int]]:
+    """An engine that starts after another, and the text that the other one has kept."""
+    first = talk(folder)
+    text = keep(first)
+    return talk(folder, after=first), text
+
+
 def found(talking: Talking, text: list[int], tenant: Tenant = TENANTS[0]) -> int:
     """Tokens from files with which a request begins."""
     request_id = talking.say(text, 1, tenant)
@@ -273,9 +280,7 @@ def test_others_go_on_while_a_file_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Running requests, and those behind it in the queue; then it continues from the file."""
-    first = talk(tmp_path)
-    text = keep(first)
-    later = talk(tmp_path, after=first)
+    later, text = after_another(tmp_path)
     running = later.say(range(500, 520), 30, TENANTS[1])
     later.step()
     looks, names = list[object](), files.names
@@ -309,9 +314,7 @@ def test_step_without_others_waits_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that an abort is not late; the check may end after it, and serves the next request."""
-    first = talk(tmp_path)
-    text = keep(first)
-    later = talk(tmp_path, after=first)
+    later, text = after_another(tmp_path)
     with slow_checks(monkeypatch):
         waiting = later.say([*text, 1], 2, TENANTS[0])
         begun = time.monotonic()
@@ -328,9 +331,7 @@ def test_reset_lets_a_request_go_that_waits_for_a_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is computed anew."""
-    first = talk(tmp_path)
-    text = keep(first)
-    later = talk(tmp_path, after=first)
+    later, text = after_another(tmp_path)
     with slow_checks(monkeypatch):
         waiting = later.say([*text, 1], 2, TENANTS[0])
         assert later.step().total_num_scheduled_tokens == 0
@@ -344,9 +345,7 @@ def test_file_that_is_gone_or_cut_after_its_check_has_begun_is_not_used(
 ) -> None:
     """The request that waits for it is computed anew."""
     for lose in (Path.unlink, lambda path: os.truncate(path, 9)):
-        first = talk(tmp_path)
-        text = keep(first)
-        later = talk(tmp_path, after=first)
+        later, text = after_another(tmp_path)
         with slow_checks(monkeypatch):
             waiting = later.say([*text, 1], 2, TENANTS[0])
             assert later.step().total_num_scheduled_tokens == 0
@@ -358,9 +357,7 @@ def test_file_that_is_gone_or_cut_after_its_check_has_begun_is_not_used(
 
 def test_file_that_is_removed_once_its_step_is_scheduled_is_read(tmp_path: Path) -> None:
     """The pool reads it as a worker does; then it is closed, and the next request finds nothing."""
-    first = talk(tmp_path)
-    text = keep(first)
-    later = talk(tmp_path, after=first)
+    later, text = after_another(tmp_path)
     later.pool.start = lambda: [path.unlink() for path in tmp_path.iterdir()]
     assert found(later, [*text, 1]) == 35
     assert list(tmp_path.iterdir()) == [] and later.checked.num_open == 0

@@ -69,6 +69,11 @@ class StepTensors:
     rope: Rope | None = None
     lse: torch.Tensor | None = None
 
+    def rotates(self, term: Term | None) -> Rope | None:
+        """Name what rotates the queries of a term; None: nothing does."""
+        is_rotated = term is not None and term.queries == "rotated"
+        return self.rope if is_rotated and self.rope and self.rope.size else None
+
 
 DECODE_FIELDS = (
     "token",

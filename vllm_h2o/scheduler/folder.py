@@ -137,13 +137,13 @@ class Folder:
             return frozenset()
         self._has_looked = True
         try:
-            changed = self._path.stat().st_mtime_ns
+            changed, now = self._path.stat().st_mtime_ns, time.time_ns()
+            if changed == self._changed and changed < self._seen_until:
+                return frozenset()
+            own = files.names(self._path, 0, self._num_workers)
         except OSError:
             return frozenset()
-        if changed == self._changed and changed < self._seen_until:
-            return frozenset()
-        self._changed, self._seen_until = changed, time.time_ns() - COARSE_NS
-        own = files.names(self._path, 0, self._num_workers)
+        self._changed, self._seen_until = changed, now - COARSE_NS
         known = {*map(self._place, self._seen), *self._named}
         gone = known.difference(map(self._place, own), self.unwritten.values())
         self._named -= gone

@@ -13,12 +13,7 @@ import torch
 
 from vllm_h2o.kernels.batch import PromptChunk, StepTensors
 from vllm_h2o.kernels.cache import LayerCache, first_slots
-from vllm_h2o.kernels.torch.prefill import (
-    add_to_scores,
-    chunk_slots,
-    probabilities,
-    tiles,
-)
+from vllm_h2o.kernels.torch.prefill import add_to_scores, chunk_slots, probabilities, tiles
 from vllm_h2o.policy import Term
 
 
@@ -67,8 +62,8 @@ def rotated(chunks: Sequence[PromptChunk], tensors: StepTensors, term: Term) -> 
         term: any.
 
     """
-    rope, query = tensors.rope, tensors.query
-    if term.queries != "rotated" or rope is None:
+    rope, query = tensors.rotates(term), tensors.query
+    if rope is None:
         return tensors
     found = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for chunk in chunks:

@@ -205,10 +205,10 @@ class TritonKernels(RareStages):
         """All chunks in one launch of each kernel; of a window term attention has had the first."""
         self._check_heads(cache, tensors.query)
         if term.queries != "window" or tensors.lse is None:
-            query, rope = tensors.query, tensors.rope if term.queries == "rotated" else None
-            if rope is not None and rope.size:
+            query = tensors.query
+            if tensors.rotates(term):
                 query = torch.empty(query.shape, dtype=query.dtype, device=self.device)
-            lse = self._attend(cache, chunks, replace(tensors, out=query, rope=rope), term)
+            lse = self._attend(cache, chunks, replace(tensors, out=query), term)
             tensors = replace(tensors, query=query, lse=lse)
         self._add_scores(cache, chunks, tensors, term, by_age)
 
@@ -241,8 +241,8 @@ class TritonKernels(RareStages):
         Then queries that are rotated are written to ``tensors.out``.
         """
         sent, query, out = self._sent(chunks), tensors.query, tensors.out
-        rope = tensors.rope if term else None
-        turns = rope.table if rope is not None and rope.size else self._partial_max_sum
+        rope = tensors.rotates(term)
+        turns = rope.table if rope else self._partial_max_sum
         by_query, _ = self._prompt_options(cache, query)
         key_scale, value_scale = cache.scales
         sinks, has_sinks = self._sinks(tensors.sink_logits, query.shape[0] if term else None)
