@@ -78,8 +78,10 @@ RELIED_UPON: tuple[Symbol, ...] = (
     ),
     Symbol(f"{_MANAGER}.add_local_computed_blocks", "327a7998ba35"),
     Symbol(f"{_MANAGER}.cache_blocks", {"0.32": "9b9881457015", "0.33": "d474d54eb43c"}),
-    # A page of an entry is free, among the last in the queue; who left it there is told when it is
-    # taken, and when the cache is reset.
+    # A request hands out the pages of all groups here; first some stay as an entry. A page of an
+    # entry is free, among the last in the queue; who left it there is told when it is taken, and
+    # when the cache is reset.
+    Symbol(f"{_SCHEDULER}._free_request_blocks", "3a597b7813c9"),
     Symbol("vllm.v1.core.block_pool:BlockPool.unpin_blocks", "cd5c074640f4"),
     Symbol("vllm.v1.core.block_pool:BlockPool._notify_reuse", "a3c83fbeba8f"),
     Symbol("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "df67f9d983f2"),

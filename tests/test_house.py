@@ -47,6 +47,7 @@ IMPORTED_BY_NO_TEST = {
     "vllm_h2o.policy.base": "every policy is one of its class; tests/policy builds others",
     "vllm_h2o.scheduler.integrity": "tests/scheduler/harness.py runs it after every step",
     "vllm_h2o.scheduler.stats": "tests/scheduler/test_stats.py asks the scheduler",
+    "vllm_h2o.scheduler.turns": "tests/scheduler/test_tenants.py plays its requests",
     "vllm_h2o.worker.prompts": "tests/worker/test_metadata.py builds its chunks",
     "vllm_h2o.worker.worker": "every engine runs it; tests/e2e/test_windows.py has pages cleared",
     "vllm_h2o.pages": "every count of pages goes through it",

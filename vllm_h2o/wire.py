@@ -177,8 +177,9 @@ class Continuation:
     """The copy of an earlier request's cache with which a request begins, before a step.
 
     Args:
-        source: ids of the earlier request's blocks; none where the copy is elsewhere.
-        blocks: ids of the request's own first blocks.
+        source: ids of the earlier request's blocks, and then one of each group of layers with
+            states; none where the copy is elsewhere.
+        blocks: ids of the request's own first blocks, and then those of its states.
         num_slots: slots in use; every slot holds a token, unless heads share them.
         restored_end: from now on the tokens [0, restored_end), a prompt's, are ranked without the
             term whose lifetime is over. 0: nothing changes.
@@ -203,7 +204,7 @@ class Saved:
 
     Args:
         place: its number in host memory; a text: the beginning of its files' names, see files.py.
-        source: ids of the blocks.
+        source: ids of the blocks, and then those of its states.
         num_used: slots in use of each KV head: what is in later ones is not copied. 0: heads share
             them, and use all.
         header: of the files.

@@ -99,3 +99,21 @@ def converse(
             text += [*output.outputs[0].token_ids, *own_text(100 * turn + index, num_new)]
         said.append(generate(llm, texts, max_tokens, **params))
     return said
+
+
+def in_pieces(
+    llm: LLM, prompt: list[int], ends: Sequence[int], fill: int = 0, **extra_args: Any
+) -> list[tuple[int, float]]:
+    """An answer of 40 tokens by requests, of which the first ones end after so many tokens.
+
+    Each is followed by another request with a prompt of ``fill`` tokens, if that is not 0.
+    """
+    said: list[tuple[int, float]] = []
+    for start, end in zip((0, *ends), (*ends, 40), strict=True):
+        text = [*prompt, *(token for token, _ in said)]
+        (output,) = generate(llm, [text], end - start, logprobs=1, extra_args=extra_args)
+        assert output.num_cached_tokens == (len(text) - 1 if start else 0)
+        said += likely(output)
+        if fill:
+            generate(llm, [own_text(2 + start, fill)], 2)
+    return said

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import LLM
 
 from tests.e2e import ranks
-from tests.e2e.conversations import likely, own_text, talkative
-from tests.e2e.harness import engine, generate, shrink_terms
+from tests.e2e.conversations import in_pieces, own_text, talkative
+from tests.e2e.harness import engine, shrink_terms
 
 SMALL = {"block_size": 16, "num_gpu_blocks_override": 200, "max_num_batched_tokens": 128}
-NUM_TOKENS = 40
 WHAT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("h2o", {}),
     ("h2o", {"kernels": "torch"}),
@@ -31,24 +28,6 @@ WHAT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("streaming", {"prefix_caching": True}),
     ("snapkv", {"observation_window": 4, "prefix_caching": True}),
 )
-
-
-def in_pieces(
-    llm: LLM, prompt: list[int], ends: Sequence[int], fill: int = 0, **extra_args: Any
-) -> list[tuple[int, float]]:
-    """An answer by requests, of which the first ones end after so many tokens.
-
-    Each is followed by another request with a prompt of ``fill`` tokens, if that is not 0.
-    """
-    said: list[tuple[int, float]] = []
-    for start, end in zip((0, *ends), (*ends, NUM_TOKENS), strict=True):
-        text = [*prompt, *(token for token, _ in said)]
-        (output,) = generate(llm, [text], end - start, logprobs=1, extra_args=extra_args)
-        assert output.num_cached_tokens == (len(text) - 1 if start else 0)
-        said += likely(output)
-        if fill:
-            generate(llm, [own_text(2 + start, fill)], 2)
-    return said
 
 
 @pytest.mark.parametrize(("policy", "options"), WHAT, ids=[f"{p} {o}" for p, o in WHAT])

@@ -25,6 +25,13 @@ from tests.e2e.beside import (
     tiny_lfm2,
     tiny_zamba2,
 )
+from tests.e2e.conversations import (
+    ConversationOracle,
+    converse,
+    in_pieces,
+    own_text,
+    talkative,
+)
 from tests.e2e.harness import Probe, assert_same_tokens, engine, generate, token_ids
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.options.config import KVPolicyConfig
@@ -57,6 +64,65 @@ def test_what_is_kept(
     assert all(type(m) is MambaManager for m in probe.scheduler.other_groups.managers)
     assert probe.scheduler.other_groups.num_states == 3
     assert not said  # its second pass is not left out
+
+
+@pytest.mark.parametrize("tiny", [tiny_granite4, tiny_lfm2], ids=name)
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("h2o", {"eviction": "chunk"}),
+        ("h2o2", {"observation_window": 20, "split": "heads"}),
+        ("h2o2", {"observation_window": 20, "continuation": 1}),
+    ],
+    ids=name,
+)
+def test_conversations(
+    policy: str,
+    options: dict[str, Any],
+    tiny: Callable[[Path], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Turns begin with the states and the survivors of earlier ones; host memory keeps both."""
+    own, settings = talkative(monkeypatch, options), {**SETTINGS, "max_model_len": 400}
+    monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
+    on_host = "continuation" in options
+    if on_host:
+        settings["num_gpu_blocks_override"] = 1 + 22
+    model = tiny(tmp_path)
+    with monkeypatch.context() as patch, engine(model, policy, own, **settings) as llm:
+        probe = Probe(llm)
+        oracle = ConversationOracle(probe.scheduler).install(patch)
+        texts = [own_text(index, length) for index, length in enumerate((40, 63, 64, 90))]
+        lengths = [0] * 4
+        for turn in converse(llm, texts, turns=(0, 1, 30), max_tokens=21):
+            assert [output.num_cached_tokens for output in turn] == lengths
+            lengths = [len(output.prompt_token_ids or ()) + 21 - 1 for output in turn]
+        assert probe.num_free == probe.num_total
+        assert not on_host or probe.scheduler.conversations._on_host
+    assert oracle.num_turns == 4 * 3 * 2
+    assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
+    assert oracle.max_error < 1e-4
+
+
+@pytest.mark.parametrize("tiny", [tiny_granite4, tiny_lfm2, tiny_zamba2], ids=name)
+@pytest.mark.parametrize("where", ["pages", "host memory", "files"])
+def test_pieces_are_the_whole(
+    where: str, tiny: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that goes on where another ended, bit for bit, after pages were filled with NaN."""
+    continuation = {"pages": True, "host memory": 1}.get(where, str(tmp_path / "kept"))
+    own = talkative(monkeypatch, {"continuation": continuation, "observation_window": 20})
+    settings = {**SETTINGS, "num_gpu_blocks_override": 1 + 24}
+    prompt = own_text(1, 90)
+    others = {} if where == "pages" else {"fill": 240}
+    kept = {"kv_save": 1} if where == "files" else {}
+    with engine(tiny(tmp_path), "h2o2", own, **settings) as llm:
+        overwrite(llm, torch.nan)
+        whole = in_pieces(llm, prompt, ())
+        assert llm.reset_prefix_cache()
+        overwrite(llm, torch.nan)
+        assert in_pieces(llm, prompt, (1, 12, 30), **others, **kept) == whole
 
 
 def test_positions_that_roll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +260,6 @@ def test_pages_that_vllm_enlarges_are_checked(tmp_path: Path) -> None:
         ("snapkv", {}, {"enable_prefix_caching": True}, "prefix caching"),
         ("h2o2", {"score": "reconstruction"}, {}, "score=reconstruction"),
         ("h2o2", {"split": "layers"}, {}, "split=layers"),
-        ("h2o", {"continuation": True}, {}, "continuation=true"),
     ],
     ids=name,
 )

@@ -70,8 +70,8 @@ CONFLICTS: dict[str, set[str]] = {
     "merge": {"rolling", "continuation", "folder", "fp8"},
     "rolling": {"continuation", "folder", "prefix", "drafts", "sliding", "images", "mrope", "fp8"}
     | {"no_rotary"},
-    "continuation": {"basis", "drafts", "sliding", "states"},
-    "folder": {"basis", "drafts", "sliding", "states", "nodes"},
+    "continuation": {"basis", "drafts", "sliding"},
+    "folder": {"basis", "drafts", "sliding", "nodes"},
     "basis": {"slots"},
     "drafts": {"sliding", "states", "stages", "images", "mrope"},
 }

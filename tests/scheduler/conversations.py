@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -78,8 +77,9 @@ class ConversationPool(ShadowPool):
             self.texts[request_id] = list(self.requests[request_id].all_token_ids)
             self.packed[request_id] = (len(self.texts[request_id]),)
         plan = output.residency_plan
-        rows = {new.req_id: new.block_ids[0] for new in output.scheduled_new_reqs}
-        granted = (ids and ids[0] for ids in cached.new_block_ids)
+        own = len(self.others)
+        rows = {new.req_id: new.block_ids[own] for new in output.scheduled_new_reqs}
+        granted = (ids and ids[own] for ids in cached.new_block_ids)
         rows |= dict(zip(cached.req_ids, granted, strict=True))
         for saved in plan.saved:
             if isinstance(saved.place, str):
@@ -89,13 +89,18 @@ class ConversationPool(ShadowPool):
             self.host[saved.place] = self._in_pages(saved.source)
             self.chosen_on_host[saved.place] = self.chosen.get(saved.source[0], -1)
         read = {i: self._left(c, plan.requests[i]) for i, c in plan.continued.items()}
+        states = {i: self._states(each) for i, each in plan.continued.items()}
         chosen = {i: self._chosen(each) for i, each in plan.continued.items() if each.keeps_slots}
         self.victims |= chosen
         for number in plan.dropped:
             del self.host[number], self.chosen_on_host[number]
         for request_id, tokens in read.items():
             each = plan.continued[request_id]
-            assert list(each.blocks) == rows[request_id][: len(each.blocks)]
+            num_blocks = len(each.blocks) - own
+            assert list(each.blocks[:num_blocks]) == rows[request_id][:num_blocks]
+            for index, state in enumerate(states[request_id]):
+                block = each.blocks[num_blocks + index // self.block_size]
+                self.slots[block, index % self.block_size] = state
             for index, token in enumerate(tokens):
                 block = each.blocks[index // self.block_size]
                 self.slots[block, index % self.block_size] = token
@@ -121,17 +126,24 @@ class ConversationPool(ShadowPool):
             return self.chosen_on_host[place]
         return self.chosen.get(each.source[0], -1)
 
-    def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
-        """Tokens of slots before this step, of host memory or of a file that can be read."""
+    def _contents(self, each: Continuation) -> list[Any]:
+        """What slots hold before this step, or host memory, or a file that can be read."""
         if each.place is None:
-            tokens = self._in_pages(each.source)
-        elif isinstance(each.place, int):
-            tokens = self.host[each.place]
-        else:
-            (name,) = each.place
-            read(name)
-            tokens = self.host[place_of(each.place)]
-        tokens = tokens[: each.num_slots]
+            return self._in_pages(each.source)
+        if isinstance(each.place, int):
+            return self.host[each.place]
+        (name,) = each.place
+        read(name)
+        return self.host[place_of(each.place)]
+
+    def _states(self, each: Continuation) -> list[Any]:
+        """What the slots of all states hold: they are the last ones."""
+        contents = self._contents(each)
+        return contents[len(contents) - len(self.others) * self.block_size :]
+
+    def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
+        """The tokens that a request begins with."""
+        tokens = self._contents(each)[: each.num_slots]
         if plan.is_split:  # a slot may be free
             assert 0 <= len(tokens) - plan.resident_start <= 1
         else:
@@ -156,9 +168,9 @@ class Talking(Simulation):
         super().__init__(*args, **kwargs)
         block_size = self.scheduler.block_manager.block_size
         entries_of(self).host.num_pages = self.num_host_slots // block_size
-        draws = self.pool.random
+        draws, others = self.pool.random, self.pool.others
         self.pool = ConversationPool(0, block_size)
-        self.pool.random = draws
+        self.pool.random, self.pool.others = draws, others
         self.pool.requests = self.scheduler.requests
         self.said: list[tuple[Tenant, list[int]]] = []
         self.all: dict[str, Request] = {}
@@ -369,28 +381,3 @@ def first_turn(talking: Talking, tenant: Tenant = TENANTS[0]) -> list[int]:
     talking.say(range(10, 40), 6, tenant)
     talking.drain()
     return talking.said[-1][1]
-
-
-_add = st.tuples(
-    st.just("add"),
-    st.integers(1, 24),
-    st.integers(1, 16),
-    st.integers(1, 3),
-    st.one_of(st.none(), st.integers(0, 3)),
-)
-_go_on = st.tuples(
-    st.just("go on"),
-    st.integers(0, 11),
-    st.sampled_from([0, 0, 0, 0, 1, 2, 5]),
-    st.sampled_from([0, 1, 2, 5, 9, 15]),
-    st.integers(1, 16),
-    st.integers(1, 4),
-    st.sampled_from([None, None, None, 0, 1, 2, 3]),
-)
-_steps = st.tuples(st.just("steps"), st.integers(5, 25))
-# A reset ends all entries, so there are few. Hypothesis would flatten alternatives of alternatives.
-_breaks = st.integers(0, 1000).map(lambda n: ("abort", n) if n % 6 else ("reset",))
-conversations = st.lists(
-    st.one_of(_add, _go_on, _steps, _go_on, _steps, _breaks), min_size=8, max_size=40
-)
-"""What :meth:`Talking.run` reads."""

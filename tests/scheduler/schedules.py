@@ -72,6 +72,30 @@ operations = st.lists(
     max_size=30,
 )
 
+_add = st.tuples(
+    st.just("add"),
+    st.integers(1, 24),
+    st.integers(1, 16),
+    st.integers(1, 3),
+    st.one_of(st.none(), st.integers(0, 3)),
+)
+_go_on = st.tuples(
+    st.just("go on"),
+    st.integers(0, 11),
+    st.sampled_from([0, 0, 0, 0, 1, 2, 5]),
+    st.sampled_from([0, 1, 2, 5, 9, 15]),
+    st.integers(1, 16),
+    st.integers(1, 4),
+    st.sampled_from([None, None, None, 0, 1, 2, 3]),
+)
+_steps = st.tuples(st.just("steps"), st.integers(5, 25))
+# A reset ends all entries, so there are few. Hypothesis would flatten alternatives of alternatives.
+_breaks = st.integers(0, 1000).map(lambda n: ("abort", n) if n % 6 else ("reset",))
+conversations = st.lists(
+    st.one_of(_add, _go_on, _steps, _go_on, _steps, _breaks), min_size=8, max_size=40
+)
+"""What :meth:`Talking.run` reads, in conversations.py."""
+
 overlaps = st.sampled_from([(1, False), (2, True), (2, False), (3, False), (3, True)])
 """Steps in flight, and whether the asynchronous scheduler plans them."""
 

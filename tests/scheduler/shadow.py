@@ -58,6 +58,9 @@ class ShadowPool:
     def execute(self, output: SchedulerOutput) -> None:
         """Run one step: update the block table rows as a model runner does, then every plan."""
         own = len(self.others)
+        for block in output.new_block_ids_to_zero or ():
+            for offset in range(self.block_size):
+                self.slots.pop((block, offset), None)
         for request_id in output.finished_req_ids:
             self.tables.pop(request_id, None)
         for new in output.scheduled_new_reqs:

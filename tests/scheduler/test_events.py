@@ -30,7 +30,6 @@ from tests.scheduler.conversations import (
     TENANTS,
     Talking,
     Tenant,
-    conversations,
     entries_of,
     first_turn,
 )
@@ -40,6 +39,7 @@ from tests.scheduler.schedules import (
     PREFIXES,
     SNAPKV,
     Schedule,
+    conversations,
     overlaps,
     schedules,
     step_tokens,

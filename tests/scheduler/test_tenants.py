@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import draw_until_seen, drawn
-from tests.scheduler.conversations import ON, Talking, WithHost, WithLateChecks, conversations
+from tests.scheduler.conversations import ON, Talking, WithHost, WithLateChecks
 from tests.scheduler.harness import vllm_config
 from tests.scheduler.schedules import (
     H2O2,
@@ -20,6 +20,7 @@ from tests.scheduler.schedules import (
     READ_AGAIN,
     SNAPKV,
     Schedule,
+    conversations,
     overlaps,
     schedules,
     step_tokens,
@@ -30,9 +31,10 @@ OWN_SLOTS = (
     (PREFIXES, *SNAPKV, ("num_sink_tokens", 3)),
     (PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
 )
+LAYERS = ("split", "layers")
 SHARED_SLOTS = (
     (("split", "heads"),),
-    (("split", "layers"), ("num_sink_tokens", 3)),
+    (LAYERS, ("num_sink_tokens", 3)),
     (PREFIXES, *SNAPKV, ("split", "heads")),
     (*H2O2, READ_AGAIN),
 )
@@ -48,20 +50,25 @@ def play(
     num_pages: int,
     overlap: tuple[int, bool],
     kind: type[Talking],
+    num_states: int,
 ) -> None:
     """Each slot that a request attends to holds what it would have computed itself, or inherited.
 
     By text, tenant and the ends of turns; the pool is short for some, and wide enough for others.
     Host memory keeps entries whose pages are taken, files keep some requests, or nothing does.
+    Beside the policy's layers others may keep a state of all tokens.
     """
+    num_states *= not {PREFIXES, READ_AGAIN, LAYERS} & {*options}
     if ("evict_every", "page") in options:
         budget, num_pages = 32, max(num_pages, 20)
     max_batched = step_tokens(max_batched, options)
     with TemporaryDirectory() as folder:
         on = ("continuation", folder) if kind is WithLateChecks else ON
         config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], (on, *options))
-        talking = schedule.play(kind, config, schedule.num_blocks(num_pages), overlap[0])
+        num_blocks = schedule.num_blocks(num_pages) + num_states
+        talking = schedule.play(kind, config, num_blocks, overlap[0], (0,) * num_states)
     totals.update(talking.count)
+    totals["states"] += talking.count["continue"] if num_states else 0
     totals["evict"] += talking.pool.num_evictions
 
 
@@ -87,10 +94,11 @@ def test_no_cache_is_another_s(
         num_pages=st.sampled_from([16, 18, 20, 60]),
         overlap=overlaps,
         kind=st.sampled_from([Talking, WithHost, WithLateChecks]),
+        num_states=st.sampled_from([0, 0, 1, 3]),
     )(play)
     events = (
         "add chunk decode preempt resume abort finish pack evict reset continue save fetch drop "
-        "write read lose wait proceed"
+        "write read lose wait proceed states"
     )
     seen = (*events.split(), *own_events.split())
     examples = drawn(num_examples)(random_conversations)

@@ -6,12 +6,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 
 from tests.kernels.caches import Shape, filled
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
+from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
-from vllm_h2o.worker.after_step import Layers
-from vllm_h2o.worker.turns import Turns
+from vllm_h2o.worker.turns import States, Tokens, Turns, pages_of
 
 SHAPE = Shape(num_kv_heads=2, group=1, head_size=32, block_size=4)
 
@@ -22,7 +23,13 @@ def positions(cache: LayerCache, blocks: tuple[int, ...], num: int) -> list[list
     return cache.position[rows].flatten(1)[:, :num].tolist()
 
 
-def two_layers() -> tuple[list[LayerCache], Layers]:
+SPEC = HeavyHitterSpec.of(
+    FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=32, dtype=torch.float32)
+)
+STATE = MambaSpec(block_size=64, shapes=((3,), (2, 5)), dtypes=(torch.float32, torch.bfloat16))
+
+
+def two_layers() -> tuple[list[LayerCache], list[Tokens | States]]:
     """Two layers' pages, and another layer."""
     caches = [filled(SHAPE, 10, seed) for seed in (1, 2)]
     for cache in caches:
@@ -33,12 +40,13 @@ def two_layers() -> tuple[list[LayerCache], Layers]:
         )
         for index, cache in enumerate(caches)
     }
-    return caches, Layers([*context], {**context, "other": None})
+    groups = [KVCacheGroupSpec([*context], SPEC)]
+    return caches, list(pages_of(groups, {**context, "other": None}))
 
 
 def begin(
     turns: Turns,
-    layers: Layers,
+    layers: list[Tokens | States],
     *continued: Continuation,
     saved: tuple[Saved, ...] = (),
     dropped: tuple[int, ...] = (),
@@ -91,3 +99,34 @@ def test_copy_in_host_memory_is_what_a_copy_of_pages_is() -> None:
         for copy in found:
             assert all(map(torch.equal, each, copy[layer]))
     assert turns.host == {}
+
+
+def test_states_go_where_their_groups_say() -> None:
+    """Of two groups, one before and one after the policy's: from pages, and from host memory."""
+    caches, _ = two_layers()
+    names = ["state 0", "state 1", "state 2"]
+    parts = [
+        (torch.randn(10, 3), torch.randn(10, 2, 5, dtype=torch.bfloat16)) for _ in range(len(names))
+    ]
+    context = {
+        name: SimpleNamespace(kv_cache=each) for name, each in zip(names, parts, strict=True)
+    }
+    impl = SimpleNamespace(cache_of=lambda cache: cache)
+    context["own"] = SimpleNamespace(kv_cache=caches[0], impl=impl)
+    groups = [
+        KVCacheGroupSpec(names[:1], STATE),
+        KVCacheGroupSpec(["own"], SPEC),
+        KVCacheGroupSpec(names[1:], STATE),
+    ]
+    layers, turns = list(pages_of(groups, context)), Turns()
+    before = [[part.clone() for part in each] for each in parts]
+    saved = Saved(1, source := (2, 3, 4, 5))
+    begin(turns, layers, Continuation(source, (6, 7, 8, 9), 7), saved=(saved,))
+    begin(turns, layers, Continuation((), (5, 1, 0, 2), 7, place=1))
+    one, two = (content(caches[0], blocks, 7) for blocks in ((6, 7), (5, 1)))
+    assert all(map(torch.equal, one, two))
+    copied = {8: 4, 0: 4}, {9: 5, 2: 5}, {9: 5, 2: 5}
+    for each, was, source_of in zip(parts, before, copied, strict=True):
+        for part, old in zip(each, was, strict=True):
+            expected = old[[source_of.get(n, n) for n in range(len(old))]]
+            assert torch.equal(part, expected)

@@ -202,7 +202,7 @@ OPTION_PARTS: tuple[Part, ...] = (
         "continuation=true",
         lambda s: s.options.continues,
         "leave continuation out",
-        needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.ONE_GROUP, P.FINAL),
+        needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.OWN_KEYS, P.FINAL),
     ),
     Part(
         "continuation={o.continuation}",

@@ -349,25 +349,12 @@ class HeavyHitterManager(FullAttentionManager):
             self.block_pool.evict_blocks(published)
             for block_id in published:
                 del self._unwritten[block_id]
-        self._remember(request_id)
         self._entries.pop(request_id, None)
         self._continued.pop(request_id, None)
         if self._conversations:
             self._conversations.weights.end(request_id)
         self.ledger.close(request_id)
         return super().pop_blocks_for_free(request_id)
-
-    def _remember(self, request_id: str) -> None:
-        """Leave the cache of a request that ends past its prompt to one that continues it."""
-        state = self.ledger.states.get(request_id)
-        if self._conversations is None or state is None or state.in_prompt:
-            return
-        turn = state.left(self.ledger.rules.lifetime)
-        start = state.first_block_idx
-        end = start + self.ledger.num_pages(turn.num_slots)
-        row = self.req_to_blocks[request_id]
-        if self._conversations.add(self._requests[request_id], state, turn, row[start:end]):
-            del row[start:end]
 
     def num_held(self) -> int:
         """Blocks that requests hold; a shared block counts for each of them."""

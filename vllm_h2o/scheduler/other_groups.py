@@ -53,6 +53,11 @@ class OtherGroups:
         """Groups of state-space layers."""
         return len(self.managers) - len(self.windows)
 
+    def states_of(self, request_id: str) -> list[list[KVCacheBlock]]:
+        """The blocks of a request in each group of state-space layers: one, if it has begun."""
+        managers = (m for m in self.managers if isinstance(m, MambaManager))
+        return [manager.req_to_blocks[request_id] for manager in managers]
+
     def rows(self) -> Iterator[list[KVCacheBlock]]:
         """The blocks of each request in each group."""
         for manager in self.managers:

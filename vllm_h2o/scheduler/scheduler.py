@@ -12,7 +12,6 @@ from types import MethodType
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -34,8 +33,6 @@ from vllm_h2o.plugin import activate_engine
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.chunks import CutsChunks
-from vllm_h2o.scheduler.conversations import Conversations
-from vllm_h2o.scheduler.folder import folder_of
 from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.other_groups import OtherGroups, policy_group
@@ -45,12 +42,13 @@ from vllm_h2o.scheduler.rules import Rules
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.start import Start
 from vllm_h2o.scheduler.stats import StatsReporter
+from vllm_h2o.scheduler.turns import KeepsTurns
 from vllm_h2o.scheduler.waits import WaitsForChecks
 
 logger = init_logger("vllm.kv_policy")
 
 
-class HeavyHitterScheduler(CutsChunks, WaitsForChecks):
+class HeavyHitterScheduler(CutsChunks, KeepsTurns, WaitsForChecks):
     """Puts a :class:`~vllm_h2o.wire.ResidencyPlan` on every SchedulerOutput."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +68,10 @@ class HeavyHitterScheduler(CutsChunks, WaitsForChecks):
             or rules.num_drafts > 0
             or (rules.splits and rules.continues)
         )
-        self.conversations = self._conversations() if config.continues else None
+        self.conversations = None
+        if config.continues:
+            activate_engine()
+            self.conversations = self.keep_turns()
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         # vLLM stops in time with three steps in flight; each further one may compute a token more.
         max_overshoot = max(self.vllm_config.max_concurrent_batches - 3, 0)
@@ -130,19 +131,9 @@ class HeavyHitterScheduler(CutsChunks, WaitsForChecks):
         )
         output = super().schedule(throttle_prefills)
         plan = self.ledger.take_step(output.num_scheduled_tokens)
-        copies: dict[str, Any] = {"continued": self.block_manager.take_continued()}
-        if self.conversations is not None:
-            copies["saved"], copies["dropped"] = self.conversations.take(copies["continued"])
         # A liberty: an attribute added to vLLM's object, which reaches every worker.
-        output.residency_plan = replace(plan, **copies)
+        output.residency_plan = replace(plan, **self.take_copies())
         return output
-
-    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Reset the cache, and drop what host memory holds."""
-        is_reset = super().reset_prefix_cache(*args, **kwargs)
-        if is_reset and self.conversations is not None:
-            self.conversations.clear()
-        return is_reset
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -358,17 +349,6 @@ class HeavyHitterScheduler(CutsChunks, WaitsForChecks):
             # A liberty: they publish the same prefix as the policy's group.
             other.cache_blocks = partial(manager.publish, other, other.cache_blocks)
         return manager, OtherGroups(managers)
-
-    def _conversations(self) -> Conversations:
-        activate_engine()
-        hash_fn = get_hash_fn_by_name(self.cache_config.prefix_caching_hash_algo)
-        manager, group_id = self.block_manager, self.block_manager.kv_cache_group_id
-        num_layers = len(self.kv_cache_config.kv_cache_groups[group_id].layer_names)
-        page_bytes = num_layers * manager.kv_cache_spec.page_size_bytes
-        host_bytes = self.policy_config.continuation_host_bytes
-        num_host_pages = host_bytes // page_bytes
-        self.folder = folder_of(self.vllm_config, self.policy_config)
-        return Conversations(manager.block_pool, group_id, hash_fn, num_host_pages, self.folder)
 
     def _log_start(self, config: KVPolicyConfig) -> None:
         manager, limits = self.block_manager, self.scheduler_config

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -17,14 +16,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_h2o.errors import IntegrityError, UnsupportedError
+from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.batch import DecodeBatch, PromptChunk, Scoring
 from vllm_h2o.kernels.interface import Kernels
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.pages import num_pages
 from vllm_h2o.paths import WORKER
 from vllm_h2o.policy import Ranking, Term
-from vllm_h2o.wire import RequestPlan, ResidencyPlan
+from vllm_h2o.wire import RequestPlan
 from vllm_h2o.worker.after_step import Layers, Packing, Restoring
 from vllm_h2o.worker.batching import Batching, CopiedBatches, PersistentBatch, Rows
 from vllm_h2o.worker.drafts import Drafts
@@ -33,7 +32,6 @@ from vllm_h2o.worker.reconstruction import Reconstruction, Rereading, blocks_of,
 from vllm_h2o.worker.renumbering import Rolled, renumber
 from vllm_h2o.worker.selector import select_kernels
 from vllm_h2o.worker.step import Step, current_step
-from vllm_h2o.worker.turns import Turns
 
 Chunked = Mapping[int, PromptChunk]
 """Chunks by row, of requests with more than one new token, or with survivors to pack."""
@@ -95,12 +93,9 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         if worker != WORKER:
             raise IntegrityError(f"the policy's backend runs in {worker}, not in {WORKER}")
         config = KVPolicyConfig.required(vllm_config)
-        _check_files(config, layer_names, vllm_config)
         self.spec, self.position_limit = kv_cache_spec, config.position_limit
         context = vllm_config.compilation_config.static_forward_context
         self.layers = Layers(layer_names, context)
-        parallel = vllm_config.parallel_config
-        self.turns = Turns(parallel.rank, parallel.world_size)
         self.layer_index = {name: index for index, name in enumerate(layer_names)}
         self.ranking = self._computed(config.ranking)
         self.scoring = Scoring.of(self.ranking, config.schedule.by_page, config.merge_above)
@@ -170,8 +165,7 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
         return HeavyHitterMetadata(*own, **parts)  # type: ignore[arg-type]
 
     def _before(self, step: Step, rows: Rows, common: CommonAttentionMetadata) -> None:
-        """Before the forward pass: next turns get their copies, and positions roll."""
-        self.begin_turns(step.plan)
+        """Before the forward pass: positions roll."""
         if self.position_limit is None:
             return
         for plan, table_row in zip(rows.plans, rows.block_table, strict=False):
@@ -179,10 +173,6 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
                 blocks = table_row[: num_pages(plan.resident_start, self.spec.block_size)]
                 renumber(plan, blocks, self.layers, self.kernels, self.scoring.power > 0)
         step.after.add("unroll", Rolled.of(rows.plans, common.positions, self.position_limit))
-
-    def begin_turns(self, plan: ResidencyPlan) -> None:
-        """Copy caches of ended requests, in a step without tokens as well."""
-        self.turns.begin(plan, self.layers, self.device)
 
     def _add_drafts(self, step: Step, rows: Rows, drafts: Drafts) -> None:
         """Queries of drafts that this step computes, or that it scores."""
@@ -231,25 +221,3 @@ class HeavyHitterMetadataBuilder(AttentionMetadataBuilder[HeavyHitterMetadata]):
             ends += [plan.restored_end] * num_blocks
         on_device = sent(torch.tensor(ends), self.device)
         return Restoring(torch.cat(own), on_device, self.layers, self.kernels)
-
-
-def _check_files(config: KVPolicyConfig, names: list[str], vllm_config: VllmConfig) -> None:
-    """Refuse to keep caches where vLLM divides the policy's layers, so that one has several files.
-
-    Raises:
-        UnsupportedError: for such a model.
-
-    """
-    if config.continuation_folder is None:
-        return
-    context = vllm_config.compilation_config.static_forward_context
-    layers = [each for each in context.values() if isinstance(each, AttentionLayerBase)]
-    backend = context[names[0]].get_attn_backend()
-    num_layers = sum(layer.get_attn_backend() is backend for layer in layers)
-    if num_layers != len(names):
-        raise UnsupportedError(
-            f"continuation={config.continuation}",
-            f"the model has layers with full attention of several shapes, {num_layers} in all",
-            "a worker's file has the layers of one shape",
-            "use continuation=true",
-        )

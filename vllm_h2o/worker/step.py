@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import get_pp_group
@@ -32,6 +31,7 @@ from vllm_h2o.worker.batching import Rows
 from vllm_h2o.worker.drafts import DraftQueries
 from vllm_h2o.worker.peak import profiling
 from vllm_h2o.worker.reconstruction import Reader
+from vllm_h2o.worker.turns import Turns, pages_of
 
 RowOrder = Callable[[CommonAttentionMetadata], Sequence[str]]
 """The request id of each row of a batch."""
@@ -86,14 +86,6 @@ class Step:
             )
         table = common.block_table_tensor
         return Rows(order, plans, table, starts, common.num_reqs, num_window_queries)
-
-
-@runtime_checkable
-class BeginsTurns(Protocol):
-    """A metadata builder that copies caches of ended requests."""
-
-    def begin_turns(self, plan: ResidencyPlan) -> None:
-        """Copy what a plan says."""
 
 
 class WarmUp:
@@ -157,6 +149,7 @@ class PublishesSteps:
     vllm_config: VllmConfig
     _draft_queries: DraftQueries | None = None
     _plans: Plans | None = None
+    _turns: Turns | None = None
     _unfinished: Step | None = None
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
@@ -194,8 +187,8 @@ class PublishesSteps:
         order = rows(self.model_runner, scheduler_output)
         plan = self._plans.complete(scheduler_output.residency_plan, gone)
         scheduler_output.residency_plan = plan
-        if not plan.requests and (plan.saved or plan.dropped):
-            self._begin_turns(plan)  # nothing builds attention metadata
+        if plan.continued or plan.saved or plan.dropped:
+            self._begin_turns(plan)
         step = Step(plan, order, draft_queries=self._draft_queries, reader=Reader(self))
         with publish(step):
             result = super().execute_model(scheduler_output)  # type: ignore[misc]
@@ -206,10 +199,14 @@ class PublishesSteps:
         return result
 
     def _begin_turns(self, plan: ResidencyPlan) -> None:
-        builders = (g.get_metadata_builder() for g in chain(*self.model_runner.attn_groups))
-        for builder in builders:
-            if isinstance(builder, BeginsTurns):
-                builder.begin_turns(plan)
+        """Copy caches of ended requests, before the step clears pages that it takes."""
+        if self._turns is None:
+            parallel = self.vllm_config.parallel_config
+            self._turns = Turns(parallel.rank, parallel.world_size)
+        runner, context = self.model_runner, self.vllm_config.compilation_config
+        groups = runner.kv_cache_config.kv_cache_groups
+        pages = list(pages_of(groups, context.static_forward_context))
+        self._turns.begin(plan, pages, runner.device)
 
     def finish_step(self) -> ResidencyPlan | None:
         """Reread, pack and restore, unless the last step is finished.

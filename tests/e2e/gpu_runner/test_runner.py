@@ -153,13 +153,17 @@ def test_found_in_the_prefix_cache(v2: OtherProcess, tmp_path: Path) -> None:
     assert ours.tokens == on_v1(replace(job, prompts=prompts)).tokens
 
 
-@pytest.mark.parametrize(("split", "num_new"), [("none", 9), ("heads", 2)])
+@pytest.mark.parametrize(
+    ("split", "num_new", "is_hybrid"), [("none", 9, False), ("heads", 2, False), ("none", 9, True)]
+)
 def test_second_turn_continues_from_the_first(
-    split: str, num_new: int, v2: OtherProcess, tmp_path: Path
+    split: str, num_new: int, is_hybrid: bool, v2: OtherProcess, tmp_path: Path
 ) -> None:
     """A second turn that begins with the first one's pages, though its last token came late."""
     own = {"budget": 16, "continuation": True, "split": split}
-    job = job_of(tiny_llama(tmp_path, 4, 4), own)
+    job = job_of(tiny_granite4(tmp_path) if is_hybrid else tiny_llama(tmp_path, 4, 4), own)
+    if is_hybrid:
+        del job.settings["block_size"]
     first = on_v1(replace(job, prompts=PROMPTS[:1])).tokens[0]
     second = [*PROMPTS[0], *first, *CHARACTERS[:num_new]]
     ours = v2.run(replace(job, prompts=[PROMPTS[0], second, second], arrivals=[0, 100, 100]))
