@@ -8,7 +8,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,7 +80,8 @@ class Symbol:
             PatchError: when there is no such module.
 
         """
-        return digest_in(self._tree(), self.names)
+        file = self.file()
+        return _digest(file, file.stat().st_mtime_ns, self.path.partition(":")[2])
 
     def file(self) -> Path:
         """The source file of the module.
@@ -211,6 +212,12 @@ def verify_all(parts: Sequence[Symbol | Patch]) -> None:
 def _parsed(file: Path, mtime_ns: int) -> ast.Module:
     """The syntax tree of a file: a file is read once for all of its symbols."""
     return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def _digest(file: Path, mtime_ns: int, path: str) -> str:
+    """The digest of a definition in a file: the plugin is registered many times in a process."""
+    return digest_in(_parsed(file, mtime_ns), path.split("."))
 
 
 def minor_of(found: str) -> str:
