@@ -89,6 +89,7 @@ def prose() -> str:
 FACTS = {
     "asked_now": {
         "h2o2": "`h2o2`",
+        "h2o2 window": "`h2o2` with prefix caching",
         "snapkv": "`snapkv`",
         "h2o2 reconstruction": "`h2o2`, `score=reconstruction`",
         "streaming": "`streaming`",

@@ -31,6 +31,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     **POLICIES,
     "h2o mean_squares merge": ("h2o", {"score": "mean_squares", "merge": 0.8}),
     "h2o2 reconstruction": ("h2o2", {"score": "reconstruction"}),
+    "h2o2 window": ("h2o2", {"score": "window"}),
     "snapkv": ("snapkv", {}),
 }
 """These and others, which run where a plan or the command line names them."""

@@ -67,8 +67,9 @@ def run(llm: LLM, prompts: list[list[int]], budgets: list[Any]) -> tuple[list[li
         ),
         ("snapkv", {**WINDOW, "merge": 0.2}),
         ("streaming", {"merge": 0.2}),
+        ("h2o2", {**WINDOW, "score": "window"}),
     ],
-    ids=["snapkv", "pages", "merging", "streaming"],
+    ids=["snapkv", "pages", "merging", "streaming", "h2o2"],
 )
 def test_a_hit_is_a_cold_run(
     policy: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +101,9 @@ def test_a_hit_is_a_cold_run(
         assert oracle.num_compared > 0
         assert oracle.max_error < 1e-4
         assert (oracle.num_merged > 0) is oracle.scheduler.policy_config.merges
-        assert oracle.num_ties <= oracle.num_victims / 500
+        # Within its reach a term gives tokens one value, to which later queries add squares.
+        per_tie = 100 if policy == "h2o2" else 500
+        assert oracle.num_ties <= oracle.num_victims / per_tie
 
 
 @pytest.mark.parametrize("merge", [0.0, 0.2])

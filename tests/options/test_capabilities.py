@@ -21,7 +21,7 @@ from vllm_h2o.options.config import KVPolicyConfig
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"name": "h2o"},
-    "rotated": {"name": "h2o2"},
+    "rotated": {"name": "h2o2", "score": "combined"},
     "reread": {"name": "h2o2", "score": "reconstruction"},
     "window": {"name": "snapkv"},
     "unranked": {"name": "streaming"},
@@ -44,6 +44,7 @@ ENGINE: dict[str, dict[str, dict[str, Any]]] = {
     "drafts": {"": {"speculative_config": object()}},
     "sliding": {"model_config": {"window": 16, "layer_types": ["sliding_attention", "full"]}},
     "states": {"model_config": {"is_hybrid": True}},
+    "replay": {"cache_config": {"use_replayssm": True}},
     "stages": {"parallel_config": {"pipeline_parallel_size": 2}},
     "nodes": {"parallel_config": {"nnodes": 2}},
     "lora": {"": {"lora_config": object()}},
@@ -70,8 +71,8 @@ CONFLICTS: dict[str, set[str]] = {
     "merge": {"rolling", "continuation", "folder", "fp8"},
     "rolling": {"continuation", "folder", "prefix", "drafts", "sliding", "images", "mrope", "fp8"}
     | {"no_rotary"},
-    "continuation": {"basis", "drafts", "sliding"},
-    "folder": {"basis", "drafts", "sliding", "nodes"},
+    "continuation": {"basis", "drafts", "sliding", "replay"},
+    "folder": {"basis", "drafts", "sliding", "replay", "nodes"},
     "basis": {"slots"},
     "drafts": {"sliding", "states", "stages", "images", "mrope"},
 }
@@ -83,6 +84,7 @@ def engine(*names: str) -> SimpleNamespace:
     model: dict[str, Any] = {"window": None, "is_multimodal_model": False, "uses_mrope": False}
     model |= {"enable_prompt_embeds": False, "is_hybrid": False, "multimodal_config": None}
     cache: dict[str, Any] = {"enable_prefix_caching": False, "cache_dtype": "auto"}
+    cache |= {"use_replayssm": False}
     groups: dict[str, dict[str, Any]] = {
         "": {"speculative_config": None, "lora_config": None, "quant_config": None},
         "cache_config": cache,
@@ -198,8 +200,8 @@ def test_page_goes_with_means() -> None:
         ),
         (
             ("rolling", "rotated"),
-            "kv-policy: policy h2o2 with positions=rolling is not supported: policy h2o2 needs "
-            "tokens that keep their positions. positions=rolling renumbers the tokens of a "
+            "kv-policy: score=combined with positions=rolling is not supported: score=combined "
+            "needs tokens that keep their positions. positions=rolling renumbers the tokens of a "
             "request. Use positions=original, or use --kv-policy h2o or snapkv.",
         ),
         (
@@ -212,7 +214,7 @@ def test_page_goes_with_means() -> None:
             ("all", "prefix"),
             "kv-policy: policy h2o with prefix caching is not supported: policy h2o needs every "
             "query of the prompt. Prefix caching does not compute the queries of a cached prefix. "
-            "Leave --enable-prefix-caching out, or use --kv-policy snapkv.",
+            "Leave --enable-prefix-caching out, or use --kv-policy h2o2 without a score.",
         ),
     ],
 )

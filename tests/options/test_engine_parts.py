@@ -109,7 +109,27 @@ def test_default_merge_is_carried_as_off_where_the_engine_rules_it_out(
     assert KVPolicyConfig.required(made).merges is (dtype == "auto")
 
 
-@pytest.mark.parametrize("policy", ["streaming", "snapkv", "local", "full"])
+@pytest.mark.parametrize("shares", [False, True])
+def test_default_score_is_carried_as_another_where_the_engine_rules_it_out(
+    models: Path, shares: bool
+) -> None:
+    """Prefix caching leaves the last queries to compute; a score that is asked for is refused."""
+    limits = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "enable_prefix_caching": shares}
+    model = folder(models, LLAMA)
+    made = engine_config(model, kv_policy="h2o2", **limits)
+    assert made.additional_config["kv_policy"]["score"] == ("window" if shares else None)
+    assert {term.queries for term in KVPolicyConfig.required(made).ranking.terms} == (
+        {"window"} if shares else {"all", "rotated", "window"}
+    )
+    asked = {"kv_policy": "h2o2", "kv_policy_config": {"score": "combined"}}
+    if not shares:
+        engine_config(model, **asked, **limits)
+        return
+    with pytest.raises(UnsupportedError, match="score=combined with prefix caching"):
+        engine_config(model, **asked, **limits)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "h2o2", "local", "full"])
 def test_prefix_caching_is_taken(models: Path, policy: str) -> None:
     """These policies need no query of a cached prefix; under pressure they need its pages."""
     asked: dict[str, Any] = {"name": policy}

@@ -37,6 +37,7 @@ from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.schedules import (
     OPTIONS,
     PREFIXES,
+    READ_AGAIN,
     SNAPKV,
     Schedule,
     conversations,
@@ -181,28 +182,33 @@ def test_events_replayed_equal_the_pool() -> None:
     options=st.sampled_from([*OPTIONS, (PREFIXES, *SNAPKV, ("num_sink_tokens", 3))]),
     num_pages=st.sampled_from([16, 20, 60]),
     overlap=overlaps,
+    num_states=st.sampled_from([0, 0, 1]),
 )
 def random_conversations(
     schedule: Schedule,
     options: tuple[tuple[str, object], ...],
     num_pages: int,
     overlap: tuple[int, bool],
+    num_states: int,
 ) -> None:
-    """Turns of several tenants, in pools that hold all entries, or few."""
+    """Turns of several tenants, in pools that hold all entries, or few; some beside states."""
     budget = 12
+    num_states *= not {PREFIXES, READ_AGAIN} & {*options}
     if ("evict_every", "page") in options:
         budget, num_pages = 32, max(num_pages, 20)
     tokens = step_tokens(20, options)
     config = vllm_config(budget, tokens, 8, schedule.policy, overlap[1], (ON, *options))
-    num_blocks = schedule.num_blocks(num_pages)
-    router = schedule.play(TalkingRouter, with_events(config), num_blocks, overlap[0])
+    num_blocks = schedule.num_blocks(num_pages) + num_states
+    played = (TalkingRouter, with_events(config), num_blocks, overlap[0], (0,) * num_states)
+    router = schedule.play(*played)
     totals.update(router.count)
+    totals["beside states"] += len(router.published) if num_states else 0
 
 
 def test_events_replayed_equal_the_entries() -> None:
     """After every step, abort and reset; each kind of event did happen, beside vLLM's own."""
     events = (f"BlockStored {GPU}", f"BlockStored {MEDIUM}", f"BlockRemoved {MEDIUM}")
-    seen = ("continue", "preempt", "abort", "AllBlocksCleared", *events)
+    seen = ("continue", "preempt", "abort", "AllBlocksCleared", "beside states", *events)
     draw_until_seen(random_conversations, totals, dict.fromkeys(seen, 20))
 
 

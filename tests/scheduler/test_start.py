@@ -80,3 +80,11 @@ def test_start_tells_why_a_default_merge_is_off(
     """Named by the part of the configuration, or of the engine, that rules it out."""
     text = start(*H2O2, *options, cache_dtype=cache_dtype)
     assert says in text and ("are dropped" in text) is bool(says)
+
+
+@pytest.mark.parametrize("score", ["window", "combined"])
+def test_start_names_the_queries_that_rank(start: Start, score: str) -> None:
+    """Where a prefix may be shared, those of a prompt's end, and the option that says so."""
+    said = start(*H2O2, ("score", score))
+    says = "ranked by the last 3 queries of a prompt, and by those after it: score=window,"
+    assert (says in said) == (score == "window")

@@ -3,10 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from tests.kernels.caches import Shape, filled
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
@@ -99,6 +105,31 @@ def test_copy_in_host_memory_is_what_a_copy_of_pages_is() -> None:
         for copy in found:
             assert all(map(torch.equal, each, copy[layer]))
     assert turns.host == {}
+
+
+@torch.inference_mode()
+def test_slots_after_a_copy_are_zeros() -> None:
+    """In pages that held a state, which as K or V is no number."""
+    (caches, layers), turns = two_layers(), Turns()
+    for cache in caches:
+        rows = cache_rows(torch.tensor((7, 8)), 2)
+        cache.key[rows] = cache.value[rows] = torch.nan
+    begin(turns, layers, Continuation((2, 3), (7, 8), 6))
+    for cache in caches:
+        key, value, *_ = content(cache, (7, 8), 8)
+        assert torch.isfinite(key).all() and torch.isfinite(value).all()
+        assert not key[:, 6:].any() and not value[:, 6:].any() and key[:, :6].all()
+
+
+def test_layers_of_several_shapes_are_copied() -> None:
+    """VLLM has one group for them, and a spec of each layer."""
+    caches, _ = two_layers()
+    impl = SimpleNamespace(cache_of=lambda cache: cache)
+    context = {str(n): SimpleNamespace(kv_cache=c, impl=impl) for n, c in enumerate(caches)}
+    other = replace(SPEC, num_kv_heads=4)
+    specs = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"0": SPEC, "1": other})
+    layers = list(pages_of([KVCacheGroupSpec([*context], specs)], context))
+    assert [layer.cache for layer in layers] == caches
 
 
 def test_states_go_where_their_groups_say() -> None:

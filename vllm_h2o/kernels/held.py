@@ -68,9 +68,12 @@ class Held:
     ) -> None:
         """Write its tokens to the first slots of some blocks, in order of position.
 
+        Where other layers keep states, these may have been in the last block. As K or V of unused
+        slots they may be no numbers, which some kernels would multiply by 0: such slots are zeros.
+
         Args:
             cache: written.
-            blocks: [P], integers: the blocks that hold the slots from now on.
+            blocks: [P], integers: the blocks that hold the slots from now on, no more than needed.
             num_slots: slots in use, as many in each KV head.
             restored_end: as in :meth:`store`.
 
@@ -79,9 +82,13 @@ class Held:
         position = self.parts["position"].flatten(1)[:, :num_slots]
         order = position.argsort(dim=1)  # [H, num_slots]
         heads = torch.arange(len(order), device=order.device)[:, None]
+        last, num_last = cache.rows(blocks[-1:]), num_slots % cache.block_size
         for name, part in self._restored(restored_end).items():
             if name in VIEWS:
-                getattr(cache, name)[at] = part.flatten(1, 2)[heads, order]
+                view = getattr(cache, name)
+                view[at] = part.flatten(1, 2)[heads, order]
+                if num_last:
+                    view[last, num_last:] = 0
 
     def to(self, device: torch.device) -> Held:
         """The same copy on a device."""

@@ -48,6 +48,7 @@ class Property(Enum):
     ONE_GROUP = "full attention in every layer"
     OWN_KEYS = "keys of every layer in the policy's pages"
     NO_STATES = "layers that keep tokens"
+    WHOLE_STATES = "states of every token that is computed"
     ONE_STAGE = "one pipeline stage"
     FINAL = "tokens that are final when they are stored"
     FRACTION = "a budget that is a fraction"
@@ -119,7 +120,7 @@ OPTION_PARTS: tuple[Part, ...] = (
     Part(
         "{o.ranking_name}",
         lambda s: any(term.queries != "window" for term in s.options.ranking.terms),
-        "use --kv-policy snapkv",
+        "use --kv-policy h2o2 without a score",
         needs=(P.EVERY_QUERY,),
     ),
     Part(
@@ -202,7 +203,8 @@ OPTION_PARTS: tuple[Part, ...] = (
         "continuation=true",
         lambda s: s.options.continues,
         "leave continuation out",
-        needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.OWN_KEYS, P.FINAL),
+        needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.OWN_KEYS, P.FINAL)
+        + (P.WHOLE_STATES,),
     ),
     Part(
         "continuation={o.continuation}",
@@ -259,6 +261,12 @@ ENGINE_PARTS: tuple[Part, ...] = (
         breaks=dict.fromkeys(
             (P.ONE_GROUP, P.NO_STATES), "keeps one state for all tokens in some layers"
         ),
+    ),
+    Part(
+        "ReplaySSM",
+        lambda s: bool(s.engine.cache_config.use_replayssm),
+        "leave --use-replayssm out",
+        breaks={P.WHOLE_STATES: "keeps states of some tokens ago, and replays those after them"},
     ),
     Part(
         "pipeline parallelism",

@@ -83,14 +83,19 @@ class KVPolicyConfig(Options):
         return self.merges + self.keeps_scores
 
     def within(self, vllm_config: Any) -> KVPolicyConfig:
-        """Return this without the default ``merge`` where the engine rules it out.
+        """Return this with other defaults where the engine rules one out.
 
         Args:
             vllm_config: of the engine.
 
         """
-        off = self.merge is None and self.merges and self.merge_reason(vllm_config)
-        return replace(self, merge=0.0) if off else self
+        own, fallback = self, self.policy.fallback
+        if self.score is None and fallback is not None:
+            other = replace(self, score=fallback)
+            if obstacle(Setup(other, engine=vllm_config), Setup(self, engine=vllm_config)):
+                own = other
+        off = own.merge is None and own.merges and own.merge_reason(vllm_config)
+        return replace(own, merge=0.0) if off else own
 
     @property
     def splits(self) -> bool:

@@ -93,10 +93,10 @@ class Options:
     score: str | None = option(
         None,
         "Ranking of h2o (sum, sum_squares, mean, mean_squares) or of h2o2 (combined, "
-        "reconstruction)",
+        "reconstruction, window)",
         words=lambda: {score: None for policy in policies().values() for score in policy.rules},
         read_by="ranks",
-        shown="sum; h2o2 combined",
+        shown="sum; h2o2 combined; h2o2 window with prefix caching",
     )
     split: Split | None = option(
         None,

@@ -53,6 +53,8 @@ class Policy(Rule):
         summary: one line for ``--help``.
         score: the policy's own rule as the option ``score`` names it; None: it has no other.
         scores: the other rules, by the value of that option.
+        fallback: which of them is used when the user names none and the engine rules out the own
+            one; None: the engine does not start then.
         num_sink_tokens: sinks when the user names none.
         evicts: False for the policy that keeps every token.
 
@@ -65,6 +67,7 @@ class Policy(Rule):
     summary: str
     score: str | None = None
     scores: Mapping[str, Rule] = field(default_factory=dict)
+    fallback: str | None = None
     num_sink_tokens: int = 0
     evicts: bool = True
 
@@ -76,6 +79,8 @@ class Policy(Rule):
             raise ValueError(f"num_sink_tokens is at least 0: {self}")
         if self.score in self.scores or (self.score is None and self.scores):
             raise ValueError(f"score names the policy's own rule, scores the others: {self}")
+        if self.fallback is not None and self.fallback not in self.scores:
+            raise ValueError(f"fallback is one of scores: {self}")
 
     @property
     def rules(self) -> Mapping[str, Rule]:

@@ -14,6 +14,9 @@ output, and what is evicted during it is merged into what stays.
 With ``score=reconstruction`` the model reads the prompt again, and what that reading attends to
 takes the place of the rotated queries. That counts most: what the prompt's own end looks at would
 take the slots of what may be asked later, and so would recent tokens in every head, and merging.
+
+With ``score=window`` the last queries of a prompt count alone, for good, and later ones add to
+them. Prefix caching needs that: it does not compute the others.
 """
 
 from dataclasses import replace
@@ -31,6 +34,8 @@ RECONSTRUCTION = Ranking(
     replace(WINDOW, weight=0.03, lifetime=128),
 )
 
+LAST = Ranking(Term("window", "max", power=2, reach=12, skip=16))
+
 H2O2 = Policy(
     name="h2o2",
     summary="what the prompt asks, what may be asked later + recent tokens (recommended)",
@@ -38,7 +43,9 @@ H2O2 = Policy(
     first_recent=4,
     merge=0.8,
     score="combined",
+    fallback="window",
     scores={
         "reconstruction": Rule(ranking=RECONSTRUCTION, recent_ratio=0.1, split="layers"),
+        "window": Rule(ranking=LAST, first_recent=4, merge=0.8),
     },
 )

@@ -148,6 +148,7 @@ class HeavyHitterManager(FullAttentionManager):
         if entry is None:
             return num_cached, False
         needed = ledger.num_pages(self._slots_with_a_chunk(info, entry.turn))
+        needed += self._other_groups.num_states
         if needed >= self.block_pool.num_gpu_blocks:  # with eviction=chunk it may be
             return num_cached, False
         self._entries[request.request_id] = entry

@@ -148,7 +148,7 @@ def policy_group(kv_cache_config: KVCacheConfig, alone: bool = False) -> int:
         raise _unsupported(
             "it has sliding windows that its configuration does not name",
             "prefix caching (before vLLM 0.33), speculative decoding, continuation, rolling "
-            "positions, score=reconstruction and split=layers need full attention in every layer",
+            "positions, score=reconstruction and split=layers need layers that do not slide",
             "leave --enable-prefix-caching, --speculative-config and these options out",
         )
     if not all(type(other) in (SlidingWindowSpec, MambaSpec) for other in others):

@@ -43,6 +43,11 @@ class Start:
     def lines(self) -> Iterator[str]:
         """The lines, in order."""
         config, longest = self.config, f"max_model_len={self.max_model_len}"
+        if config.score == config.policy.fallback is not None:
+            yield (
+                f"tokens are ranked by the last {config.observation_window} queries of a prompt, "
+                f"and by those after it: score={config.score}, which goes with prefix caching."
+            )
         if config.splits:
             heads = "of all layers" if config.splits_layers else "of a layer"
             yield f"the KV heads {heads} share slots; numbers of slots are means."
@@ -81,7 +86,8 @@ class Start:
                 "and pages (--max-num-seqs)."
             )
         if self.num_host_pages:
-            num_turns = self.num_host_pages // self.pool.pages_of(slots)
+            pages = self.pool.pages_of(slots) + self.num_other_pages[1]
+            num_turns = self.num_host_pages // pages
             yield (
                 f"continuation={config.continuation}: {config.continuation} GiB of host memory "
                 f"keep {num_turns} or more earlier turns whose pages are reused."

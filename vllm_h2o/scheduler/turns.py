@@ -42,6 +42,9 @@ class KeepsTurns(Scheduler):
         manager, group_id = self.block_manager, self.block_manager.kv_cache_group_id
         num_layers = max(len(group.layer_names) for group in self.kv_cache_config.kv_cache_groups)
         page_bytes = num_layers * manager.kv_cache_spec.page_size_bytes
+        if not self.cache_config.enable_prefix_caching:
+            # A liberty: beside states vLLM hashes blocks of the longest sequence. Nobody else does.
+            manager.block_pool.hash_block_size = manager.block_size
         num_host_pages = self.policy_config.continuation_host_bytes // page_bytes
         self.folder = folder_of(self.vllm_config, self.policy_config)
         return Conversations(manager.block_pool, group_id, hash_fn, num_host_pages, self.folder)

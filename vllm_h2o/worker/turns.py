@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, is_full_attention_spec
 
 from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.held import Held
@@ -109,7 +109,7 @@ def pages_of(
     """
     with_states = [group for group in groups if isinstance(group.kv_cache_spec, MambaSpec)]
     for group in groups:
-        if isinstance(group.kv_cache_spec, FullAttentionSpec):  # the policy's alone
+        if is_full_attention_spec(group.kv_cache_spec):  # of whatever shapes: the policy's alone
             for cache in Layers(group.layer_names, context).caches():
                 yield Tokens(cache, len(with_states))
     for index, group in enumerate(with_states):
