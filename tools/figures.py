@@ -71,6 +71,7 @@ def prose() -> str:
     """Return what going on with a text costs, by policy and budget."""
     policies = {
         "h2o2": "`h2o2`",
+        "h2o2 window": "`h2o2` with prefix caching",
         "h2o mean_squares merge": "`h2o`, `score=mean_squares`, `merge=0.8`",
         "h2o": "`h2o`",
         "streaming": "`streaming`",

@@ -124,16 +124,16 @@ class Bench:
 
 
 def plans(args: argparse.Namespace) -> dict[str, Plan]:
-    """Return the plans of the command line; a variant that it defines runs in every plan."""
+    """Return the plans of the command line; what it names or defines runs in every plan."""
     if args.quick:
         return {"quick": QUICK}
     dev = {**FACTS, **LONG}
     every = {**PLANS, **dev}
     names = [f"{name}-dev" if args.dev and f"{name}-dev" in dev else name for name in args.only]
     found = {name: every[name] for name in names}
-    defined = tuple(name for name, _, _ in args.variant)
+    named = (*(name for name, _, _ in args.variant), *(args.policies or ()))
     return {
-        name: replace(plan, shares=args.shares or plan.shares, policies=(*plan.policies, *defined))
+        name: replace(plan, shares=args.shares or plan.shares, policies=(*plan.policies, *named))
         for name, plan in found.items()
     }
 

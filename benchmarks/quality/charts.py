@@ -20,8 +20,8 @@ from benchmarks.record import cores
 from benchmarks.throughput.runs import ROOT
 
 LATER = "h2o2", "h2o2 reconstruction", "h2o", "streaming"
-NOW = *LATER, "snapkv"
-PROSE = *LATER, "h2o mean_squares merge", "h2o mean_squares", "local"
+NOW = *LATER, "snapkv", "h2o2 window"
+PROSE = *LATER, "h2o2 window", "h2o mean_squares merge", "h2o mean_squares", "local"
 Part = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 PARTS: tuple[Part, ...] = (
     ("quality_facts.csv", "facts-now", ("0.1", "0.2", "0.3"), NOW),

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import csv
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.quality.__main__ import Bench
+from benchmarks.quality.__main__ import Bench, plans
 from benchmarks.quality.chart import PANELS, draw, panel
 from benchmarks.quality.plans import QUICK
 from benchmarks.quality.tables import row
@@ -37,6 +38,15 @@ def test_quality_at_quick_sizes_orders_policies() -> None:
         (whole,) = bench.judged(llm, "quick", [task.length])
     figures = task.figures(*whole, 0)
     assert sum(figures) / len(figures) == pytest.approx(rows["full"]["mean"], abs=1e-4)
+
+
+def test_a_policy_that_is_named_runs_in_every_plan() -> None:
+    """Also where the plan does not list it: it would be left out in silence."""
+    asked = Namespace(quick=False, dev=False, only=["1k", "pairs"], shares=None, variant=[])
+    for named in (None, ["snapkv"]):
+        found = plans(Namespace(**vars(asked), policies=named))
+        assert [*found] == ["1k", "pairs"]
+        assert all(("snapkv" in plan.policies) == bool(named) for plan in found.values())
 
 
 def test_quality_figures_count_all_tokens_but_the_first() -> None:
