@@ -101,6 +101,13 @@ LIBERTIES = (
         "a manager of vLLM's asks how far a request's pages may be published",
     ),
     Liberty(
+        "hash_block_size",
+        "scheduler/turns.py",
+        "with `continuation` and no prefix caching, the pool hashes blocks of the policy's size",
+        "beside states vLLM would hash blocks of the longest sequence, so no entry had a hash",
+        "vLLM hashes no blocks that nobody looks up",
+    ),
+    Liberty(
         "_init_kv_zero_meta",
         "worker/worker.py",
         "next to sliding windows, what clears pages on a GPU is made",
