@@ -81,7 +81,7 @@ class Symbol:
 
         """
         file = self.file()
-        return _digest(file, file.stat().st_mtime_ns, self.path.partition(":")[2])
+        return _digest(file, file.stat().st_mtime_ns, tuple(self.names))
 
     def file(self) -> Path:
         """The source file of the module.
@@ -215,9 +215,9 @@ def _parsed(file: Path, mtime_ns: int) -> ast.Module:
 
 
 @cache
-def _digest(file: Path, mtime_ns: int, path: str) -> str:
+def _digest(file: Path, mtime_ns: int, names: tuple[str, ...]) -> str:
     """The digest of a definition in a file: the plugin is registered many times in a process."""
-    return digest_in(_parsed(file, mtime_ns), path.split("."))
+    return digest_in(_parsed(file, mtime_ns), names)
 
 
 def minor_of(found: str) -> str:

@@ -138,7 +138,7 @@ TEMPLATES = {
 
 def _named(part: Part) -> str:
     if part.name == "{o.ranking_name}":
-        return " and ".join(_ranked(part))
+        return ", ".join(_ranked(part))
     return TEMPLATES.get(part.name, f"`{part.name}`" if "=" in part.name else part.name)
 
 

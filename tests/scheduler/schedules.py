@@ -21,6 +21,7 @@ PAGE: tuple[Option, ...] = (("evict_every", "page"), ("recent_ratio", 0.2))
 SNAPKV: tuple[Option, ...] = (("name", "snapkv"), ("observation_window", 5))
 H2O2: tuple[Option, ...] = (("name", "h2o2"), ("observation_window", 3))
 READ_AGAIN: Option = ("score", "reconstruction")
+LAYERS: Option = ("split", "layers")
 PREFIXES: Option = ("prefix_caching", True)
 
 OPTIONS: tuple[tuple[Option, ...], ...] = (
@@ -98,6 +99,11 @@ conversations = st.lists(
 
 overlaps = st.sampled_from([(1, False), (2, True), (2, False), (3, False), (3, True)])
 """Steps in flight, and whether the asynchronous scheduler plans them."""
+
+
+def states(num: int, options: Sequence[Option]) -> tuple[int, ...]:
+    """Groups of states beside the policy's layers, as windows of 0, if the options allow them."""
+    return () if {PREFIXES, READ_AGAIN, LAYERS} & {*options} else (0,) * num
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,12 @@ from tests.scheduler.harness import BLOCK_SIZE, Simulation, vllm_config
 from tests.scheduler.schedules import (
     OPTIONS,
     PREFIXES,
-    READ_AGAIN,
     SNAPKV,
     Schedule,
     conversations,
     overlaps,
     schedules,
+    states,
     step_tokens,
 )
 from vllm_h2o.scheduler.events import MEDIUM
@@ -193,16 +193,15 @@ def random_conversations(
 ) -> None:
     """Turns of several tenants, in pools that hold all entries, or few; some beside states."""
     budget = 12
-    num_states *= not {PREFIXES, READ_AGAIN} & {*options}
+    beside = states(num_states, options)
     if ("evict_every", "page") in options:
         budget, num_pages = 32, max(num_pages, 20)
     tokens = step_tokens(20, options)
     config = vllm_config(budget, tokens, 8, schedule.policy, overlap[1], (ON, *options))
-    num_blocks = schedule.num_blocks(num_pages) + num_states
-    played = (TalkingRouter, with_events(config), num_blocks, overlap[0], (0,) * num_states)
-    router = schedule.play(*played)
+    num_blocks = schedule.num_blocks(num_pages) + len(beside)
+    router = schedule.play(TalkingRouter, with_events(config), num_blocks, overlap[0], beside)
     totals.update(router.count)
-    totals["beside states"] += len(router.published) if num_states else 0
+    totals["beside states"] += len(router.published) if beside else 0
 
 
 def test_events_replayed_equal_the_entries() -> None:

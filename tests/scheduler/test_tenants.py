@@ -15,6 +15,7 @@ from tests.scheduler.conversations import ON, Talking, WithHost, WithLateChecks
 from tests.scheduler.harness import vllm_config
 from tests.scheduler.schedules import (
     H2O2,
+    LAYERS,
     OPTIONS,
     PREFIXES,
     READ_AGAIN,
@@ -23,6 +24,7 @@ from tests.scheduler.schedules import (
     conversations,
     overlaps,
     schedules,
+    states,
     step_tokens,
 )
 
@@ -31,7 +33,6 @@ OWN_SLOTS = (
     (PREFIXES, *SNAPKV, ("num_sink_tokens", 3)),
     (PREFIXES, ("name", "streaming"), ("num_sink_tokens", 2)),
 )
-LAYERS = ("split", "layers")
 SHARED_SLOTS = (
     (("split", "heads"),),
     (LAYERS, ("num_sink_tokens", 3)),
@@ -58,17 +59,17 @@ def play(
     Host memory keeps entries whose pages are taken, files keep some requests, or nothing does.
     Beside the policy's layers others may keep a state of all tokens.
     """
-    num_states *= not {PREFIXES, READ_AGAIN, LAYERS} & {*options}
+    beside = states(num_states, options)
     if ("evict_every", "page") in options:
         budget, num_pages = 32, max(num_pages, 20)
     max_batched = step_tokens(max_batched, options)
     with TemporaryDirectory() as folder:
         on = ("continuation", folder) if kind is WithLateChecks else ON
         config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], (on, *options))
-        num_blocks = schedule.num_blocks(num_pages) + num_states
-        talking = schedule.play(kind, config, num_blocks, overlap[0], (0,) * num_states)
+        num_blocks = schedule.num_blocks(num_pages) + len(beside)
+        talking = schedule.play(kind, config, num_blocks, overlap[0], beside)
     totals.update(talking.count)
-    totals["states"] += talking.count["continue"] if num_states else 0
+    totals["states"] += talking.count["continue"] if beside else 0
     totals["evict"] += talking.pool.num_evictions
 
 

@@ -35,17 +35,17 @@ SPEC = HeavyHitterSpec.of(
 STATE = MambaSpec(block_size=64, shapes=((3,), (2, 5)), dtypes=(torch.float32, torch.bfloat16))
 
 
+def layer_of(cache: LayerCache) -> SimpleNamespace:
+    """A layer of the policy's, with these pages."""
+    return SimpleNamespace(kv_cache=cache, impl=SimpleNamespace(cache_of=lambda cache: cache))
+
+
 def two_layers() -> tuple[list[LayerCache], list[Tokens | States]]:
     """Two layers' pages, and another layer."""
     caches = [filled(SHAPE, 10, seed) for seed in (1, 2)]
     for cache in caches:
         cache.position.copy_(torch.arange(80).view(10, 4, 2).mT.reshape(20, 4))
-    context = {
-        f"layer {index}": SimpleNamespace(
-            kv_cache=cache, impl=SimpleNamespace(cache_of=lambda cache: cache)
-        )
-        for index, cache in enumerate(caches)
-    }
+    context = {f"layer {index}": layer_of(cache) for index, cache in enumerate(caches)}
     groups = [KVCacheGroupSpec([*context], SPEC)]
     return caches, list(pages_of(groups, {**context, "other": None}))
 
@@ -124,8 +124,7 @@ def test_slots_after_a_copy_are_zeros() -> None:
 def test_layers_of_several_shapes_are_copied() -> None:
     """VLLM has one group for them, and a spec of each layer."""
     caches, _ = two_layers()
-    impl = SimpleNamespace(cache_of=lambda cache: cache)
-    context = {str(n): SimpleNamespace(kv_cache=c, impl=impl) for n, c in enumerate(caches)}
+    context = {str(index): layer_of(cache) for index, cache in enumerate(caches)}
     other = replace(SPEC, num_kv_heads=4)
     specs = UniformTypeKVCacheSpecs(block_size=4, kv_cache_specs={"0": SPEC, "1": other})
     layers = list(pages_of([KVCacheGroupSpec([*context], specs)], context))
@@ -142,8 +141,7 @@ def test_states_go_where_their_groups_say() -> None:
     context = {
         name: SimpleNamespace(kv_cache=each) for name, each in zip(names, parts, strict=True)
     }
-    impl = SimpleNamespace(cache_of=lambda cache: cache)
-    context["own"] = SimpleNamespace(kv_cache=caches[0], impl=impl)
+    context["own"] = layer_of(caches[0])
     groups = [
         KVCacheGroupSpec(names[:1], STATE),
         KVCacheGroupSpec(["own"], SPEC),

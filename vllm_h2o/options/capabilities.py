@@ -203,8 +203,10 @@ OPTION_PARTS: tuple[Part, ...] = (
         "continuation=true",
         lambda s: s.options.continues,
         "leave continuation out",
-        needs=(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS, P.OWN_KEYS, P.FINAL)
-        + (P.WHOLE_STATES,),
+        needs=(
+            *(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS),
+            *(P.OWN_KEYS, P.WHOLE_STATES, P.FINAL),
+        ),
     ),
     Part(
         "continuation={o.continuation}",

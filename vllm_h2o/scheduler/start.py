@@ -43,7 +43,7 @@ class Start:
     def lines(self) -> Iterator[str]:
         """The lines, in order."""
         config, longest = self.config, f"max_model_len={self.max_model_len}"
-        if config.score == config.policy.fallback is not None:
+        if config.score is not None and config.score == config.policy.fallback:
             yield (
                 f"tokens are ranked by the last {config.observation_window} queries of a prompt, "
                 f"and by those after it: score={config.score}, which goes with prefix caching."
