@@ -44,6 +44,8 @@ REPORT = PolicyStats(
     continuation_host_drops=1,
     continuation_host_bytes=2**20,
     continuation_folder_hits=50,
+    continuation_folder_saves=6,
+    continuation_folder_drops=5,
 )
 POLICY = {"kv_policy": {"name": "h2o", "budget": 12}}
 

@@ -11,6 +11,7 @@ import os
 import re
 import time
 import zlib
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -19,6 +20,10 @@ HEADER = "request"
 """Key of the header, JSON, in the metadata of a file (safetensors)."""
 CHECKSUM = "[0-9a-f]" * 8
 """Pattern of the checksum that ends a name; a file that is being written has none."""
+_OF_ANY = re.compile(rf"\.\d+-of-\d+\.({CHECKSUM}|[0-9a-f]{{32}}\.part)$")
+"""End of the name of any worker's file, and of one that is being written."""
+_LONGEST_WRITE_NS = 600 * 10**9
+"""Nanoseconds after which a file that is not finished belongs to an engine that has ended."""
 _READ_BYTES = 1 << 22
 
 
@@ -100,6 +105,49 @@ def names(folder: Path, rank: int, num_workers: int) -> set[str]:
     """Find the names of all files of a worker in a folder; raise OSError where it has no list."""
     of_worker = re.compile(rf"\.{rank}-of-{num_workers}\.{CHECKSUM}$")
     return set(filter(of_worker.search, os.listdir(folder)))
+
+
+def trim(folder: Path, most_bytes: int) -> int:
+    """Remove files of the prompts that were asked for least recently, until the others fit.
+
+    Files of other engines count, too, and those that an engine which ended has not finished, but
+    none that are being written.
+
+    Args:
+        folder: of the files; what else is there does not count, and stays.
+        most_bytes: of all of them.
+
+    Returns:
+        Number of prompts whose files are removed.
+
+    """
+    sizes: Counter[str] = Counter()
+    times: dict[str, int] = {}
+    paths: dict[str, list[str]] = {}
+    with suppress(OSError), os.scandir(folder) as found:
+        for file in found:
+            if not _OF_ANY.search(file.name):
+                continue
+            with suppress(FileNotFoundError):
+                stat, name = file.stat(), file.name.partition(".")[0]
+                if (
+                    file.name.endswith(".part")
+                    and stat.st_mtime_ns > time.time_ns() - _LONGEST_WRITE_NS
+                ):
+                    continue
+                sizes[name] += stat.st_size
+                times[name] = max(times.get(name, 0), stat.st_atime_ns)
+                paths.setdefault(name, []).append(file.path)
+    num_gone, too_many = 0, sizes.total() - most_bytes
+    for name in sorted(times, key=times.__getitem__):
+        if too_many <= 0:
+            break
+        with suppress(OSError):  # files of another user
+            for path in paths[name]:
+                Path(path).unlink(missing_ok=True)
+            too_many -= sizes[name]
+            num_gone += 1
+    return num_gone
 
 
 def of_worker(place: str, rank: int, num_workers: int) -> list[Path]:

@@ -47,6 +47,10 @@ COUNTERS = {
     "dropped for others.",
     "continuation_folder_hits": "With continuation=/PATH: tokens of continuation_hits that files "
     "held.",
+    "continuation_folder_saves": "With continuation=/PATH: caches sent to files, because a request "
+    "asked for it or memory dropped them.",
+    "continuation_folder_drops": "With continuation=/PATH: prompts whose files are gone, whoever "
+    "removed them.",
 }
 """Field of PolicyStats -> description of ``vllm:kv_policy_<field>_total``."""
 

@@ -204,17 +204,19 @@ class Saved:
 
     Args:
         place: its number in host memory; a text: the beginning of its files' names, see files.py.
-        source: ids of the blocks, and then those of its states.
+        source: ids of the blocks, and then those of its states; or its number in host memory.
         num_used: slots in use of each KV head: what is in later ones is not copied. 0: heads share
             them, and use all.
         header: of the files.
+        is_awaited: whether an answer waits for the files; else the step does not.
 
     """
 
     place: int | str
-    source: tuple[int, ...]
+    source: tuple[int, ...] | int
     num_used: int = 0
     header: str = ""
+    is_awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +299,8 @@ class PolicyStats:
             earlier one and did not.
         continuation_host_hits: tokens of continuation_hits that host memory held.
         continuation_folder_hits: tokens of continuation_hits that files held.
+        continuation_folder_saves: entries that were sent to files since the last report.
+        continuation_folder_drops: prompts whose files are gone since then, whoever removed them.
         continuation_host_saves: entries that were copied to host memory since the last report.
         continuation_host_drops: entries that host memory dropped for others since then.
         continuation_host_bytes: bytes of the entries now in the host memory of one worker.
@@ -320,6 +324,8 @@ class PolicyStats:
     continuation_host_drops: int = 0
     continuation_host_bytes: int = 0
     continuation_folder_hits: int = 0
+    continuation_folder_saves: int = 0
+    continuation_folder_drops: int = 0
 
     def put_into(self, carrier: MutableMapping[str, int]) -> None:
         """Add the numbers to a mapping that vLLM sends."""

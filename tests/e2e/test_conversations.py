@@ -69,15 +69,20 @@ def test_conversations_are_one_request(
 
 
 @pytest.mark.parametrize("split", ["none", "heads", "layers"])
-def test_conversations_go_on_from_host_memory(
-    split: str, model: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["host memory", "files", "both"])
+def test_conversations_outlive_their_pages(
+    where: str, split: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pool that cannot hold them, each keeps what one request from the first turn on does."""
-    own = {"budget": 64, "continuation": 1, "split": split}
+    places = {"host memory": 1, "files": f"{tmp_path}:1", "both": f"1,{tmp_path}:1"}
+    own = {"budget": 64, "continuation": places[where], "split": split}
     monkeypatch.setattr("vllm_h2o.scheduler.conversations.FOUND_PER_STEP", 0)
     tight = {**SMALL, "num_gpu_blocks_override": 30, "max_model_len": 400}
     with monkeypatch.context() as patch, engine(model, "h2o", own, **tight) as llm:
         probe = Probe(llm)
+        entries = probe.scheduler.conversations
+        if where == "both":
+            entries.host.num_pages = 8
         oracle = ConversationOracle(probe.scheduler).install(patch)
         texts = [own_text(index, length) for index, length in enumerate((40, 63, 64, 90))]
         others = [own_text(9, 90), own_text(10, 200)]
@@ -90,11 +95,21 @@ def test_conversations_go_on_from_host_memory(
                 lengths[index] = len(text) + 21 - 1
                 text += output.outputs[0].token_ids
                 generate(llm, others, 3)
-        fetched = probe.scheduler.conversations._on_host
-        assert fetched and probe.num_free == probe.num_total
+                finish_writing(llm)
+        assert bool(entries._on_host) == (where != "files")
+        assert (len(list(tmp_path.iterdir())) > 6) == (where != "host memory")
+        assert probe.num_free == probe.num_total
     assert oracle.num_turns >= 4 * 3 * 2 * 2
     assert oracle.num_ties <= max(oracle.num_victims / 1000, 1)
     assert oracle.max_error < 1e-4
+
+
+def finish_writing(llm: Any) -> None:
+    """Wait until files are written for which no answer waits."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    if worker._turns is not None:
+        for writing in worker._turns.writer._waiting:
+            writing.result()
 
 
 CHAT = ROOT / "examples/chat.md"

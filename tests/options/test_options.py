@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ TAKEN: dict[str, list[Any]] = {
     "evict_every": [1, 64, "page"],
     "merge": [None, 0, 0.5, 0.999],
     "positions": ["original"],
-    "continuation": [True, False, 1, 64],
+    "continuation": [True, False, 1, 64, "/kept", "./kept", "/kept:9", "8,/kept", "8,~/kept:100"],
     "kernels": ["auto", "native", "torch", "xformers"],
     "split": [None, "none", "heads", "layers"],
     "score": [None, "sum", "sum_squares", "mean", "mean_squares"],
@@ -50,7 +51,7 @@ REFUSED: dict[str, list[Any]] = {
     "split": [True, False, "all"],
     "merge": [1, 1.0, -0.1, True],
     "positions": ["relative", 0, -5, 1.5, None],
-    "continuation": ["False", 0, -1, 0.5, [], None],
+    "continuation": ["False", 0, -1, 0.5, [], None, "/a:0", "0,/a", "/a,/b", "8,9", "/a:b", ":8"],
     "kernels": ["triton", None],
 }
 
@@ -93,8 +94,8 @@ def test_option_refusal_reads_as_sentences() -> None:
     assert "budget takes a whole number from 1, a fraction in (0, 1] or full. " in refusal(budget=0)
     assert "merge takes a fraction in [0, 1). " in refusal(merge=1)
     assert (
-        "continuation takes a whole number from 1, true, false or a path with a slash. "
-        in refusal(continuation="True")
+        "continuation takes a whole number from 1, true, false or a path with a slash, as /PATH, "
+        "/PATH:N or N,/PATH:N. " in refusal(continuation="True")
     )
 
 
@@ -282,3 +283,23 @@ def test_policy_of_another_package_has_options(monkeypatch: pytest.MonkeyPatch) 
     parser = argparse.ArgumentParser(formatter_class=argparse.RawTextHelpFormatter)
     add_flags(parser)
     assert "- theirs: one query is enough" in parser.format_help()
+
+
+@pytest.mark.parametrize(
+    ("asked", "memory", "path", "files"),
+    [
+        (True, 0, None, 0),
+        (8, 8, None, 0),
+        ("/kept", 0, Path("/kept"), 0),
+        ("~/kept:100", 0, Path.home() / "kept", 100),
+        ("8,kept/", 8, Path.cwd() / "kept", 0),
+        ("8,/kept:100", 8, Path("/kept"), 100),
+    ],
+)
+def test_continuation_names_places(
+    asked: int | str, memory: int, path: Path | None, files: int
+) -> None:
+    """Each is GiB or a folder; a number after the folder bounds its files."""
+    options = KVPolicyConfig(continuation=asked)
+    found = (options.continuation_host_bytes, options.continuation_folder_bytes)
+    assert (options.continuation_folder, *found) == (path, memory << 30, files << 30)

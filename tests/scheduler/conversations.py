@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,8 @@ from vllm.v1.request import Request
 
 from tests.scheduler.harness import MAX_MODEL_LEN, STOP, Simulation, vllm_config
 from tests.scheduler.shadow import ShadowPool
+from vllm_h2o import files
 from vllm_h2o.kernels.held import Held
-from vllm_h2o.scheduler.checked import CheckedFiles
 from vllm_h2o.scheduler.conversations import Conversations
 from vllm_h2o.wire import Continuation, RequestPlan
 from vllm_h2o.worker.files import read, write
@@ -59,6 +58,8 @@ class ConversationPool(ShadowPool):
         self.host: dict[int | str, list[Any]] = {}  # and files
         self.chosen: dict[int, int] = {}  # victims of full requests, by first block
         self.chosen_on_host: dict[int | str, int] = {}
+        self.left: set[int | str] = set()  # places of files that no answer has waited for
+        self.num_returned = 0
 
     def _token(self, request_id: str, position: int) -> tuple[object, int]:
         text = tuple(self.texts[request_id][: position + 1])
@@ -82,12 +83,19 @@ class ConversationPool(ShadowPool):
         granted = (ids and ids[own] for ids in cached.new_block_ids)
         rows |= dict(zip(cached.req_ids, granted, strict=True))
         for saved in plan.saved:
-            if isinstance(saved.place, str):
-                write(saved.place, 0, 1, [Held({"score": torch.zeros(1)})], saved.header)
-            else:
+            if isinstance(saved.place, int):
                 assert saved.place not in self.host
-            self.host[saved.place] = self._in_pages(saved.source)
-            self.chosen_on_host[saved.place] = self.chosen.get(saved.source[0], -1)
+            elif any(map(files.check, files.of_worker(saved.place, 0, 1))):
+                continue
+            else:
+                write(saved.place, 0, 1, [Held({"score": torch.zeros(1)})], saved.header)
+            self.left |= set() if saved.is_awaited else {saved.place}
+            if isinstance(saved.source, int):
+                self.host[saved.place] = self.host[saved.source]
+                self.chosen_on_host[saved.place] = self.chosen_on_host[saved.source]
+            else:
+                self.host[saved.place] = self._in_pages(saved.source)
+                self.chosen_on_host[saved.place] = self.chosen.get(saved.source[0], -1)
         read = {i: self._left(c, plan.requests[i]) for i, c in plan.continued.items()}
         states = {i: self._states(each) for i, each in plan.continued.items()}
         chosen = {i: self._chosen(each) for i, each in plan.continued.items() if each.keeps_slots}
@@ -144,6 +152,8 @@ class ConversationPool(ShadowPool):
     def _left(self, each: Continuation, plan: RequestPlan) -> list[Any]:
         """The tokens that a request begins with."""
         tokens = self._contents(each)[: each.num_slots]
+        if isinstance(each.place, tuple):
+            self.num_returned += place_of(each.place) in self.left
         if plan.is_split:  # a slot may be free
             assert 0 <= len(tokens) - plan.resident_start <= 1
         else:
@@ -205,9 +215,9 @@ class Talking(Simulation):
         output = super().step()
         plan = output.residency_plan
         self.count["continue"] += len(plan.continued)
-        files = [isinstance(saved.place, str) for saved in plan.saved]
-        self.count["write"] += sum(files)
-        self.count["save"] += len(files) - sum(files)
+        for saved in plan.saved:
+            kind = "write" if saved.is_awaited else "leave"
+            self.count["save" if isinstance(saved.place, int) else kind] += 1
         self.count["drop"] += len(plan.dropped)
         self.count["share"] += sum(plan.requests[i].is_split for i in plan.continued)
         kept = (i for i, turn in plan.continued.items() if turn.keeps_slots)
@@ -282,80 +292,6 @@ class WithHost(Talking):
         untold, untaken = entries.host._saved.keys(), set(entries.host._dropped)
         assert self.pool.host.keys() | untold == entries._on_host.keys() | untaken
         assert sum(map(len, self.pool.host.values())) <= self.num_host_slots
-        return output
-
-
-class WithFiles(Talking):
-    """Every other request leaves files in the folder of the options, where some are lost."""
-
-    asks_to_save = True
-    loses = 0.02
-    """How often a step loses one before it reads, and after it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.pool.start = self._lose
-
-    @property
-    def checked(self) -> CheckedFiles:
-        """Its files that were checked, and those that steps read."""
-        folder = self.scheduler.folder
-        assert folder is not None
-        return folder.checked
-
-    def step(self) -> SchedulerOutput:
-        """One step, after which a file may be gone, or shorter than it was written."""
-        output = super().step()
-        self._lose(may_cut=True)
-        plans = [each.residency_plan for each, _ in self.in_flight]
-        read = {turn.place for plan in plans for turn in plan.continued.values()}
-        assert self.checked.num_open == sum(isinstance(place, tuple) for place in read)
-        return output
-
-    def _lose(self, may_cut: bool = False) -> None:
-        folder = self.scheduler.policy_config.continuation_folder
-        assert folder is not None
-        if self.random.random() < self.loses and (kept := sorted(folder.iterdir())):
-            lost = self.random.choice(kept)
-            if may_cut and self.random.random() < 0.5:
-                os.truncate(lost, 3)
-            else:
-                lost.unlink()
-            self.count["lose"] += 1
-
-
-class LateChecks(Executor):
-    """Ends checks of files when told to."""
-
-    def __init__(self) -> None:
-        self._pending: list[Callable[[], None]] = []
-
-    def submit(self, check: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Put a check off."""
-        future: Future[Any] = Future()
-        self._pending.append(lambda: future.set_result(check(*args, **kwargs)))
-        return future
-
-    def end(self) -> None:
-        """End all checks that have begun."""
-        for check in self._pending:
-            check()
-        self._pending.clear()
-
-
-class WithLateChecks(WithFiles):
-    """Checks of files end some steps after they have begun, the same in every run."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.checked._threads = self.late = LateChecks()  # type: ignore[assignment]
-
-    def step(self) -> SchedulerOutput:
-        """One step, before which checks may end."""
-        if self.random.random() < 0.4:
-            self.late.end()
-        output = super().step()
-        self.count["wait"] += any(not c.done() for _, c in self.checked._checks.values())
         return output
 
 

@@ -96,6 +96,8 @@ class Observed(Simulation):
             "continuation_host_drops": 0,
             "continuation_host_bytes": 0,
             "continuation_folder_hits": 0,
+            "continuation_folder_saves": 0,
+            "continuation_folder_drops": 0,
             "requests_at_capacity": sum(map(self._is_full, with_pages)),
             "resident_tokens": sum(
                 position < computed[i]  # no draft that has been rejected by now

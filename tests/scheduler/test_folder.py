@@ -9,21 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.scheduler.conversations import (
-    TENANTS,
-    Talking,
-    Tenant,
-    WithFiles,
-    entries_of,
-    first_turn,
-)
+from tests.scheduler.conversations import TENANTS, Talking, Tenant, entries_of, first_turn
 from tests.scheduler.harness import vllm_config
+from tests.scheduler.with_files import WithFiles
 from vllm_h2o import files
 from vllm_h2o.kernels.held import Held
 from vllm_h2o.policy import Budget
@@ -33,7 +28,7 @@ from vllm_h2o.scheduler.folder import Folder, Kept
 from vllm_h2o.scheduler.state import Left
 from vllm_h2o.worker.files import write
 
-BUDGET, TURN = Budget(16, 8, 7, 0), Left(40, 16, prompt=(0, 30))
+KEPT = Kept("", tuple(range(40)), "salt", Budget(16, 8, 7, 0), Left(40, 16, prompt=(0, 30)))
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +104,7 @@ def test_a_reset_forgets_files_until_they_are_written_again(tmp_path: Path) -> N
 def kept(path: Path, made_by: str = "me", num_workers: int = 2) -> tuple[Folder, str]:
     """A folder with a prompt of which no worker has written anything, and its files' place."""
     folder = Folder(path, made_by, num_workers)
-    request = Kept("any", tuple(range(50)), "salt", BUDGET, TURN).request()
-    place = folder.save(request, BUDGET, TURN, (3, 4))
+    place = folder.save(KEPT, (3, 4), "r")
     (saved,) = folder.take()
     assert (saved.place, saved.source, saved.num_used) == (place, (3, 4), 16)
     assert folder.take() == ()
@@ -130,17 +124,16 @@ def is_whole(folder: Folder, place: str) -> bool:
 def test_every_worker_has_to_write(tmp_path: Path) -> None:
     """What is known to be there is not written again."""
     folder, place = kept(tmp_path)
-    request = Kept("any", tuple(range(50)), "salt", BUDGET, TURN).request()
-    assert folder.save(request, BUDGET, TURN, (3, 4)) == place
+    assert folder.save(KEPT, (3, 4), "r") == place
     assert len(folder.take()) == 1
     assert is_whole(folder, place)
     for path in tmp_path.iterdir():
         os.utime(path, ns=(1, path.stat().st_mtime_ns))
-    assert folder.save(request, BUDGET, TURN, (3, 4)) == place
+    assert folder.save(KEPT, (3, 4), "r") == place
     assert folder.take() == ()
     assert all(path.stat().st_atime > 1 for path in tmp_path.iterdir())
     (later,) = Folder(tmp_path, "me", 2).read()
-    assert later == Kept(place, tuple(range(40)), "salt", BUDGET, TURN)
+    assert later == replace(KEPT, place=place)
 
 
 def test_files_of_others_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from vllm.config.cache import CacheDType
@@ -88,3 +89,11 @@ def test_start_names_the_queries_that_rank(start: Start, score: str) -> None:
     said = start(*H2O2, ("score", score))
     says = "ranked by the last 3 queries of a prompt, and by those after it: score=window,"
     assert (says in said) == (score == "window")
+
+
+def test_start_says_where_caches_go(start: Start, tmp_path: Path) -> None:
+    """To host memory, and from there to files."""
+    said = start(("continuation", f"1,{tmp_path}:2"))
+    assert ": 1 GiB of host memory keep " in said
+    assert f": 2 GiB of files in {tmp_path} keep what memory drops, and no others." in said
+    assert "continuation=" not in start(("continuation", str(tmp_path)))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.draws import draw_until_seen, drawn
-from tests.scheduler.conversations import ON, Talking, WithHost, WithLateChecks
+from tests.scheduler.conversations import ON, Talking, WithHost
 from tests.scheduler.harness import vllm_config
 from tests.scheduler.schedules import (
     H2O2,
@@ -27,6 +27,7 @@ from tests.scheduler.schedules import (
     states,
     step_tokens,
 )
+from tests.scheduler.with_files import WithFiles, WithLateChecks, WithTiers
 
 OWN_SLOTS = (
     *OPTIONS,
@@ -64,7 +65,8 @@ def play(
         budget, num_pages = 32, max(num_pages, 20)
     max_batched = step_tokens(max_batched, options)
     with TemporaryDirectory() as folder:
-        on = ("continuation", folder) if kind is WithLateChecks else ON
+        path = f"1,{folder}:1" if kind is WithTiers else folder
+        on = ("continuation", path) if issubclass(kind, WithFiles) else ON
         config = vllm_config(budget, max_batched, 8, schedule.policy, overlap[1], (on, *options))
         num_blocks = schedule.num_blocks(num_pages) + len(beside)
         talking = schedule.play(kind, config, num_blocks, overlap[0], beside)
@@ -94,12 +96,12 @@ def test_no_cache_is_another_s(
         max_batched=st.sampled_from([8, 20, 64]),
         num_pages=st.sampled_from([16, 18, 20, 60]),
         overlap=overlaps,
-        kind=st.sampled_from([Talking, WithHost, WithLateChecks]),
+        kind=st.sampled_from([Talking, WithHost, WithLateChecks, WithTiers]),
         num_states=st.sampled_from([0, 0, 1, 3]),
     )(play)
     events = (
         "add chunk decode preempt resume abort finish pack evict reset continue save fetch drop "
-        "write read lose wait proceed states"
+        "write read lose wait proceed states leave return trim"
     )
     seen = (*events.split(), *own_events.split())
     examples = drawn(num_examples)(random_conversations)

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -12,7 +16,8 @@ import torch
 from vllm_h2o import files
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.held import Held
-from vllm_h2o.worker.files import read, write
+from vllm_h2o.wire import Saved
+from vllm_h2o.worker.files import MOST_WAITING, Writer, read, write
 
 
 def copy(seed: int, dtype: torch.dtype = torch.float32, is_split: bool = False) -> Held:
@@ -108,3 +113,59 @@ def test_check_of_a_file_that_is_not_as_it_was_written_fails(how: str, tmp_path:
     else:
         path.unlink()
     assert files.check(path) is None
+
+
+def written_at(folder: Path, name: str, time: int, num_ranks: int = 1) -> None:
+    """A file of each rank, last asked for at a time."""
+    for rank in range(num_ranks):
+        path = write(str(folder / name), rank, num_ranks, [copy(1)], "{}")
+        assert path is not None
+        os.utime(path, ns=(time, path.stat().st_mtime_ns))
+
+
+def test_files_that_were_used_least_recently_make_room(tmp_path: Path) -> None:
+    """Those of all ranks together; what no engine has written does not count, and stays."""
+    mine = tmp_path / "notes.0-of-1.txt"
+    mine.write_bytes(bytes(10_000))
+    for name, time in (("new", 30), ("old", 10), ("older", 5)):
+        written_at(tmp_path, name, time, 2 if name == "old" else 1)
+    for end in "01":
+        (tmp_path / f"odd.0-of-1.{end * 32}.part").write_bytes(bytes(99))
+    unfinished = tmp_path / f"odd.0-of-1.{'0' * 32}.part"
+    os.utime(unfinished, ns=(1, 1))
+    size = files.of_worker(str(tmp_path / "new"), 0, 1)[0].stat().st_size
+    assert files.trim(tmp_path, 4 * size + 99) == 0
+    assert files.trim(tmp_path, 4 * size) == 1 and not unfinished.exists()
+    assert files.trim(tmp_path, 3 * size - 1) == 2
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"new", "notes", "odd"}
+    assert files.trim(tmp_path, 0) == 1 and len([*tmp_path.iterdir()]) == 2 and mine.exists()
+    assert files.trim(tmp_path / "none", 0) == 0
+
+
+def test_only_an_answer_waits_for_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others are written in their order, a few at a time; one worker removes what is too much."""
+    caplog.set_level(logging.INFO, "vllm.kv_policy")
+    may_end, names = threading.Event(), [str(tmp_path / name) for name in "abcd"]
+    late = [Saved(name, (1,), header="{}") for name in names]
+    checksum = files.checksum
+
+    def wait(file: BinaryIO) -> str:
+        assert threading.current_thread() is threading.main_thread() or may_end.wait(60)
+        return checksum(file)
+
+    monkeypatch.setattr(files, "checksum", wait)
+    writer, other = Writer(0, 1, 5_000), Writer(1, 2, 1)
+    for saved in late[:MOST_WAITING]:
+        writer.write(saved, [copy(1)])
+    writer.write(replace(late[3], is_awaited=True), [copy(1)])
+    found = [path.name[0] for path in tmp_path.iterdir() if path.suffix != ".part"]
+    assert found == ["d"]
+    threading.Timer(0.05, may_end.set).start()
+    writer.write(late[2], [copy(1)])
+    writer._thread.shutdown()
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["b", "c"]
+    assert caplog.text.count("files of 1 prompts are removed for others") == 2
+    other.write(replace(late[0], is_awaited=True), [copy(1)])
+    assert len([*tmp_path.iterdir()]) == 3

@@ -18,6 +18,7 @@ from tests.kernels.caches import Shape, filled
 from vllm_h2o.kernels.cache import LayerCache, cache_rows
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
+from vllm_h2o.worker.files import Writer
 from vllm_h2o.worker.turns import States, Tokens, Turns, pages_of
 
 SHAPE = Shape(num_kv_heads=2, group=1, head_size=32, block_size=4)
@@ -65,7 +66,7 @@ def begin(
 
 def test_two_begin_and_one_takes_the_other_s_pages() -> None:
     """In both layers."""
-    (caches, layers), turns = two_layers(), Turns()
+    (caches, layers), turns = two_layers(), Turns(Writer(0, 1))
     before = [cache.position.clone() for cache in caches]
     begin(turns, layers)
     assert all(torch.equal(cache.position, old) for cache, old in zip(caches, before, strict=True))
@@ -91,7 +92,7 @@ def content(cache: LayerCache, blocks: tuple[int, ...], num: int) -> list[torch.
 
 def test_copy_in_host_memory_is_what_a_copy_of_pages_is() -> None:
     """Bit for bit, in the step that saves it and later, after its pages are overwritten."""
-    (caches, layers), turns = two_layers(), Turns()
+    (caches, layers), turns = two_layers(), Turns(Writer(0, 1))
     begin(turns, layers, Continuation((2, 3), (7, 8), 7))
     expected = [content(cache, (7, 8), 7) for cache in caches]
     saved = Saved(4, (2, 3))
@@ -110,7 +111,7 @@ def test_copy_in_host_memory_is_what_a_copy_of_pages_is() -> None:
 @torch.inference_mode()
 def test_slots_after_a_copy_are_zeros() -> None:
     """In pages that held a state, which as K or V is no number."""
-    (caches, layers), turns = two_layers(), Turns()
+    (caches, layers), turns = two_layers(), Turns(Writer(0, 1))
     for cache in caches:
         rows = cache_rows(torch.tensor((7, 8)), 2)
         cache.key[rows] = cache.value[rows] = torch.nan
@@ -147,7 +148,7 @@ def test_states_go_where_their_groups_say() -> None:
         KVCacheGroupSpec(["own"], SPEC),
         KVCacheGroupSpec(names[1:], STATE),
     ]
-    layers, turns = list(pages_of(groups, context)), Turns()
+    layers, turns = list(pages_of(groups, context)), Turns(Writer(0, 1))
     before = [[part.clone() for part in each] for each in parts]
     saved = Saved(1, source := (2, 3, 4, 5))
     begin(turns, layers, Continuation(source, (6, 7, 8, 9), 7), saved=(saved,))

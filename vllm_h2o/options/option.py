@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import Field, dataclass, field
 from difflib import get_close_matches
@@ -15,6 +16,8 @@ Interval = Literal["[0, 1]", "(0, 1]", "[0, 1)"]
 Reader = Literal["every", "evicts", "ranks", "window"]
 """Policies that read an option: every one, or those that evict, rank, or have a window term."""
 
+PLACES = re.compile(r"(?:([1-9]\d{0,6}),)?([^,:]*/[^,:]*)(?::([1-9]\d{0,6}))?")
+"""A path with a slash; GiB of memory may stand before it, and GiB of files after it."""
 LARGEST = 2**31 - 1
 """Largest whole number of any option (int32)."""
 
@@ -29,7 +32,7 @@ class Values:
         fraction: the interval of fractions; None: no fractions.
         switch: whether it takes true and false.
         missing: whether it takes None.
-        path: whether it takes a path: a text with a slash.
+        path: whether it takes a path, as :data:`PLACES` says.
 
     """
 
@@ -46,7 +49,7 @@ class Values:
         if isinstance(value, bool):
             return self.switch
         if isinstance(value, str):
-            return value in self.names() or (self.path and "/" in value)
+            return value in self.names() or bool(self.path and PLACES.fullmatch(value))
         if isinstance(value, int) and self.least is not None and self.least <= value <= LARGEST:
             return True
         if self.fraction is None or not isinstance(value, int | float) or not math.isfinite(value):
@@ -59,7 +62,7 @@ class Values:
         numbers = [f"a whole number from {self.least}"] if self.least is not None else []
         numbers += [f"a fraction in {self.fraction}"] if self.fraction else []
         every = [*numbers, *self.names(), *(["true", "false"] if self.switch else [])]
-        every += ["a path with a slash"] if self.path else []
+        every += ["a path with a slash, as /PATH, /PATH:N or N,/PATH:N"] if self.path else []
         return " or ".join(part for part in (", ".join(every[:-1]), every[-1]) if part)
 
     def names(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from vllm_h2o.errors import ConfigError
-from vllm_h2o.options.option import Reader, check_value, option
+from vllm_h2o.options.option import PLACES, Reader, check_value, option
 from vllm_h2o.policy import Eviction, Policy, Ranking, Rule, Split, policies
 from vllm_h2o.policy.eviction import At
 
@@ -121,8 +121,8 @@ class Options:
     )
     continuation: int | str = option(
         False,
-        "Whether a next turn starts from its last one's cache; N: N GiB of host memory keep more; "
-        "/PATH: files",
+        "Whether a next turn starts from its last one's cache; N: N GiB of memory keep more; "
+        "/PATH:N: files",
         least=1,
         path=True,
     )
@@ -197,14 +197,28 @@ class Options:
     @property
     def continuation_folder(self) -> Path | None:
         """Folder for the caches of prompts that requests ask to keep; None: there is none."""
-        asked = self.continuation
-        return Path(asked).expanduser().absolute() if isinstance(asked, str) else None
+        path = self._places[1]
+        return Path(path).expanduser().absolute() if path else None
 
     @property
     def continuation_host_bytes(self) -> int:
         """Host memory of each worker for caches of earlier turns, in bytes."""
-        asked = self.continuation
-        return asked << 30 if isinstance(asked, int) and not isinstance(asked, bool) else 0
+        return int(self._places[0] or 0) << 30
+
+    @property
+    def continuation_folder_bytes(self) -> int:
+        """Most bytes of the folder's files, which keep what memory drops, too; 0: it keeps none."""
+        return int(self._places[2] or 0) << 30
+
+    @property
+    def _places(self) -> tuple[str | None, ...]:
+        """GiB of host memory, the folder, and GiB of its files, as ``continuation`` names them."""
+        if isinstance(self.continuation, bool):
+            return None, None, None
+        if isinstance(self.continuation, int):
+            return str(self.continuation), None, None
+        found = PLACES.fullmatch(self.continuation)
+        return found.groups() if found else (None, None, None)
 
     @property
     def keeps_scores(self) -> bool:

@@ -96,20 +96,29 @@ def _check_save(request: Any, config: KVPolicyConfig | None) -> None:
             "there is no place to keep a cache",
             f"start it with --kv-policy-config.continuation /PATH, or leave {SAVE} out",
         )
+    for what in beyond_text(request):
+        raise ConfigError(
+            f"{SAVE}={asked!r}",
+            f"the request has {what}",
+            "files keep the text of the model without adapters",
+            f"leave {SAVE} out",
+        )
+
+
+def beyond_text(request: Any) -> list[str]:
+    """Name what a request has besides a text that ends: files keep nothing else.
+
+    Args:
+        request: vLLM's Request or EngineCoreRequest.
+
+    """
     others = {
         "a LoRA adapter": request.lora_request,
         "images": request.mm_features,
         "prompt embeddings": request.prompt_embeds is not None,
         "more parts to come": request.resumable,
     }
-    for what, has in others.items():
-        if has:
-            raise ConfigError(
-                f"{SAVE}={asked!r}",
-                f"the request has {what}",
-                "files keep the text of the model without adapters",
-                f"leave {SAVE} out",
-            )
+    return [what for what, has in others.items() if has]
 
 
 # Typed, for 1 is one slot and 1.0 is every token.

@@ -3,13 +3,14 @@
 
 An *entry* is the cache of one request: its blocks, and the tokens that they stand for. The blocks
 are free, at the end of the pool's queue. The pool tells when it hands out one of them, or when the
-whole cache is reset: then the entry is forgotten, or it moves to host memory (host.py).
+whole cache is reset: then the entry is forgotten, or it moves to host memory (host.py), and from
+there to files (folder.py).
 
 A request that continues gets blocks of its own, and the workers copy. Steps run in the order of
 scheduling, so an entry needs no holder: its blocks may be taken in the same step, even by the
 request that continues from it.
 
-What a request asks to keep is also written to files, for other engines (folder.py).
+What a request asks to keep is also written to files at once, for other engines.
 
 The name of an entry is that of its tokens (prefixes.py), with the budget and the weights that
 computed it (weights.py). A request whose weights are replaced while it runs leaves no entry, and
@@ -20,7 +21,7 @@ counted (misses.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from heapq import merge
 
 from vllm.logger import init_logger
@@ -29,8 +30,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_h2o.errors import IntegrityError
-from vllm_h2o.options.request import asks_to_save
+from vllm_h2o.options.request import asks_to_save, beyond_text
 from vllm_h2o.policy import Budget
+from vllm_h2o.scheduler.entry import Entry
 from vllm_h2o.scheduler.events import EntryEvents
 from vllm_h2o.scheduler.folder import Folder, Kept
 from vllm_h2o.scheduler.host import HostMemory
@@ -57,47 +59,6 @@ LOST = (
 FOUND_PER_STEP = 16
 """Fewest tokens to save for each token that takes a step of its own, where KV heads share slots:
 else it is faster to compute them, in chunks."""
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """The cache of one finished request.
-
-    Args:
-        turn: its lengths.
-        blocks: its blocks, in order; none where it is elsewhere.
-        name: of its tokens.
-        weights: that computed it.
-        place: of its copy, in host memory or in files (wire.Saved), or names of the files that are
-            open for a step (wire.Continuation); None: it is in blocks.
-
-    """
-
-    turn: Left
-    blocks: tuple[KVCacheBlock, ...]
-    name: Name
-    weights: Identity
-    place: int | str | tuple[str, ...] | None = None
-
-    @property
-    def source(self) -> tuple[int, ...]:
-        """Ids of its blocks."""
-        return tuple(block.block_id for block in self.blocks)
-
-    def continued(self, blocks: Sequence[KVCacheBlock], prompt_len: int) -> Continuation:
-        """The copy that the workers make.
-
-        Args:
-            blocks: first blocks of the request that continues, as many as the slots need.
-            prompt_len: of the request that continues.
-
-        """
-        assert not isinstance(self.place, str), "files are opened before they are read"
-        ids, turn = tuple(block.block_id for block in blocks), self.turn
-        goes_on = turn.is_followed_by(prompt_len)
-        restored_end = 0 if goes_on else turn.restored_end
-        keeps_slots = goes_on or turn.is_split
-        return Continuation(self.source, ids, turn.num_slots, restored_end, keeps_slots, self.place)
 
 
 class Conversations:
@@ -165,8 +126,9 @@ class Conversations:
 
         """
         weights = self._weights_of(request, turn, blocks)
-        folder = self._folder if asks_to_save(request) else None
-        if folder and request.is_finished() and weights != FIRST:
+        folder = self._folder if weights == FIRST else None
+        is_asked = self._folder is not None and asks_to_save(request)
+        if is_asked and request.is_finished() and weights != FIRST:
             logger.warning("request %s asked to be kept, and is not: %s", request.request_id, LOST)
         if weights is None:
             return False
@@ -174,14 +136,17 @@ class Conversations:
         name = self._names.name(request, turn.logical_len, same)
         if before := self._entries.get(name):
             self._forget(before)
-        entry = Entry(turn, tuple(blocks), name, weights)
+        kept = None
+        if folder and (is_asked or (folder.takes_dropped and not beyond_text(request))):
+            kept = Kept.of(request, state.budget, turn)
+        entry = Entry(turn, tuple(blocks), name, weights, kept=None if is_asked else kept)
         self._leave_in_pool(entry)
         self._entries.put(name, entry)
         self._misses.add(name, request, turn.logical_len, same)
         if self._events:
             self._events.stored(name, request, turn.logical_len)
-        if folder and weights == FIRST:
-            self._keep(name, turn, folder.save(request, state.budget, turn, entry.source))
+        if folder and kept and is_asked:
+            self._keep(name, turn, folder.save(kept, entry.source, request.request_id))
         return True
 
     def _weights_of(
@@ -262,6 +227,7 @@ class Conversations:
         if self._folder:
             for entry in filter(None, (self._kept_at.pop(p, None) for p in self._folder.look())):
                 self._kept.drop(entry.name, entry)
+                self._folder.num_gone += 1
             self._keep_all(self._folder.read_new())
         own = (request, (budget, weights), request.num_tokens - 1)
         known = (entries.longest_first(*own) for entries in (self._entries, self._kept) if entries)
@@ -341,23 +307,34 @@ class Conversations:
         self._folder.keep_open(continued)
         return saved + self._folder.take(), dropped
 
+    def take_counts(self) -> dict[str, int]:
+        """Take the counts since the last report, by field of ``PolicyStats``."""
+        of_folder = self._folder.take_counts() if self._folder else {}
+        return {**self.host.take_counts(), **of_folder}
+
     def _leave_in_pool(self, entry: Entry) -> None:
         """Free an entry's blocks, behind all that are free, until the pool needs them."""
         blocks = reversed(entry.blocks)
         self._pool.unpin_blocks(blocks, lambda _: self._leave_blocks(entry))
 
     def _leave_blocks(self, entry: Entry) -> None:
-        """Move an entry whose blocks are taken to host memory, or forget it."""
+        """Move an entry whose blocks are taken to host memory, or to files, or forget it."""
         if self._entries.get(entry.name) is not entry:
             return
         if len(entry.blocks) > self.host.num_pages:
-            self._forget(entry)
+            self._leave_memory(entry, entry.source)
             return
         for number in self.host.too_many(len(entry.blocks)):
-            self._forget(self._on_host[number])
+            self._leave_memory(self._on_host[number], number)
         number = self.host.save(entry.source, entry.turn.num_used)
         self._on_host[number] = moved = replace(entry, blocks=(), place=number)
         self._entries.put(entry.name, moved)
+
+    def _leave_memory(self, entry: Entry, source: tuple[int, ...] | int) -> None:
+        """Write an entry for which there is no room to files, if they take it, and forget it."""
+        if self._folder and self._folder.takes_dropped and entry.kept:
+            self._folder.save(entry.kept, source)
+        self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:
         """Drop an entry that is known; its blocks keep their places in the pool's queue."""

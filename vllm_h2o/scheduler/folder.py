@@ -18,37 +18,28 @@ from collections.abc import Container, Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import vllm
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
-from vllm import SamplingParams, envs
-from vllm.config import ModelConfig, VllmConfig
+from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
-import vllm_h2o
 from vllm_h2o import files
-from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.traits import stages
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.checked import CheckedFiles, Names
+from vllm_h2o.scheduler.origin import made_by
 from vllm_h2o.scheduler.state import Left
 from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
 
 logger = init_logger("vllm.kv_policy")
 
-FORMAT = 2
-"""Version of the files."""
 COARSE_NS = 2_000_000_000
 """Nanoseconds within which two changes of a folder may have the same time."""
 PATIENCE = 0.2
 """Seconds for which a step waits until the last worker has written its file."""
 OTHERS = "another model, policy or version, and not read"
 """Origin of a file that this engine cannot use, in words."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Files of a model's folder that hold weights."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class Kept:
     """One prompt whose cache is in the folder.
 
     Args:
-        place: beginning of its files' names.
+        place: beginning of its files' names; empty: it is to be kept.
         tokens: of the prompt.
         salt: vLLM's cache_salt of its request.
         budget: of its request.
@@ -69,6 +60,19 @@ class Kept:
     salt: str | None
     budget: Budget
     turn: Left
+
+    @classmethod
+    def of(cls, request: Request, budget: Budget, turn: Left) -> Kept:
+        """Describe a request that ends, a text without an adapter, for its files.
+
+        Args:
+            request: that ends.
+            budget: its own, or the engine's.
+            turn: lengths of its cache.
+
+        """
+        tokens = tuple(request.all_token_ids[: turn.logical_len])
+        return cls("", tokens, request.cache_salt, budget, turn)
 
     def request(self) -> Request:
         """A request that begins so, to name it."""
@@ -88,17 +92,24 @@ class Folder:
         path: of the folder, which exists.
         made_by: what computes caches: only those of the same model, options and versions are used.
         num_workers: of the engine, each with a file of its own.
+        takes_dropped: whether caches that memory drops are written, too.
 
     Attributes:
         checked: its files that were checked, and those that steps read.
         unwritten: places of the files that are not written yet, by the request that asked for them.
+        num_saved: caches that steps have sent to files since the last report.
+        num_gone: prompts whose files were found to be gone since then.
 
     """
 
-    def __init__(self, path: Path, made_by: str, num_workers: int) -> None:
+    def __init__(
+        self, path: Path, made_by: str, num_workers: int, takes_dropped: bool = False
+    ) -> None:
         self._path = path
         self._made_by = made_by
         self._num_workers = num_workers
+        self._takes_dropped = takes_dropped
+        self.num_saved = self.num_gone = 0
         self.checked = CheckedFiles()
         self.unwritten: dict[str, str] = {}
         self._saved: dict[str, Saved] = {}
@@ -171,16 +182,21 @@ class Folder:
                 logger.warning_once("%s: a file is of %s", self._path, OTHERS)
         self._is_read = True
 
-    def save(self, request: Request, budget: Budget, turn: Left, source: tuple[int, ...]) -> str:
+    @property
+    def takes_dropped(self) -> bool:
+        """Whether caches that memory drops are written, and found again."""
+        return self._takes_dropped and self._reads
+
+    def save(self, kept: Kept, source: tuple[int, ...] | int, request_id: str | None = None) -> str:
         """Have a cache written before the next step, unless its files are known to be there.
 
         Where they are not checked yet, each worker finds its own when it has written another.
 
         Args:
-            request: that ends.
-            budget: its own, or the engine's.
-            turn: lengths of its cache.
-            source: ids of its blocks.
+            kept: what the files say.
+            source: ids of its blocks, or its number in host memory.
+            request_id: of the request whose answer waits for them; None: they are written while
+                steps go on, and found when they are there, as another engine's.
 
         Returns:
             The beginning of its files' names.
@@ -188,21 +204,24 @@ class Folder:
         """
         said = {
             "made_by": self._made_by,
-            "tokens": request.all_token_ids[: turn.logical_len],
-            "salt": request.cache_salt,
-            "budget": asdict(budget),
-            "turn": asdict(turn),
+            "tokens": kept.tokens,
+            "salt": kept.salt,
+            "budget": asdict(kept.budget),
+            "turn": asdict(kept.turn),
         }
         header = json.dumps(said)
         place = str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32])
+        is_awaited = request_id is not None
         if self.is_whole(place):
             for paths in self._found[place]:
                 for path in paths:
                     files.touch(path)
-        else:
-            self._saved[place] = Saved(place, source, turn.num_used, header)
+        elif is_awaited or place not in self._saved:
+            num_used = 0 if isinstance(source, int) else kept.turn.num_used
+            self._saved[place] = Saved(place, source, num_used, header, is_awaited)
+        if request_id is not None and place in self._saved:
             self._named.add(place)
-            self.unwritten[request.request_id] = place
+            self.unwritten[request_id] = place
         return place
 
     def end(self, plan: ResidencyPlan) -> None:
@@ -211,7 +230,7 @@ class Folder:
         All workers have read theirs: the tokens of such a step depend on each of them.
         """
         self.checked.close(each.place for each in plan.continued.values())
-        places = {each.place for each in plan.saved if isinstance(each.place, str)}
+        places = {str(each.place) for each in plan.saved if each.is_awaited}
         until = time.monotonic() + PATIENCE
         while not all(map(self._is_written, places)) and time.monotonic() < until:
             time.sleep(0.001)
@@ -278,16 +297,23 @@ class Folder:
             logger.warning("%s: no file is read from now on, until the engine starts", self._path)
         self._reads = False
         self._unread.clear()
-        if self._saved:
-            logger.warning("%d prompts are not kept: the cache was reset first", len(self._saved))
+        if num_asked := sum(saved.is_awaited for saved in self._saved.values()):
+            logger.warning("%d prompts are not kept: the cache was reset first", num_asked)
         self._forget(self._saved)
         self._saved.clear()
 
     def take(self) -> tuple[Saved, ...]:
         """Take what a step writes."""
         saved = tuple(self._saved.values())
+        self.num_saved += len(saved)
         self._saved.clear()
         return saved
+
+    def take_counts(self) -> dict[str, int]:
+        """Take the counts since the last report, by field of ``PolicyStats``."""
+        saved, gone = self.num_saved, self.num_gone
+        self.num_saved = self.num_gone = 0
+        return {"continuation_folder_saves": saved, "continuation_folder_drops": gone}
 
 
 def folder_of(vllm_config: VllmConfig, config: KVPolicyConfig) -> Folder | None:
@@ -295,53 +321,9 @@ def folder_of(vllm_config: VllmConfig, config: KVPolicyConfig) -> Folder | None:
     path = config.continuation_folder
     if path is None:
         return None
-    return Folder(path, _made_by(vllm_config, config), vllm_config.parallel_config.world_size)
-
-
-def _made_by(vllm_config: VllmConfig, config: KVPolicyConfig) -> str:
-    """Name all that a cache depends on besides tokens and budget, by a hash."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    parallel = vllm_config.parallel_config
-    options = {k: v for k, v in config.to_dict().items() if k != "continuation"}
-    versions = (FORMAT, vllm_h2o.__version__, vllm.__version__)
-    ranks = (parallel.tensor_parallel_size, stages(vllm_config), envs.VLLM_PP_LAYER_PARTITION)
-    states = cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype, envs.VLLM_SSM_CONV_STATE_LAYOUT
-    layout = (cache.cache_dtype, cache.block_size, *states, *ranks)
-    load_format = str(vllm_config.load_config.load_format)
-    loaded = load_format, model.seed if load_format == "dummy" else _weights(model)
-    everything = (*versions, model.compute_hash(), loaded, layout, options)
-    return hashlib.sha256(json.dumps(everything, default=str).encode()).hexdigest()
-
-
-def _weights(model: ModelConfig) -> object:
-    """Tell weights apart: local ones by their files' sizes and times, a hub's by their revision."""
-    path = Path(model.model)
-    if not path.exists():
-        return _revision(model)
-    found = [f for f in path.iterdir() if f.suffix in WEIGHTS] if path.is_dir() else [path]
-    if not found:
-        raise _unknown(model)
-    return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(found)]
-
-
-def _revision(model: ModelConfig) -> str:
-    """The folder of a hub's model, which names its revision."""
-    try:
-        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
-    except HFValidationError:
-        found = None
-    if isinstance(found, str):
-        return found
-    raise _unknown(model)
-
-
-def _unknown(model: ModelConfig) -> ConfigError:
-    return ConfigError(
-        "a folder for caches",
-        f"the weights of {model.model} are neither files here nor of a known revision",
-        "caches of other weights would pass for those of these",
-        "use continuation=true, or a model in a local folder",
-    )
+    num_workers = vllm_config.parallel_config.world_size
+    takes_dropped = config.continuation_folder_bytes > 0
+    return Folder(path, made_by(vllm_config, config), num_workers, takes_dropped)
 
 
 def _kept(path: Path, place: str, made_by: str) -> Kept | None:

@@ -91,7 +91,7 @@ class HeavyHitterScheduler(CutsChunks, KeepsTurns, WaitsForChecks):
             self.block_manager,
             num_layers,
             self.other_groups,
-            self.conversations.host if self.conversations else None,
+            self.conversations,
         )
         self._log_start(config)
         if not self.scheduler_config.async_scheduling:

@@ -89,8 +89,13 @@ class Start:
             pages = self.pool.pages_of(slots) + self.num_other_pages[1]
             num_turns = self.num_host_pages // pages
             yield (
-                f"continuation={config.continuation}: {config.continuation} GiB of host memory "
-                f"keep {num_turns} or more earlier turns whose pages are reused."
+                f"continuation={config.continuation}: {config.continuation_host_bytes >> 30} GiB "
+                f"of host memory keep {num_turns} or more earlier turns whose pages are reused."
+            )
+        if num_bytes := config.continuation_folder_bytes:
+            yield (
+                f"continuation={config.continuation}: {num_bytes >> 30} GiB of files in "
+                f"{config.continuation_folder} keep what memory drops, and no others."
             )
         if config.schedule.at == "pressure":
             yield (

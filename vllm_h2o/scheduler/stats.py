@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
-from vllm_h2o.scheduler.host import HostMemory
+from vllm_h2o.scheduler.conversations import Conversations
 from vllm_h2o.scheduler.other_groups import OtherGroups
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
 from vllm_h2o.scheduler.state import LedgerStats
@@ -14,13 +14,13 @@ from vllm_h2o.wire import PolicyStats
 
 
 class StatsReporter:
-    """Adds up the numbers of ledger, block manager and host memory.
+    """Adds up the numbers of ledger, block manager and conversations.
 
     Args:
         manager: the block manager; its ledger must be bound.
         num_layers: layers whose pages one block id names, on one worker.
         other_groups: the groups that vLLM manages.
-        host: the book of host memory; None: no entry goes there.
+        conversations: the book of entries; None: there are none.
 
     """
 
@@ -29,12 +29,12 @@ class StatsReporter:
         manager: HeavyHitterManager,
         num_layers: int,
         other_groups: OtherGroups,
-        host: HostMemory | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         spec = manager.kv_cache_spec
         assert isinstance(spec, HeavyHitterSpec)
         self._manager, self._other_groups = manager, other_groups
-        self._host = host or HostMemory(0)
+        self._conversations = conversations
         self._page_bytes = spec.page_size_bytes * num_layers
         self._stock_page_bytes = spec.stock_page_size_bytes * num_layers
 
@@ -48,6 +48,7 @@ class StatsReporter:
         # Stock vLLM holds the same pages of windows and states, without room for scores.
         others = self._other_groups.num_held()
         at_capacity = resident = logical = 0
+        entries = self._conversations
         stock_pages, pages = others, manager.num_held() + others
         for held in ledger.states.values():  # in one pass, because it runs after every step
             at_capacity += held.is_full
@@ -56,10 +57,10 @@ class StatsReporter:
             stock_pages += ledger.num_pages(held.logical_len)
         return PolicyStats(
             **asdict(stats),
-            **self._host.take_counts(),
+            **(entries.take_counts() if entries else {}),
             requests_at_capacity=at_capacity,
             resident_tokens=resident,
             logical_tokens=logical,
             saved_bytes=stock_pages * self._stock_page_bytes - pages * self._page_bytes,
-            continuation_host_bytes=self._host.num_used * self._page_bytes,
+            continuation_host_bytes=entries.host.num_used * self._page_bytes if entries else 0,
         )

@@ -7,7 +7,9 @@ name, and gives the header, which says whose cache it is: see scheduler/folder.p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -20,8 +22,51 @@ from vllm.logger import init_logger
 from vllm_h2o import files
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.held import Held
+from vllm_h2o.wire import Saved
 
 logger = init_logger("vllm.kv_policy")
+
+MOST_WAITING = 2
+"""Most caches that wait to be written while steps go on: till then they take host memory."""
+
+
+class Writer:
+    """Writes the files of one worker: at once, or in a thread where no answer waits for them.
+
+    Args:
+        rank: of the worker.
+        num_workers: of the engine.
+        most_bytes: of all files in the folder: those used least recently are removed; 0: any.
+
+    """
+
+    def __init__(self, rank: int, num_workers: int, most_bytes: int = 0) -> None:
+        self.rank, self._num_workers, self._most_bytes = rank, num_workers, most_bytes
+        self._thread = ThreadPoolExecutor(1, "kv-policy-write")
+        self._waiting: deque[Future[None]] = deque()
+
+    def write(self, saved: Saved, held: Sequence[Held]) -> None:
+        """Write a cache, or have it written.
+
+        Args:
+            saved: says where, and whether an answer waits.
+            held: copies of all layers, in order.
+
+        """
+        if saved.is_awaited:
+            self._write(saved, held)
+            return
+        self._waiting.append(self._thread.submit(self._write, saved, held))
+        while len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft().result()
+
+    def _write(self, saved: Saved, held: Sequence[Held]) -> None:
+        place = str(saved.place)
+        write(place, self.rank, self._num_workers, held, saved.header)
+        if self._most_bytes and self.rank == 0:
+            folder = Path(place).parent
+            if num_gone := files.trim(folder, self._most_bytes):
+                logger.info("%s: files of %d prompts are removed for others", folder, num_gone)
 
 
 def write(

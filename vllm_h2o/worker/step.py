@@ -25,10 +25,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_h2o.errors import IntegrityError
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.wire import Plans, ResidencyPlan
 from vllm_h2o.worker.after_step import AfterStep
 from vllm_h2o.worker.batching import Rows
 from vllm_h2o.worker.drafts import DraftQueries
+from vllm_h2o.worker.files import Writer
 from vllm_h2o.worker.peak import profiling
 from vllm_h2o.worker.reconstruction import Reader
 from vllm_h2o.worker.turns import Turns, pages_of
@@ -202,7 +204,8 @@ class PublishesSteps:
         """Copy caches of ended requests, before the step clears pages that it takes."""
         if self._turns is None:
             parallel = self.vllm_config.parallel_config
-            self._turns = Turns(parallel.rank, parallel.world_size)
+            most_bytes = KVPolicyConfig.required(self.vllm_config).continuation_folder_bytes
+            self._turns = Turns(Writer(parallel.rank, parallel.world_size, most_bytes))
         runner, context = self.model_runner, self.vllm_config.compilation_config
         groups = runner.kv_cache_config.kv_cache_groups
         pages = list(pages_of(groups, context.static_forward_context))

@@ -19,7 +19,7 @@ from vllm_h2o.kernels.cache import LayerCache
 from vllm_h2o.kernels.held import Held
 from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
 from vllm_h2o.worker.after_step import Layers
-from vllm_h2o.worker.files import read, write
+from vllm_h2o.worker.files import Writer, read
 from vllm_h2o.worker.reconstruction import sent
 
 HOST = torch.device("cpu")
@@ -122,14 +122,12 @@ class Turns:
     """Copies caches of ended requests.
 
     Args:
-        rank: of this worker.
-        num_workers: of the engine.
+        writer: of this worker's files.
         host: copies in host memory by number, each of all layers, in order.
 
     """
 
-    rank: int = 0
-    num_workers: int = 1
+    writer: Writer
     host: dict[int, list[Held]] = field(default_factory=dict)
 
     @torch.inference_mode()
@@ -144,30 +142,31 @@ class Turns:
             device: of the pages.
 
         """
-        each: list[Saved | Continuation] = [*plan.saved, *plan.continued.values()]
+        from_pages = [saved for saved in plan.saved if not isinstance(saved.source, int)]
+        each: list[Saved | Continuation] = [*from_pages, *plan.continued.values()]
         sources = [sent(torch.tensor(copied.source), device) for copied in each]
         turns = list(plan.continued.values())
         rows = [sent(torch.tensor(turn.blocks), device) for turn in turns]
         files = {turn.place for turn in turns if isinstance(turn.place, tuple)}
-        where = (self.rank, self.num_workers)
         copies: dict[int | str | tuple[str, ...], list[Held]] = dict(self.host.items())
-        copies |= {each: read(each[self.rank]) for each in files}
-        copies |= {saved.place: [] for saved in plan.saved}
+        copies |= {each: read(each[self.writer.rank]) for each in files}
+        copies |= {saved.place: [] for saved in from_pages}
         for index, layer in enumerate(layers):
-            held: list[Held] = []
+            begun: list[Held] = []
             for copied, source in zip(each, sources, strict=True):
                 if isinstance(copied, Saved):
                     copies[copied.place].append(layer.copy(copied, source).to(HOST))
                 elif copied.place is None:
-                    held.append(layer.copy(copied, source))
+                    begun.append(layer.copy(copied, source))
                 else:
-                    held.append(copies[copied.place][index].to(device))
-            for turn, blocks, copy in zip(turns, rows, held, strict=True):
+                    begun.append(copies[copied.place][index].to(device))
+            for turn, blocks, copy in zip(turns, rows, begun, strict=True):
                 layer.begin(turn, blocks, copy)
         for saved in plan.saved:
+            held = copies[saved.source if isinstance(saved.source, int) else saved.place]
             if isinstance(saved.place, str):
-                write(saved.place, *where, copies[saved.place], saved.header)
+                self.writer.write(saved, held)
             else:
-                self.host[saved.place] = copies[saved.place]
+                self.host[saved.place] = held
         for number in plan.dropped:
             del self.host[number]
