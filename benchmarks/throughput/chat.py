@@ -2,12 +2,13 @@
 """P10: conversations of several turns, at random times, in a pool for a third of their histories.
 
 Stock vLLM with its prefix cache, h2o without continuation and h2o with it, in turn, in pools of
-equal bytes. In this process, so that each token is timed as the engine hands it out.
+equal bytes. In this process, so that each token is timed as the engine hands it out. With --tiers
+the pool holds a third of what h2o keeps of them, and the rest goes to host memory, or to files.
 
 Usage::
 
-    python -m benchmarks.throughput.chat [--quick] [--rounds 1] [--conversations 32] [--turns 8]
-        [--budget 256] [--dtype float32] [--sides stock] [--out FOLDER]
+    python -m benchmarks.throughput.chat [--quick] [--tiers] [--rounds 1] [--conversations 32]
+        [--turns 8] [--budget 256] [--dtype float32] [--sides stock] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import os
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import quantiles
+from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -33,6 +35,7 @@ from benchmarks.throughput.models import MODELS, folder_of  # noqa: E402
 
 RESULTS = Path(__file__).parents[1] / "results"
 SIDES = ("stock", "h2o", "h2o continued")
+TIERS = (*SIDES[1:], "h2o continued, host memory", "h2o continued, files")
 PAGE = 32
 """Slots: the least that vLLM's own attention takes on a CPU."""
 EXTRA_BYTES = 8
@@ -52,6 +55,7 @@ class Load:
         pause: seconds from an answer to the next question, on average.
         budget: slots of a sequence, with a policy.
         vocabulary: of the model.
+        share: of all that is said for which the pool has slots; it has them for the longest prompt.
 
     """
 
@@ -63,6 +67,7 @@ class Load:
     pause: float = 2.0
     budget: int = 256
     vocabulary: int = 49152
+    share: float = 1 / 3
 
     @property
     def longest(self) -> int:
@@ -70,15 +75,17 @@ class Load:
         return self.system + self.turns * (self.asked + self.answered)
 
     def num_pages(self, side: str, bytes_per_slot: int) -> int:
-        """A pool for a third of all histories, without scores; and the null page."""
+        """A pool for a share of all histories, without scores; and the null page."""
         own = self.longest - self.system
-        slots = (self.conversations * own + self.system) // 3
+        slots = int((self.conversations * own + self.system) * self.share)
         room = max(slots, self.longest + self.budget + PAGE) * bytes_per_slot
         each = PAGE * (bytes_per_slot + (0 if side == "stock" else EXTRA_BYTES))
         return 1 + room // each
 
 
 QUICK = Load(3, 3, system=20, asked=12, answered=8, pause=0.01, budget=32, vocabulary=256)
+MANY = Load(15, 8, asked=60, answered=24, share=0)
+"""For --tiers: the pool has slots for some five budgets."""
 
 
 @dataclass
@@ -161,11 +168,12 @@ def talk(llm: LLM, load: Load, seed: int = 0) -> Heard:
     return heard
 
 
-def run(side: str, load: Load, model: Path, bytes_per_slot: int, dtype: str) -> Heard:
-    """One engine from start to end."""
+def run(side: str, load: Load, model: Path, bytes_per_slot: int, dtype: str, folder: str) -> Heard:
+    """One engine from start to end; ``folder`` is empty, and takes files."""
     own: dict[str, Any] = {"enable_prefix_caching": True}
     if side != "stock":
-        options = {"budget": load.budget, "continuation": side.endswith("continued")}
+        places = {SIDES[1]: False, SIDES[2]: True, TIERS[2]: 1, TIERS[3]: f"{folder}:1"}
+        options = {"budget": load.budget, "continuation": places[side]}
         own = {"kv_policy": "h2o", "kv_policy_config": options}
     arguments = {
         "model": str(model),
@@ -226,25 +234,30 @@ def main() -> None:
     """Run all sides, in turn."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="a few words, for its functioning")
+    parser.add_argument("--tiers", action="store_true", help="more than the pool keeps")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side (1)")
-    parser.add_argument("--conversations", type=int, default=32)
+    parser.add_argument("--conversations", type=int)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=("stock", *TIERS))
     parser.add_argument("--budget", type=int, default=256, help="slots of a sequence (256)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument("--model", type=Path, help="another one's folder")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
     args = parser.parse_args()
     name = "smollm2" if args.dtype == "bfloat16" else f"smollm2-{args.dtype}"
-    load = QUICK if args.quick else Load(args.conversations, args.turns, budget=args.budget)
+    load = MANY if args.tiers else Load(turns=args.turns, budget=args.budget)
+    load = replace(load, conversations=args.conversations or load.conversations)
+    load = replace(QUICK, share=load.share) if args.quick else load
     model = args.model or folder_of(name)[0]
     args.out.mkdir(parents=True, exist_ok=True)
-    csv = args.out / ("chat-quick.csv" if args.quick else "chat-cpu.csv")
+    what = "tiers" if args.tiers else "chat"
+    csv = args.out / f"{what}-{'quick' if args.quick else 'cpu'}.csv"
     rows: list[dict[str, Any]] = []
     for number in range(args.rounds):
-        for side in args.sides:
+        for side in args.sides or (TIERS if args.tiers else SIDES):
             size = MODELS[name].bytes_per_slot
-            heard = run(side, load, model, size, args.dtype)
+            with TemporaryDirectory() as folder:
+                heard = run(side, load, model, size, args.dtype, folder)
             about = {"round": number, "machine": machine_name(), "dtype": args.dtype}
             own = rows_of(side, load, heard, load.num_pages(side, size))
             rows += [{**row, **about} for row in own]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,24 @@ def test_chat_with_continuation_finds_all_but_the_last_answer(
         assert found["h2o", turn + 1] == 0
     assert all(float(r["ttft_p99_s"]) >= float(r["ttft_p50_s"]) > 0 for r in rows)
     assert capsys.readouterr().out.count("| h2o continued |") == 2
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_chats_go_on_from_where_memory_has_left_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory finds all, files as much as is written in time, and the pool less."""
+    model = tiny_llama(tmp_path / "model", 4, 2)
+    command = ["chat", "--quick", "--tiers", f"--model={model}", f"--out={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(chat, "QUICK", replace(chat.QUICK, conversations=9))
+    chat.main()
+    rows = list(csv.DictReader((tmp_path / "tiers-quick.csv").read_text().splitlines()))
+    found = {row["side"]: float(row["found_of_said_before"]) for row in rows}
+    assert tuple(found) == chat.TIERS
+    nothing, pool, memory, files = found.values()
+    assert nothing == 0 and pool < memory and pool < files <= memory
 
 
 def test_chat_pools_have_equal_bytes() -> None:
