@@ -221,6 +221,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "prompts": figures.prompts,
         "pressure": figures.pressure,
         "chats": figures.chats,
+        "tiers": figures.tiers,
         "document": figures.document,
     },
     "docs/sparsity.md": {

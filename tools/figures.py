@@ -314,6 +314,27 @@ def chats() -> str:
     return markdown(("chats", "side", "tokens/s", *times), table)
 
 
+def tiers() -> str:
+    """Return what conversations take whose entries are in the pool, host memory or files."""
+    file = "tiers-cpu.csv"
+    places = {
+        "h2o": "`h2o`, computed again",
+        "h2o continued": "in the pool, `true`",
+        "h2o continued, host memory": "and in host memory, `1`",
+        "h2o continued, files": "and in files, `/PATH:1`",
+    }
+    table = []
+    for side, shown in places.items():
+        last = find(file, side=side, turn="8")
+        found, speed, *times = (
+            median(float(row[column]) for row in last)
+            for column in ("found_of_said_before", "tokens_per_s", "ttft_p50_s", "ttft_p99_s")
+        )
+        table.append([shown, f"{found:.0%}", figure(speed, 1), *(f"{t:.2f} s" for t in times)])
+    head = ("entries", "found of what was said", "tokens/s")
+    return markdown((*head, "TTFT, turn 8, p50", "TTFT, turn 8, p99"), table)
+
+
 def sparse_steps() -> str:
     """Return stock vLLM's step over that of each side, by the number of sequences."""
     file = "sparsity-cpu.csv"
