@@ -53,7 +53,8 @@ class Bench:
     def __post_init__(self) -> None:
         self.model = self.folder or model_dir(self.dtype)
         tokenizer = Tokenizer.from_file(str(self.model / "tokenizer.json"))
-        self.tasks = {name: plan.make(tokenizer) for name, plan in self.plans.items()}
+        made = {name: plan.make(tokenizer) for name, plan in self.plans.items()}
+        self.tasks = {name: begin(task, tokenizer) for name, task in made.items()}
 
     def judged(self, llm: LLM, name: str, budgets: Sequence[int | None]) -> list[Tensors]:
         """Judge the tails of a task with each budget; None: the engine's."""
@@ -121,6 +122,14 @@ class Bench:
                         for view in task.views:
                             ours, theirs = (view.figures(*x, budget) for x in (tensors, full[name]))
                             yield row(by, view, label, share, budget, ours, theirs, model)
+
+
+def begin(task: Task, tokenizer: Tokenizer) -> Task:
+    """Put the tokens with which a model's texts begin in the place of a context's first ones."""
+    first = tokenizer.encode("").ids
+    context = task.context.clone()
+    context[:, : len(first)] = torch.tensor(first, dtype=context.dtype)
+    return replace(task, context=context)
 
 
 def plans(args: argparse.Namespace) -> dict[str, Plan]:

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import csv
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, processors
 
-from benchmarks.quality.__main__ import Bench, plans
+from benchmarks import gemma3
+from benchmarks.quality.__main__ import Bench, begin, plans
 from benchmarks.quality.chart import PANELS, draw, panel
 from benchmarks.quality.plans import QUICK
 from benchmarks.quality.tables import row
@@ -47,6 +50,29 @@ def test_a_policy_that_is_named_runs_in_every_plan() -> None:
         found = plans(Namespace(**vars(asked), policies=named))
         assert [*found] == ["1k", "pairs"]
         assert all(("snapkv" in plan.policies) == bool(named) for plan in found.values())
+
+
+def test_texts_begin_as_the_model_s_do() -> None:
+    """The tokenizer's own first token takes the place of a context's; most have none."""
+    tokenizer = Tokenizer(models.WordLevel({"<bos>": 0, "a": 1}, "a"))
+    nothing = torch.full((3,), -1)
+    task = Task("prose", torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 3), nothing)
+    assert torch.equal(begin(task, tokenizer).context, task.context)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "<bos> $A", special_tokens=[("<bos>", 0)]
+    )
+    assert begin(task, tokenizer).context.tolist() == [[0, 2, 3], [0, 5, 6]]
+
+
+def test_gemma_is_fetched_by_those_who_accept_its_terms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is installed before."""
+    monkeypatch.setattr(sys, "argv", ["gemma3", str(tmp_path / "model")])
+    with pytest.raises(SystemExit):
+        gemma3.main()
+    assert "required: --accept-gemma-terms" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_quality_figures_count_all_tokens_but_the_first() -> None:
