@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 import zlib
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -24,6 +24,8 @@ _OF_ANY = re.compile(rf"\.\d+-of-\d+\.({CHECKSUM}|[0-9a-f]{{32}}\.part)$")
 """End of the name of any worker's file, and of one that is being written."""
 _LONGEST_WRITE_NS = 600 * 10**9
 """Nanoseconds after which a file that is not finished belongs to an engine that has ended."""
+MOST_WAITING = 1 << 30
+"""Most bytes of caches that wait in a worker to be written while steps go on; more are lost."""
 _READ_BYTES = 1 << 22
 
 
@@ -76,7 +78,9 @@ def touch(path: Path) -> None:
         os.utime(path, ns=(time.time_ns(), stamp_of(path).modified))
 
 
-def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
+def publish(
+    written: Path, place: str, rank: int, num_workers: int, is_awaited: bool = True
+) -> Path:
     """Give a file that is whole its name, unless the same worker of another engine has written one.
 
     Args:
@@ -84,6 +88,7 @@ def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
         place: the names' beginning: folder and name of the prompt.
         rank: of the worker.
         num_workers: of the engine.
+        is_awaited: whether an answer says that it is there, whatever then happens to the machine.
 
     Returns:
         The file that is there.
@@ -96,7 +101,8 @@ def publish(written: Path, place: str, rank: int, num_workers: int) -> Path:
             return other
         other.unlink(missing_ok=True)
     with written.open("rb") as file:
-        os.fsync(file.fileno())
+        if is_awaited:
+            os.fsync(file.fileno())
         path = Path(f"{place}.{rank}-of-{num_workers}.{checksum(file)}")
     return written.replace(path)
 
@@ -107,44 +113,51 @@ def names(folder: Path, rank: int, num_workers: int) -> set[str]:
     return set(filter(of_worker.search, os.listdir(folder)))
 
 
-def trim(folder: Path, most_bytes: int) -> int:
-    """Remove files of the prompts that were asked for least recently, until the others fit.
+def trim(folder: Path, most_bytes: int, needed: int = 0) -> int:
+    """Remove files of the prompts that were asked for least recently, until there is room.
 
     Files of other engines count, too, and those that an engine which ended has not finished, but
-    none that are being written.
+    none that are being written. What an engine has left in part goes first.
 
     Args:
         folder: of the files; what else is there does not count, and stays.
         most_bytes: of all of them.
+        needed: bytes of a file that is about to be written, also where the disk is full.
 
     Returns:
         Number of prompts whose files are removed.
 
+    Raises:
+        OSError: when there is no such folder.
+
     """
-    sizes: Counter[str] = Counter()
-    times: dict[str, int] = {}
-    paths: dict[str, list[str]] = {}
-    with suppress(OSError), os.scandir(folder) as found:
-        for file in found:
-            if not _OF_ANY.search(file.name):
-                continue
-            with suppress(FileNotFoundError):
-                stat, name = file.stat(), file.name.partition(".")[0]
-                if (
-                    file.name.endswith(".part")
-                    and stat.st_mtime_ns > time.time_ns() - _LONGEST_WRITE_NS
-                ):
-                    continue
-                sizes[name] += stat.st_size
-                times[name] = max(times.get(name, 0), stat.st_atime_ns)
-                paths.setdefault(name, []).append(file.path)
-    num_gone, too_many = 0, sizes.total() - most_bytes
-    for name in sorted(times, key=times.__getitem__):
+    found: dict[str, list[tuple[os.DirEntry[str], os.stat_result]]] = {}
+    long_ago = time.time_ns() - _LONGEST_WRITE_NS
+    with os.scandir(folder) as files:
+        for file in files:
+            if _OF_ANY.search(file.name):
+                with suppress(FileNotFoundError):
+                    stat = file.stat()
+                    if not file.name.endswith(".part") or stat.st_mtime_ns < long_ago:
+                        found.setdefault(file.name.partition(".")[0], []).append((file, stat))
+
+    def used(name: str) -> int:
+        """When a prompt was asked for, in nanoseconds since 1970; 0: no engine can use it."""
+        num_workers = int(found[name][0][0].name.partition("-of-")[2].partition(".")[0])
+        is_part = sum(not file.name.endswith(".part") for file, _ in found[name]) < num_workers
+        if is_part and all(stat.st_mtime_ns < long_ago for _, stat in found[name]):
+            return 0
+        return max(stat.st_atime_ns for _, stat in found[name])
+
+    sizes = {name: sum(stat.st_size for _, stat in each) for name, each in found.items()}
+    free = shutil.disk_usage(folder).free
+    num_gone, too_many = 0, needed - min(most_bytes - sum(sizes.values()), free)
+    for name in sorted(found, key=used):
         if too_many <= 0:
             break
         with suppress(OSError):  # files of another user
-            for path in paths[name]:
-                Path(path).unlink(missing_ok=True)
+            for file, _ in found[name]:
+                Path(file.path).unlink(missing_ok=True)
             too_many -= sizes[name]
             num_gone += 1
     return num_gone

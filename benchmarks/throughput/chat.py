@@ -237,16 +237,16 @@ def main() -> None:
     parser.add_argument("--tiers", action="store_true", help="more than the pool keeps")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side (1)")
     parser.add_argument("--conversations", type=int)
-    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--turns", type=int)
     parser.add_argument("--sides", nargs="+", choices=("stock", *TIERS))
-    parser.add_argument("--budget", type=int, default=256, help="slots of a sequence (256)")
+    parser.add_argument("--budget", type=int, help="slots of a sequence (256)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     parser.add_argument("--model", type=Path, help="another one's folder")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV")
     args = parser.parse_args()
     name = "smollm2" if args.dtype == "bfloat16" else f"smollm2-{args.dtype}"
-    load = MANY if args.tiers else Load(turns=args.turns, budget=args.budget)
-    load = replace(load, conversations=args.conversations or load.conversations)
+    given = {name: getattr(args, name) for name in ("conversations", "turns", "budget")}
+    load = replace(MANY if args.tiers else Load(), **{n: v for n, v in given.items() if v})
     load = replace(QUICK, share=load.share) if args.quick else load
     model = args.model or folder_of(name)[0]
     args.out.mkdir(parents=True, exist_ok=True)
@@ -256,7 +256,7 @@ def main() -> None:
     for number in range(args.rounds):
         for side in args.sides or (TIERS if args.tiers else SIDES):
             size = MODELS[name].bytes_per_slot
-            with TemporaryDirectory() as folder:
+            with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 heard = run(side, load, model, size, args.dtype, folder)
             about = {"round": number, "machine": machine_name(), "dtype": args.dtype}
             own = rows_of(side, load, heard, load.num_pages(side, size))

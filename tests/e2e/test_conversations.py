@@ -108,8 +108,7 @@ def finish_writing(llm: Any) -> None:
     """Wait until files are written for which no answer waits."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     if worker._turns is not None:
-        for writing in worker._turns.writer._waiting:
-            writing.result()
+        worker._turns.writer.wait()
 
 
 CHAT = ROOT / "examples/chat.md"

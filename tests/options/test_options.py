@@ -51,7 +51,21 @@ REFUSED: dict[str, list[Any]] = {
     "split": [True, False, "all"],
     "merge": [1, 1.0, -0.1, True],
     "positions": ["relative", 0, -5, 1.5, None],
-    "continuation": ["False", 0, -1, 0.5, [], None, "/a:0", "0,/a", "/a,/b", "8,9", "/a:b", ":8"],
+    "continuation": [
+        "False",
+        0,
+        -1,
+        0.5,
+        [],
+        None,
+        "/a:0",
+        "0,/a",
+        "/a,/b",
+        "8,9",
+        "/a:b",
+        ":8",
+        "8, /a",
+    ],
     "kernels": ["triton", None],
 }
 
@@ -94,8 +108,8 @@ def test_option_refusal_reads_as_sentences() -> None:
     assert "budget takes a whole number from 1, a fraction in (0, 1] or full. " in refusal(budget=0)
     assert "merge takes a fraction in [0, 1). " in refusal(merge=1)
     assert (
-        "continuation takes a whole number from 1, true, false or a path with a slash, as /PATH, "
-        "/PATH:N or N,/PATH:N. " in refusal(continuation="True")
+        "continuation takes a whole number from 1, true, false or a path with a slash, without "
+        "comma or colon (/PATH, /PATH:N, N,/PATH or N,/PATH:N). " in refusal(continuation="True")
     )
 
 

@@ -3,32 +3,22 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.scheduler.conversations import TENANTS, Talking, Tenant, entries_of, first_turn
 from tests.scheduler.harness import vllm_config
 from tests.scheduler.with_files import WithFiles
 from vllm_h2o import files
-from vllm_h2o.kernels.held import Held
-from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler import waits
 from vllm_h2o.scheduler.answers import AnswersLate
-from vllm_h2o.scheduler.folder import Folder, Kept
-from vllm_h2o.scheduler.state import Left
-from vllm_h2o.worker.files import write
-
-KEPT = Kept("", tuple(range(40)), "salt", Budget(16, 8, 7, 0), Left(40, 16, prompt=(0, 30)))
 
 
 @pytest.fixture(autouse=True)
@@ -99,85 +89,6 @@ def test_a_reset_forgets_files_until_they_are_written_again(tmp_path: Path) -> N
     assert talking.scheduler.reset_prefix_cache()
     assert found(talking, [*text, 1]) == 0
     assert found(talk(tmp_path, after=talking), [*text, 1]) == 35
-
-
-def kept(path: Path, made_by: str = "me", num_workers: int = 2) -> tuple[Folder, str]:
-    """A folder with a prompt of which no worker has written anything, and its files' place."""
-    folder = Folder(path, made_by, num_workers)
-    place = folder.save(KEPT, (3, 4), "r")
-    (saved,) = folder.take()
-    assert (saved.place, saved.source, saved.num_used) == (place, (3, 4), 16)
-    assert folder.take() == ()
-    for rank in range(num_workers):
-        assert folder.is_whole(place) is False
-        write(place, rank, num_workers, [Held({"score": torch.zeros(9)})], saved.header)
-    return folder, place
-
-
-def is_whole(folder: Folder, place: str) -> bool:
-    """Whether all files are as they were written, once that is known."""
-    while (known := folder.is_whole(place)) is None:
-        folder.checked.wait(10)
-    return known
-
-
-def test_every_worker_has_to_write(tmp_path: Path) -> None:
-    """What is known to be there is not written again."""
-    folder, place = kept(tmp_path)
-    assert folder.save(KEPT, (3, 4), "r") == place
-    assert len(folder.take()) == 1
-    assert is_whole(folder, place)
-    for path in tmp_path.iterdir():
-        os.utime(path, ns=(1, path.stat().st_mtime_ns))
-    assert folder.save(KEPT, (3, 4), "r") == place
-    assert folder.take() == ()
-    assert all(path.stat().st_atime > 1 for path in tmp_path.iterdir())
-    (later,) = Folder(tmp_path, "me", 2).read()
-    assert later == replace(KEPT, place=place)
-
-
-def test_files_of_others_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another engine's, and what only has such a name."""
-    kept(tmp_path, num_workers=1)
-    kept(tmp_path, "another", 1)
-    caplog.set_level(logging.INFO, "vllm.kv_policy")
-    (tmp_path / "mine.0-of-1.00000000").write_text("a shopping list")
-    (tmp_path / "notes.txt").write_text("a shopping list")
-    assert len(list(Folder(tmp_path, "me", 1).read())) == 1
-    assert "1 prompts are kept; 2 files are of another model" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "header",
-    ["", "[]", "3", "{}", '{"made_by": "me"}', '{"made_by": "me", "tokens": [1], "turn": {}}']
-    + ['{"made_by": "me", "tokens": [1], "turn": {"logical_len": 9, "resident_len": 1}}'],
-)
-def test_file_with_an_odd_header_is_left_alone(header: str, tmp_path: Path) -> None:
-    """An engine starts beside whatever is in the folder."""
-    write(str(tmp_path / "doc"), 0, 1, [Held({"score": torch.zeros(1)})], header)
-    assert list(Folder(tmp_path, "me", 1).read()) == []
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.parametrize("num_bytes", [0, 5, 100])
-def test_file_that_is_cut_is_not_whole(num_bytes: int, tmp_path: Path) -> None:
-    """Its name says what it was."""
-    folder, place = kept(tmp_path)
-    os.truncate(next(tmp_path.glob("*.1-of-2.*")), num_bytes)
-    assert not is_whole(folder, place)
-    assert folder.open(place) is None
-
-
-def test_each_worker_is_told_its_own_file(tmp_path: Path) -> None:
-    """In the order of ranks."""
-    folder, place = kept(tmp_path)
-    assert is_whole(folder, place)
-    names = folder.open(place)
-    assert names is not None
-    found = [Path(os.readlink(name)) for name in names]
-    assert found == [files.of_worker(place, rank, 2)[0] for rank in range(2)]
-    folder.keep_open({})
-    assert folder.checked.num_open == 0
 
 
 def answers(talking: Talking) -> list[tuple[int, str, bool]]:

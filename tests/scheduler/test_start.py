@@ -95,5 +95,8 @@ def test_start_says_where_caches_go(start: Start, tmp_path: Path) -> None:
     """To host memory, and from there to files."""
     said = start(("continuation", f"1,{tmp_path}:2"))
     assert ": 1 GiB of host memory keep " in said
-    assert f": 2 GiB of files in {tmp_path} keep what memory drops, and no others." in said
+    assert (
+        f": 2 GiB of files in {tmp_path} take what memory drops; the least recently used go first."
+        in said
+    )
     assert "continuation=" not in start(("continuation", str(tmp_path)))

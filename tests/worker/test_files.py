@@ -8,6 +8,7 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import BinaryIO
 
 import pytest
@@ -17,7 +18,7 @@ from vllm_h2o import files
 from vllm_h2o.errors import IntegrityError
 from vllm_h2o.kernels.held import Held
 from vllm_h2o.wire import Saved
-from vllm_h2o.worker.files import MOST_WAITING, Writer, read, write
+from vllm_h2o.worker.files import Writer, num_bytes, read, write
 
 
 def copy(seed: int, dtype: torch.dtype = torch.float32, is_split: bool = False) -> Held:
@@ -129,43 +130,81 @@ def test_files_that_were_used_least_recently_make_room(tmp_path: Path) -> None:
     mine.write_bytes(bytes(10_000))
     for name, time in (("new", 30), ("old", 10), ("older", 5)):
         written_at(tmp_path, name, time, 2 if name == "old" else 1)
-    for end in "01":
-        (tmp_path / f"odd.0-of-1.{end * 32}.part").write_bytes(bytes(99))
-    unfinished = tmp_path / f"odd.0-of-1.{'0' * 32}.part"
-    os.utime(unfinished, ns=(1, 1))
     size = files.of_worker(str(tmp_path / "new"), 0, 1)[0].stat().st_size
-    assert files.trim(tmp_path, 4 * size + 99) == 0
-    assert files.trim(tmp_path, 4 * size) == 1 and not unfinished.exists()
-    assert files.trim(tmp_path, 3 * size - 1) == 2
-    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"new", "notes", "odd"}
-    assert files.trim(tmp_path, 0) == 1 and len([*tmp_path.iterdir()]) == 2 and mine.exists()
-    assert files.trim(tmp_path / "none", 0) == 0
+    assert files.trim(tmp_path, 4 * size) == 0
+    assert files.trim(tmp_path, 4 * size, needed=size) == 1
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"new", "old", "notes"}
+    assert files.trim(tmp_path, 3 * size - 1) == 1
+    assert files.trim(tmp_path, 0) == 1 and [*tmp_path.iterdir()] == [mine]
+    with pytest.raises(FileNotFoundError):
+        files.trim(tmp_path / "none", 0)
+
+
+def test_what_an_engine_left_in_part_makes_room_first(tmp_path: Path) -> None:
+    """A file that was never finished, and one of two ranks; not what is being written."""
+    for end in "01":
+        (tmp_path / f"odd{end}.0-of-1.{end * 32}.part").write_bytes(bytes(99))
+    written_at(tmp_path, "old", 10)
+    lonely = write(str(tmp_path / "lonely"), 1, 2, [copy(1)], "{}")
+    assert lonely is not None
+    for path in (lonely, tmp_path / f"odd0.0-of-1.{'0' * 32}.part"):
+        os.utime(path, ns=(10**18 * 9, 1))
+    size = files.of_worker(str(tmp_path / "old"), 0, 1)[0].stat().st_size
+    assert files.trim(tmp_path, size) == 2
+    assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {"old", "odd1"}
+
+
+def test_full_disk_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much all files may be."""
+    for name, time in (("new", 30), ("old", 10)):
+        written_at(tmp_path, name, time)
+    disk = SimpleNamespace(free=1_000)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: disk)
+    assert files.trim(tmp_path, 10**9, needed=1_000) == 0
+    assert files.trim(tmp_path, 10**9, needed=1_001) == 1
+    assert files.of_worker(str(tmp_path / "new"), 0, 1)
+
+
+LATE = [Saved(name, (1,), header="{}") for name in "abcde"]
 
 
 def test_only_an_answer_waits_for_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Others are written in their order, a few at a time; one worker removes what is too much."""
+    """Others are written in their order, some at a time; one worker removes what is too much."""
     caplog.set_level(logging.INFO, "vllm.kv_policy")
-    may_end, names = threading.Event(), [str(tmp_path / name) for name in "abcd"]
-    late = [Saved(name, (1,), header="{}") for name in names]
-    checksum = files.checksum
+    may_end, checksum = threading.Event(), files.checksum
+    late = [replace(saved, place=str(tmp_path / str(saved.place))) for saved in LATE]
 
     def wait(file: BinaryIO) -> str:
         assert threading.current_thread() is threading.main_thread() or may_end.wait(60)
         return checksum(file)
 
     monkeypatch.setattr(files, "checksum", wait)
-    writer, other = Writer(0, 1, 5_000), Writer(1, 2, 1)
-    for saved in late[:MOST_WAITING]:
+    monkeypatch.setattr(files, "MOST_WAITING", 3 * num_bytes([copy(1)]))
+    writer, other = Writer(0, 1, 5_000), Writer(1, 2, 5_000)
+    for saved in late[:4]:
         writer.write(saved, [copy(1)])
-    writer.write(replace(late[3], is_awaited=True), [copy(1)])
-    found = [path.name[0] for path in tmp_path.iterdir() if path.suffix != ".part"]
-    assert found == ["d"]
-    threading.Timer(0.05, may_end.set).start()
-    writer.write(late[2], [copy(1)])
-    writer._thread.shutdown()
+    assert "some caches are lost" in caplog.text
+    writer.write(replace(late[4], is_awaited=True), [copy(1)])
+    assert [path.name[0] for path in tmp_path.iterdir() if path.suffix != ".part"] == ["e"]
+    may_end.set()
+    writer.wait()
     assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["b", "c"]
     assert caplog.text.count("files of 1 prompts are removed for others") == 2
     other.write(replace(late[0], is_awaited=True), [copy(1)])
     assert len([*tmp_path.iterdir()]) == 3
+
+
+def test_failures_of_late_files_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is larger than all files may be, and a folder that is gone: nothing else is removed."""
+    written_at(tmp_path, "old", 10)
+    for folder, most_bytes, says in (
+        (tmp_path, 99, "is larger than all of"),
+        (tmp_path / "none", 10_000, "is not saved to"),
+    ):
+        writer = Writer(0, 1, most_bytes)
+        writer.write(replace(LATE[0], place=str(folder / "a")), [copy(1)])
+        writer.wait()
+        assert says in caplog.text
+    assert len([*tmp_path.iterdir()]) == 1

@@ -16,8 +16,9 @@ Interval = Literal["[0, 1]", "(0, 1]", "[0, 1)"]
 Reader = Literal["every", "evicts", "ranks", "window"]
 """Policies that read an option: every one, or those that evict, rank, or have a window term."""
 
-PLACES = re.compile(r"(?:([1-9]\d{0,6}),)?([^,:]*/[^,:]*)(?::([1-9]\d{0,6}))?")
-"""A path with a slash; GiB of memory may stand before it, and GiB of files after it."""
+PLACES = re.compile(r"(?:([1-9]\d{0,6}),)?([^,:\s][^,:]*/[^,:]*|/[^,:]*)(?::([1-9]\d{0,6}))?")
+"""A path with a slash and without comma or colon; GiB of memory may stand before it, and GiB of
+files after it."""
 LARGEST = 2**31 - 1
 """Largest whole number of any option (int32)."""
 
@@ -62,7 +63,11 @@ class Values:
         numbers = [f"a whole number from {self.least}"] if self.least is not None else []
         numbers += [f"a fraction in {self.fraction}"] if self.fraction else []
         every = [*numbers, *self.names(), *(["true", "false"] if self.switch else [])]
-        every += ["a path with a slash, as /PATH, /PATH:N or N,/PATH:N"] if self.path else []
+        every += (
+            ["a path with a slash, without comma or colon (/PATH, /PATH:N, N,/PATH or N,/PATH:N)"]
+            if self.path
+            else []
+        )
         return " or ".join(part for part in (", ".join(every[:-1]), every[-1]) if part)
 
     def names(self) -> tuple[str, ...]:

@@ -34,8 +34,9 @@ from vllm_h2o.options.request import asks_to_save, beyond_text
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.entry import Entry
 from vllm_h2o.scheduler.events import EntryEvents
-from vllm_h2o.scheduler.folder import Folder, Kept
+from vllm_h2o.scheduler.folder import Folder
 from vllm_h2o.scheduler.host import HostMemory
+from vllm_h2o.scheduler.kept import Kept
 from vllm_h2o.scheduler.misses import Misses
 from vllm_h2o.scheduler.prefixes import Name, Names, Prefixes
 from vllm_h2o.scheduler.state import Left, RequestState
@@ -139,14 +140,16 @@ class Conversations:
         kept = None
         if folder and (is_asked or (folder.takes_dropped and not beyond_text(request))):
             kept = Kept.of(request, state.budget, turn)
-        entry = Entry(turn, tuple(blocks), name, weights, kept=None if is_asked else kept)
+        if folder and kept and is_asked:
+            place = folder.save(kept, tuple(b.block_id for b in blocks), request.request_id)
+            self._keep(name, turn, place)
+            kept = replace(kept, place=place)
+        entry = Entry(turn, tuple(blocks), name, weights, kept=kept)
         self._leave_in_pool(entry)
         self._entries.put(name, entry)
         self._misses.add(name, request, turn.logical_len, same)
         if self._events:
             self._events.stored(name, request, turn.logical_len)
-        if folder and kept and is_asked:
-            self._keep(name, turn, folder.save(kept, entry.source, request.request_id))
         return True
 
     def _weights_of(
@@ -246,6 +249,8 @@ class Conversations:
         """
         if isinstance(entry.place, tuple):
             return
+        if self._folder and entry.kept:
+            self._folder.touch(entry.kept.place)
         if entry.name not in self._used:
             self._used.add(entry.name)
         elif isinstance(entry.place, int):
@@ -332,9 +337,11 @@ class Conversations:
 
     def _leave_memory(self, entry: Entry, source: tuple[int, ...] | int) -> None:
         """Write an entry for which there is no room to files, if they take it, and forget it."""
-        if self._folder and self._folder.takes_dropped and entry.kept:
-            self._folder.save(entry.kept, source)
         self._forget(entry)
+        folder = self._folder if self._folder and self._folder.takes_dropped else None
+        place = folder.save_late(entry.kept, source) if folder and entry.kept else None
+        if place is not None:
+            self._keep(entry.name, entry.turn, place)
 
     def _forget(self, entry: Entry) -> None:
         """Drop an entry that is known; its blocks keep their places in the pool's queue."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from vllm_h2o.scheduler.folder import Kept
+from vllm_h2o.scheduler.kept import Kept
 from vllm_h2o.scheduler.prefixes import Name
 from vllm_h2o.scheduler.state import Left
 from vllm_h2o.scheduler.weights import Identity

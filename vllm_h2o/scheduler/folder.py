@@ -11,78 +11,34 @@ Engines may share a folder, one after the other or at once: what one has written
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections import deque
 from collections.abc import Container, Iterator, Mapping, Set
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.v1.request import Request
 
 from vllm_h2o import files
+from vllm_h2o.files import MOST_WAITING
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.checked import CheckedFiles, Names
+from vllm_h2o.scheduler.kept import Kept, read_kept
 from vllm_h2o.scheduler.origin import made_by
-from vllm_h2o.scheduler.state import Left
 from vllm_h2o.wire import Continuation, ResidencyPlan, Saved
 
 logger = init_logger("vllm.kv_policy")
 
 COARSE_NS = 2_000_000_000
 """Nanoseconds within which two changes of a folder may have the same time."""
+MOST_LATE = 16
+"""Most caches that memory drops and a step sends to files: each is named by all of its tokens."""
+LONGEST_WRITE = 60.0
+"""Seconds after which files that no answer waits for are not expected any more."""
 PATIENCE = 0.2
 """Seconds for which a step waits until the last worker has written its file."""
 OTHERS = "another model, policy or version, and not read"
 """Origin of a file that this engine cannot use, in words."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """One prompt whose cache is in the folder.
-
-    Args:
-        place: beginning of its files' names; empty: it is to be kept.
-        tokens: of the prompt.
-        salt: vLLM's cache_salt of its request.
-        budget: of its request.
-        turn: lengths of its cache.
-
-    """
-
-    place: str
-    tokens: tuple[int, ...]
-    salt: str | None
-    budget: Budget
-    turn: Left
-
-    @classmethod
-    def of(cls, request: Request, budget: Budget, turn: Left) -> Kept:
-        """Describe a request that ends, a text without an adapter, for its files.
-
-        Args:
-            request: that ends.
-            budget: its own, or the engine's.
-            turn: lengths of its cache.
-
-        """
-        tokens = tuple(request.all_token_ids[: turn.logical_len])
-        return cls("", tokens, request.cache_salt, budget, turn)
-
-    def request(self) -> Request:
-        """A request that begins so, to name it."""
-        return Request(
-            request_id=self.place,
-            prompt_token_ids=list(self.tokens),
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            cache_salt=self.salt,
-        )
 
 
 class Folder:
@@ -92,7 +48,8 @@ class Folder:
         path: of the folder, which exists.
         made_by: what computes caches: only those of the same model, options and versions are used.
         num_workers: of the engine, each with a file of its own.
-        takes_dropped: whether caches that memory drops are written, too.
+        most_late_pages: most pages of caches that a step copies because the pool drops them; 0:
+            none that memory drops is written.
 
     Attributes:
         checked: its files that were checked, and those that steps read.
@@ -103,13 +60,13 @@ class Folder:
     """
 
     def __init__(
-        self, path: Path, made_by: str, num_workers: int, takes_dropped: bool = False
+        self, path: Path, made_by: str, num_workers: int, most_late_pages: int = 0
     ) -> None:
         self._path = path
         self._made_by = made_by
         self._num_workers = num_workers
-        self._takes_dropped = takes_dropped
-        self.num_saved = self.num_gone = 0
+        self._most_late_pages = most_late_pages
+        self._num_late = self._num_late_pages = self.num_saved = self.num_gone = 0
         self.checked = CheckedFiles()
         self.unwritten: dict[str, str] = {}
         self._saved: dict[str, Saved] = {}
@@ -117,6 +74,7 @@ class Folder:
         self._seen: set[str] = set()
         self._unread: deque[str] = deque()
         self._named: set[str] = set()
+        self._late: dict[str, float] = {}
         self._changed = self._seen_until = 0
         self._reads, self._is_read = True, False
         self._has_looked = False
@@ -156,7 +114,9 @@ class Folder:
             return frozenset()
         self._changed, self._seen_until = changed, now - COARSE_NS
         known = {*map(self._place, self._seen), *self._named}
-        gone = known.difference(map(self._place, own), self.unwritten.values())
+        places, until = set(map(self._place, own)), time.monotonic()
+        self._late = {p: t for p, t in self._late.items() if t > until and p not in places}
+        gone = known.difference(places, self.unwritten.values(), self._late)
         self._named -= gone
         for place in gone:
             self._found.pop(place, None)
@@ -176,7 +136,7 @@ class Folder:
             place = self._place(name)
             if place in self._named:
                 continue
-            if kept := _kept(self._path / name, place, self._made_by):
+            if kept := read_kept(self._path / name, place, self._made_by):
                 yield kept
             elif self._is_read:
                 logger.warning_once("%s: a file is of %s", self._path, OTHERS)
@@ -185,44 +145,65 @@ class Folder:
     @property
     def takes_dropped(self) -> bool:
         """Whether caches that memory drops are written, and found again."""
-        return self._takes_dropped and self._reads
+        return self._most_late_pages > 0 and self._reads
 
-    def save(self, kept: Kept, source: tuple[int, ...] | int, request_id: str | None = None) -> str:
+    def save(self, kept: Kept, source: tuple[int, ...], request_id: str) -> str:
         """Have a cache written before the next step, unless its files are known to be there.
 
         Where they are not checked yet, each worker finds its own when it has written another.
 
         Args:
             kept: what the files say.
-            source: ids of its blocks, or its number in host memory.
-            request_id: of the request whose answer waits for them; None: they are written while
-                steps go on, and found when they are there, as another engine's.
+            source: ids of its blocks.
+            request_id: of the request whose answer waits for them.
 
         Returns:
             The beginning of its files' names.
 
         """
-        said = {
-            "made_by": self._made_by,
-            "tokens": kept.tokens,
-            "salt": kept.salt,
-            "budget": asdict(kept.budget),
-            "turn": asdict(kept.turn),
-        }
-        header = json.dumps(said)
-        place = str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32])
-        is_awaited = request_id is not None
+        place, header = self._named_by(kept)
         if self.is_whole(place):
-            for paths in self._found[place]:
-                for path in paths:
-                    files.touch(path)
-        elif is_awaited or place not in self._saved:
-            num_used = 0 if isinstance(source, int) else kept.turn.num_used
-            self._saved[place] = Saved(place, source, num_used, header, is_awaited)
-        if request_id is not None and place in self._saved:
+            self.touch(place)
+        else:
+            self._saved[place] = Saved(place, source, kept.turn.num_used, header, is_awaited=True)
             self._named.add(place)
             self.unwritten[request_id] = place
         return place
+
+    def save_late(self, kept: Kept, source: tuple[int, ...] | int) -> str | None:
+        """Have a cache written that memory drops, while steps go on: some in each step.
+
+        Args:
+            kept: what the files say.
+            source: ids of its blocks, or its number in host memory.
+
+        Returns:
+            The beginning of its files' names; None: it is not written, for others are.
+
+        """
+        pages = 0 if isinstance(source, int) else len(source)
+        if self._num_late == MOST_LATE or self._num_late_pages + pages > self._most_late_pages:
+            return None
+        place, header = self._named_by(kept)
+        if place in self._found and self.is_whole(place):
+            self.touch(place)
+        elif place not in self._saved:
+            self._num_late, self._num_late_pages = self._num_late + 1, self._num_late_pages + pages
+            self._saved[place] = Saved(place, source, kept.turn.num_used if pages else 0, header)
+            self._named.add(place)
+            self._late[place] = time.monotonic() + LONGEST_WRITE
+        return place
+
+    def touch(self, place: str) -> None:
+        """Note that files were asked for, if a request has continued from them or may."""
+        for paths in self._found.get(place, ()):
+            for path in paths:
+                files.touch(path)
+
+    def _named_by(self, kept: Kept) -> tuple[str, str]:
+        """The beginning of a cache's files' names, and their header."""
+        header = kept.header(self._made_by)
+        return str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32]), header
 
     def end(self, plan: ResidencyPlan) -> None:
         """End a step: close what it read, and wait until each worker has written its files.
@@ -294,18 +275,24 @@ class Folder:
     def forget(self) -> None:
         """Have nothing written that is not written yet, and read no more of what others write."""
         if self._reads:
-            logger.warning("%s: no file is read from now on, until the engine starts", self._path)
+            logger.warning(
+                "%s: no file is read until the engine starts again, and only what requests ask for "
+                "is written",
+                self._path,
+            )
         self._reads = False
         self._unread.clear()
         if num_asked := sum(saved.is_awaited for saved in self._saved.values()):
             logger.warning("%d prompts are not kept: the cache was reset first", num_asked)
         self._forget(self._saved)
         self._saved.clear()
+        self._late.clear()
 
     def take(self) -> tuple[Saved, ...]:
         """Take what a step writes."""
         saved = tuple(self._saved.values())
         self.num_saved += len(saved)
+        self._num_late = self._num_late_pages = 0
         self._saved.clear()
         return saved
 
@@ -316,27 +303,18 @@ class Folder:
         return {"continuation_folder_saves": saved, "continuation_folder_drops": gone}
 
 
-def folder_of(vllm_config: VllmConfig, config: KVPolicyConfig) -> Folder | None:
-    """The folder that the options name, which exists by now; None: they name none."""
+def folder_of(vllm_config: VllmConfig, config: KVPolicyConfig, page_bytes: int) -> Folder | None:
+    """The folder that the options name, which exists by now; None: they name none.
+
+    Args:
+        vllm_config: of the engine.
+        config: the policy's.
+        page_bytes: of a page of all layers of a worker.
+
+    """
     path = config.continuation_folder
     if path is None:
         return None
     num_workers = vllm_config.parallel_config.world_size
-    takes_dropped = config.continuation_folder_bytes > 0
-    return Folder(path, made_by(vllm_config, config), num_workers, takes_dropped)
-
-
-def _kept(path: Path, place: str, made_by: str) -> Kept | None:
-    """The prompt of a file; None where another engine, or something else, has written it."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            said = json.loads(file.metadata()[files.HEADER])
-        if said["made_by"] != made_by:
-            return None
-        tokens, turn = tuple(said["tokens"]), said["turn"]
-        turn = Left(**turn | {"prompt": tuple(turn["prompt"])})
-        if len(tokens) != turn.logical_len:
-            return None
-        return Kept(place, tokens, said["salt"], Budget(**said["budget"]), turn)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-        return None
+    most_bytes = min(config.continuation_folder_bytes, MOST_WAITING)
+    return Folder(path, made_by(vllm_config, config), num_workers, most_bytes // page_bytes)

@@ -95,7 +95,8 @@ class Start:
         if num_bytes := config.continuation_folder_bytes:
             yield (
                 f"continuation={config.continuation}: {num_bytes >> 30} GiB of files in "
-                f"{config.continuation_folder} keep what memory drops, and no others."
+                f"{config.continuation_folder} take what memory drops; the least recently used go "
+                "first."
             )
         if config.schedule.at == "pressure":
             yield (

@@ -46,7 +46,7 @@ class KeepsTurns(Scheduler):
             # A liberty: beside states vLLM hashes blocks of the longest sequence. Nobody else does.
             manager.block_pool.hash_block_size = manager.block_size
         num_host_pages = self.policy_config.continuation_host_bytes // page_bytes
-        self.folder = folder_of(self.vllm_config, self.policy_config)
+        self.folder = folder_of(self.vllm_config, self.policy_config, page_bytes)
         return Conversations(manager.block_pool, group_id, hash_fn, num_host_pages, self.folder)
 
     def take_copies(self) -> dict[str, Any]:

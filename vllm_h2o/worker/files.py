@@ -26,9 +26,6 @@ from vllm_h2o.wire import Saved
 
 logger = init_logger("vllm.kv_policy")
 
-MOST_WAITING = 2
-"""Most caches that wait to be written while steps go on: till then they take host memory."""
-
 
 class Writer:
     """Writes the files of one worker: at once, or in a thread where no answer waits for them.
@@ -43,10 +40,10 @@ class Writer:
     def __init__(self, rank: int, num_workers: int, most_bytes: int = 0) -> None:
         self.rank, self._num_workers, self._most_bytes = rank, num_workers, most_bytes
         self._thread = ThreadPoolExecutor(1, "kv-policy-write")
-        self._waiting: deque[Future[None]] = deque()
+        self._waiting: deque[tuple[Future[None], int]] = deque()
 
     def write(self, saved: Saved, held: Sequence[Held]) -> None:
-        """Write a cache, or have it written.
+        """Write a cache, or have it written; one too many is lost, and no step waits for it.
 
         Args:
             saved: says where, and whether an answer waits.
@@ -56,21 +53,47 @@ class Writer:
         if saved.is_awaited:
             self._write(saved, held)
             return
-        self._waiting.append(self._thread.submit(self._write, saved, held))
-        while len(self._waiting) > MOST_WAITING:
-            self._waiting.popleft().result()
+        while self._waiting and self._waiting[0][0].done():
+            self._waiting.popleft()
+        size = num_bytes(held)
+        if self._waiting and sum(each for _, each in self._waiting) + size > files.MOST_WAITING:
+            folder = Path(str(saved.place)).parent
+            logger.warning_once("%s takes too long to write: some caches are lost", folder)
+            return
+        self._waiting.append((self._thread.submit(self._write, saved, held), size))
+
+    def wait(self) -> None:
+        """Wait until all is written."""
+        for writing, _ in self._waiting:
+            writing.result()
 
     def _write(self, saved: Saved, held: Sequence[Held]) -> None:
-        place = str(saved.place)
-        write(place, self.rank, self._num_workers, held, saved.header)
-        if self._most_bytes and self.rank == 0:
-            folder = Path(place).parent
-            if num_gone := files.trim(folder, self._most_bytes):
-                logger.info("%s: files of %d prompts are removed for others", folder, num_gone)
+        place, size = str(saved.place), self._num_workers * num_bytes(held)
+        if self._most_bytes and size > self._most_bytes:
+            logger.error("a prompt's cache is larger than all of %s may be", Path(place).parent)
+            return
+        try:
+            if self._most_bytes and self.rank == 0:
+                num_gone = files.trim(Path(place).parent, self._most_bytes, size)
+                if num_gone:
+                    logger.info("files of %d prompts are removed for others", num_gone)
+            write(place, self.rank, self._num_workers, held, saved.header, saved.is_awaited)
+        except (OSError, RuntimeError, MemoryError) as error:  # no folder, or too little memory
+            logger.error("a prompt's cache is not saved to %s: %s", place, error)
+
+
+def num_bytes(held: Sequence[Held]) -> int:
+    """Bytes of a copy."""
+    return sum(tensor.nbytes for copy in held for tensor in copy.parts.values())
 
 
 def write(
-    place: str, rank: int, num_workers: int, held: Sequence[Held], header: str
+    place: str,
+    rank: int,
+    num_workers: int,
+    held: Sequence[Held],
+    header: str,
+    is_awaited: bool = True,
 ) -> Path | None:
     """Write a cache; a failure is logged, for no request needs the file.
 
@@ -80,6 +103,7 @@ def write(
         num_workers: of the engine.
         held: copies of all layers, in order.
         header: of the file.
+        is_awaited: see :func:`~vllm_h2o.files.publish`.
 
     Returns:
         The file; None: it could not be written.
@@ -94,7 +118,7 @@ def write(
     try:
         save_file(tensors, written, metadata={files.HEADER: header})
         size = written.stat().st_size
-        path = files.publish(written, place, rank, num_workers)
+        path = files.publish(written, place, rank, num_workers, is_awaited)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             written.unlink()
