@@ -72,6 +72,7 @@ def prose() -> str:
     policies = {
         "h2o2": "`h2o2`",
         "h2o2 window": "`h2o2` with prefix caching",
+        "h2o2 reconstruction": "`h2o2`, `score=reconstruction`",
         "h2o mean_squares merge": "`h2o`, `score=mean_squares`, `merge=0.8`",
         "h2o": "`h2o`",
         "streaming": "`streaming`",
