@@ -52,6 +52,7 @@ def convert(source: Path, target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     target.mkdir(parents=True, exist_ok=True)
     del model.config.quantization_config
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(target)
     weights = {name: each.contiguous() for name, each in model.state_dict().items()}
     del weights["lm_head.weight"]  # the embedding

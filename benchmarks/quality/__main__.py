@@ -17,7 +17,17 @@ from tokenizers import Tokenizer
 from vllm import LLM
 
 from benchmarks.quality.forced import endless, force, forced_engine
-from benchmarks.quality.plans import FACTS, LONG, PLANS, POLICIES, QUICK, VARIANTS, Plan, slots
+from benchmarks.quality.plans import (
+    BLOCK_SIZE,
+    FACTS,
+    LONG,
+    PLANS,
+    POLICIES,
+    QUICK,
+    VARIANTS,
+    Plan,
+    slots,
+)
 from benchmarks.quality.tables import print_table, record, row
 from benchmarks.quality.tasks import Task
 from benchmarks.quality.writing import Writing, first_4_grams
@@ -38,6 +48,7 @@ class Bench:
         variants: policies and their options, by the name in tables.
         cache_dtype: of the cache; "auto": that of the weights.
         folder: of a model as transformers save it, its tokenizer.json too; None: SmolLM2's.
+        block_size: slots of a page; budgets are whole pages.
 
     """
 
@@ -47,6 +58,7 @@ class Bench:
     variants: Mapping[str, tuple[str, dict[str, Any]]] = field(default_factory=lambda: VARIANTS)
     cache_dtype: str = "auto"
     folder: Path | None = None
+    block_size: int = BLOCK_SIZE
     model: Path = field(init=False)
     tasks: dict[str, Task] = field(init=False)
 
@@ -92,9 +104,8 @@ class Bench:
     def engine(self, policy: str, options: dict[str, Any]) -> Any:
         """An engine that is long enough for every task."""
         longest = max(t.context.shape[1] + t.tail.shape[1] for t in self.tasks.values())
-        return forced_engine(
-            str(self.model), policy, options, longest, self.dtype, kv_cache_dtype=self.cache_dtype
-        )
+        args = {"kv_cache_dtype": self.cache_dtype, "block_size": self.block_size}
+        return forced_engine(str(self.model), policy, options, longest, self.dtype, **args)
 
     def rows(self, policies: Sequence[str] = tuple(POLICIES)) -> Iterator[dict[str, Any]]:
         """One for each task, policy and budget; the full cache first."""
@@ -116,7 +127,7 @@ class Bench:
             with self.engine(policy, options) as llm:
                 for name, plan in asked.items():
                     task = self.tasks[name]
-                    budgets = [slots(share, task.length) for share in plan.shares]
+                    budgets = [slots(share, task.length, self.block_size) for share in plan.shares]
                     found = self.judged(llm, name, budgets)
                     for share, budget, tensors in zip(plan.shares, budgets, found, strict=True):
                         for view in task.views:
@@ -167,6 +178,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--model", type=Path, help="another model's folder, with a tokenizer.json")
     parser.add_argument("--cache-dtype", default="auto", choices=("auto", "fp8", "fp8_e5m2"))
+    parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="slots of a page")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "3")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -177,6 +189,7 @@ def main() -> None:
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(variants)}")
     options = {"variants": variants, "cache_dtype": args.cache_dtype, "folder": args.model}
+    options["block_size"] = args.block_size
     bench = Bench(plans(args), args.dtype, **options)
     print_table([record(found, args.csv) for found in bench.rows(chosen)])
 

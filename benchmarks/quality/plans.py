@@ -37,9 +37,9 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 """These and others, which run where a plan or the command line names them."""
 
 
-def slots(share: float, length: int) -> int:
+def slots(share: float, length: int, block_size: int = BLOCK_SIZE) -> int:
     """A share of a length, in whole pages."""
-    return BLOCK_SIZE * max(1, round(share * length / BLOCK_SIZE))
+    return block_size * max(1, round(share * length / block_size))
 
 
 @dataclass(frozen=True)
