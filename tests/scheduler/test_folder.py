@@ -27,10 +27,15 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "IDLE", 20)
 
 
-def talk(folder: Path, policy: str = "h2o", after: Talking | None = None) -> WithFiles:
+def talk(
+    folder: Path | str,
+    policy: str = "h2o",
+    after: Talking | None = None,
+    num_blocks: int = 60,
+) -> WithFiles:
     """Requests of which the first asks to be kept; ``after`` others, whose files hold tokens."""
     options = (("name", policy), ("continuation", str(folder)))
-    talking = WithFiles(vllm_config(12, 64, 8, "fcfs", False, options), 60, 1)
+    talking = WithFiles(vllm_config(12, 64, 8, "fcfs", False, options), num_blocks, 1)
     talking.loses = 0.0
     if after:
         talking.pool.host, talking.pool.chosen_on_host = after.pool.host, after.pool.chosen_on_host
@@ -74,6 +79,37 @@ def test_later_engine_goes_on_for_the_same_tenant_alone(tenant: Tenant, tmp_path
     assert found(talk(tmp_path), [*text[:-3], 1], tenant) == 0
     assert found(talk(tmp_path), [3, *text], tenant) == 0
     assert found(talk(tmp_path, "streaming"), [*text, 1], tenant) == 0
+
+
+def test_file_is_as_recent_as_what_memory_holds_of_it(tmp_path: Path) -> None:
+    """A question that goes on from memory counts; what memory drops is written again if need be."""
+    talking = talk(f"{tmp_path}:1", num_blocks=13)
+    text = keep(talking)
+    (path,) = tmp_path.iterdir()
+    os.utime(path, ns=(1, path.stat().st_mtime_ns))
+    talking.say([*text, 1], 1, TENANTS[0])
+    talking.drain()
+    assert talking.count["continue"] == 1 and talking.count["read"] == 0
+    assert path.stat().st_atime_ns > 1
+    path.unlink()
+    talking.say(range(200, 240), 2, TENANTS[1])  # it takes the pages
+    talking.drain()
+    assert path.exists() and talking.count["leave"] > 0
+    assert found(talking, [*text, 2]) == 35
+
+
+def test_turns_that_memory_drops_are_found_by_a_later_engine(tmp_path: Path) -> None:
+    """Of the same tenant alone; nothing of an adapter's is written."""
+    first = talk(f"{tmp_path}:1", num_blocks=13)
+    first.asks_to_save = False
+    texts = [first_turn(first, tenant) for tenant in TENANTS]
+    first.say(range(200, 240), 2, TENANTS[0])
+    first.drain()
+    assert first.count["leave"] == 3 and len(list(tmp_path.iterdir())) == 3
+    for number, (text, tenant) in enumerate(zip(texts, TENANTS, strict=True)):
+        later = talk(f"{tmp_path}:1", after=first)
+        assert found(later, [*text, 1], tenant) == (0 if number == 2 else 35)
+        assert found(later, [*text, 2], tenant._replace(salt="another")) == 0
 
 
 def test_adapters_are_not_kept(tmp_path: Path) -> None:
