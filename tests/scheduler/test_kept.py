@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.scheduler.harness import vllm_config
+from tests.scheduler.schedules import Option
 from vllm_h2o import files
 from vllm_h2o.kernels.held import Held
+from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.policy import Budget
 from vllm_h2o.scheduler.folder import Folder
 from vllm_h2o.scheduler.kept import Kept
+from vllm_h2o.scheduler.origin import made_by
 from vllm_h2o.scheduler.state import Left
 from vllm_h2o.worker.files import write
 
@@ -34,6 +38,21 @@ def kept(path: Path, made_by: str = "me", num_workers: int = 2) -> tuple[Folder,
         assert folder.is_whole(place) is False
         write(place, rank, num_workers, [Held({"score": torch.zeros(9)})], saved.header)
     return folder, place
+
+
+@pytest.mark.parametrize(
+    ("options", "is_same"),
+    [
+        ((("continuation", "/a/folder"),), True),
+        ((("num_sink_tokens", 1),), False),
+        ((("name", "streaming"),), False),
+    ],
+)
+def test_caches_are_named_by_the_policy(options: tuple[Option, ...], is_same: bool) -> None:
+    """Where they are kept does not matter."""
+    configs = [vllm_config(12, 64, 8, "fcfs", False, each) for each in ((), options)]
+    one, two = (made_by(config, KVPolicyConfig.required(config)) for config in configs)
+    assert (one == two) is is_same
 
 
 def is_whole(folder: Folder, place: str) -> bool:

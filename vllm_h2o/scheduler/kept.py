@@ -62,7 +62,7 @@ class Kept:
         )
 
     def header(self, made_by: str) -> str:
-        """What the files say, JSON.
+        """Return what the files say, JSON.
 
         Args:
             made_by: what computed the cache.

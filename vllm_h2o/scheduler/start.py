@@ -85,6 +85,16 @@ class Start:
                 f"sequences of {longest} take {taken >> 20} MiB in each worker, for ids of tokens "
                 "and pages (--max-num-seqs)."
             )
+        yield from self._places(slots)
+        if config.schedule.at == "pressure":
+            yield (
+                "eviction=pressure: until memory is short a sequence holds every token, and the "
+                f"pool holds {whole} sequences of {longest}."
+            )
+
+    def _places(self, slots: int) -> Iterator[str]:
+        """Say where caches of earlier turns go, each of so many slots."""
+        config = self.config
         if self.num_host_pages:
             pages = self.pool.pages_of(slots) + self.num_other_pages[1]
             num_turns = self.num_host_pages // pages
@@ -97,11 +107,6 @@ class Start:
                 f"continuation={config.continuation}: {num_bytes >> 30} GiB of files in "
                 f"{config.continuation_folder} take what memory drops; the least recently used go "
                 "first."
-            )
-        if config.schedule.at == "pressure":
-            yield (
-                "eviction=pressure: until memory is short a sequence holds every token, and the "
-                f"pool holds {whole} sequences of {longest}."
             )
 
     def _kept_by_others(self) -> str:
