@@ -158,7 +158,7 @@ def test_late_file_is_gone_when_it_does_not_come(
     write(place, 0, 1, [Held({"score": torch.zeros(9)})], saved.header)
     folder.keep_open({})
     assert folder.look() == set() and is_whole(folder, place)
-    monkeypatch.setattr("vllm_h2o.scheduler.folder.LONGEST_WRITE", 0)
+    monkeypatch.setattr("vllm_h2o.scheduler.folder.LATEST", 0)
     other = folder.save_late(replace(KEPT, salt="b"), 7)
     (tmp_path / "anything").touch()
     folder.keep_open({})

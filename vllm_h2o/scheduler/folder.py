@@ -33,8 +33,8 @@ COARSE_NS = 2_000_000_000
 """Nanoseconds within which two changes of a folder may have the same time."""
 MOST_LATE = 16
 """Most caches that memory drops and a step sends to files: each is named by all of its tokens."""
-LONGEST_WRITE = 60.0
-"""Seconds after which files that no answer waits for are not expected any more."""
+LATEST = 60.0
+"""Seconds within which files come that no answer waits for, if they come."""
 PATIENCE = 0.2
 """Seconds for which a step waits until the last worker has written its file."""
 OTHERS = "another model, policy or version, and not read"
@@ -191,7 +191,7 @@ class Folder:
             self._num_late, self._num_late_pages = self._num_late + 1, self._num_late_pages + pages
             self._saved[place] = Saved(place, source, kept.turn.num_used if pages else 0, header)
             self._named.add(place)
-            self._late[place] = time.monotonic() + LONGEST_WRITE
+            self._late[place] = time.monotonic() + LATEST
         return place
 
     def touch(self, place: str) -> None:
