@@ -222,6 +222,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "pressure": figures.pressure,
         "chats": figures.chats,
         "tiers": figures.tiers,
+        "travel": figures.travel,
         "document": figures.document,
     },
     "docs/sparsity.md": {

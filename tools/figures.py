@@ -336,6 +336,21 @@ def tiers() -> str:
     return markdown((*head, "TTFT, turn 8, p50", "TTFT, turn 8, p99"), table)
 
 
+def travel() -> str:
+    """Return what travels between two servers, and how soon the second one has a token."""
+    file = "travel-cpu.csv"
+    table = []
+    for length in dict.fromkeys(row["length"] for row in find(file)):
+        stock, ours = (find(file, side=side, length=length) for side in ("stock vLLM", "h2o"))
+        sizes = (median(float(row["bytes"]) / 2**20 for row in side) for side in (stock, ours))
+        times = (median(float(row["seconds"]) for row in side) for side in (stock, ours))
+        share = figure(ours[-1]["share"], 2)
+        cells = (*(f"{size:.1f} MiB" for size in sizes), share, *(f"{t:.2f} s" for t in times))
+        table.append([f"{int(length):,}", *cells])
+    head = ("prompt", "all K and V", "what travels", "share", "token, computed again")
+    return markdown((*head, "token, from the file"), table)
+
+
 def sparse_steps() -> str:
     """Return stock vLLM's step over that of each side, by the number of sequences."""
     file = "sparsity-cpu.csv"
