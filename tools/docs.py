@@ -208,6 +208,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "docs/metrics.md": {"metrics": metrics},
     "docs/quality.md": {
         "prose": figures.prose,
+        "second model": figures.second_model,
         "facts asked now": partial(figures.facts, "asked_now"),
         "facts asked later": partial(figures.facts, "asked_later"),
         "presses": figures.presses,

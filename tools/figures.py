@@ -88,6 +88,25 @@ def prose() -> str:
     return markdown(("policy", *(f"{share} tokens" for share in shares.values())), table)
 
 
+def second_model() -> str:
+    """Return what a budget costs with the other pretrained model: pass keys found, and prose."""
+    file, shares = "quality_gemma.csv", ("0.1", "0.2")
+    table = []
+    for policy, shown in (("h2o2", "`h2o2`"), ("h2o", "`h2o`"), ("streaming", "`streaming`")):
+        cells = []
+        for task, column, digits in (("passkey", "mean", 2), ("prose", "above_full", 3)):
+            for share in shares:
+                found = find(file, task=task, policy=policy, share=share)
+                cells.append(figure(found[-1][column], digits) if found else "")
+        table.append([shown, *cells])
+    full = [figure(one(file, task="passkey", policy="full")["mean"], 2)] * len(shares)
+    table.insert(0, ["full cache", *full, *([figure("0", 3)] * len(shares))])
+    names = ("pass keys", "prose")
+    return markdown(
+        ("policy", *(f"{name}, {float(s):.0%}" for name in names for s in shares)), table
+    )
+
+
 FACTS = {
     "asked_now": {
         "h2o2": "`h2o2`",

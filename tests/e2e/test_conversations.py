@@ -68,8 +68,14 @@ def test_conversations_are_one_request(
     assert oracle.max_error < 1e-4
 
 
-@pytest.mark.parametrize("split", ["none", "heads", "layers"])
-@pytest.mark.parametrize("where", ["host memory", "files", "both"])
+@pytest.mark.parametrize(
+    ("where", "split"),
+    [
+        *(("host memory", split) for split in ("none", "heads", "layers")),
+        ("files", "none"),
+        ("both", "layers"),
+    ],
+)
 def test_conversations_outlive_their_pages(
     where: str, split: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
