@@ -96,7 +96,7 @@ def test_no_cache_is_another_s(
         max_batched=st.sampled_from([8, 20, 64]),
         num_pages=st.sampled_from([16, 18, 20, 60]),
         overlap=overlaps,
-        kind=st.sampled_from([Talking, WithHost, WithLateChecks, WithTiers]),
+        kind=st.sampled_from([Talking, WithHost, WithLateChecks, WithTiers, WithTiers]),
         num_states=st.sampled_from([0, 0, 1, 3]),
     )(play)
     events = (

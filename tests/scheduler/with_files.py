@@ -94,8 +94,9 @@ class WithLateChecks(WithFiles):
 class WithTiers(WithLateChecks):
     """Entries go from pages to host memory, and from there to a few files."""
 
-    num_host_slots = 40
-    most_bytes = 12_000
+    num_host_slots = 30
+    asks_to_save = False
+    most_bytes = 3_500
     """Of files; one has some 1,500."""
 
     def step(self) -> SchedulerOutput:
