@@ -92,18 +92,18 @@ def second_model() -> str:
     """Return what a budget costs with the other pretrained model: pass keys found, and prose."""
     file, shares = "quality_gemma.csv", ("0.1", "0.2")
     table = []
-    for policy, shown in (("h2o2", "`h2o2`"), ("h2o", "`h2o`"), ("streaming", "`streaming`")):
+    for policy, shown in (("h2o2", "`h2o2`"), ("h2o", "`h2o`")):
         cells = []
         for task, column, digits in (("passkey", "mean", 2), ("prose", "above_full", 3)):
             for share in shares:
-                found = find(file, task=task, policy=policy, share=share)
-                cells.append(figure(found[-1][column], digits) if found else "")
+                found = one(file, task=task, policy=policy, share=share)
+                cells.append(figure(found[column], digits))
         table.append([shown, *cells])
     full = [figure(one(file, task="passkey", policy="full")["mean"], 2)] * len(shares)
     table.insert(0, ["full cache", *full, *([figure("0", 3)] * len(shares))])
     names = ("pass keys", "prose")
     return markdown(
-        ("policy", *(f"{name}, {float(s):.0%}" for name in names for s in shares)), table
+        ("policy", *(f"{name}, {float(s) * 100:.0f} %" for name in names for s in shares)), table
     )
 
 
@@ -350,7 +350,9 @@ def tiers() -> str:
             median(float(row[column]) for row in last)
             for column in ("found_of_said_before", "tokens_per_s", "ttft_p50_s", "ttft_p99_s")
         )
-        table.append([shown, f"{found:.0%}", figure(speed, 1), *(f"{t:.2f} s" for t in times)])
+        table.append(
+            [shown, f"{100 * found:.0f} %", figure(speed, 1), *(f"{t:.2f} s" for t in times)]
+        )
     head = ("entries", "found of what was said", "tokens/s")
     return markdown((*head, "TTFT, turn 8, p50", "TTFT, turn 8, p99"), table)
 
