@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from research import streams_figures
-from tools import figures, worked_example
+from tools import figures, loads, worked_example
 from tools.figures import markdown
 from vllm_h2o.metrics import COUNTERS, GAUGES
 from vllm_h2o.options.capabilities import ENGINE_PARTS, OPTION_PARTS, Part, Property, Setup
@@ -220,15 +220,15 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "profiles": figures.profiles,
         "predicted": figures.predicted,
         "prompts": figures.prompts,
-        "pressure": figures.pressure,
-        "chats": figures.chats,
-        "tiers": figures.tiers,
-        "travel": figures.travel,
-        "document": figures.document,
+        "pressure": loads.pressure,
+        "chats": loads.chats,
+        "tiers": loads.tiers,
+        "travel": loads.travel,
+        "document": loads.document,
     },
     "docs/sparsity.md": {
-        "sparse steps": figures.sparse_steps,
-        "sparse devices": figures.sparse_devices,
+        "sparse steps": loads.sparse_steps,
+        "sparse devices": loads.sparse_devices,
     },
     "research/NOTES.md": {"streams": streams_figures.table},
     "docs/design.md": {
