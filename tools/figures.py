@@ -62,6 +62,11 @@ def figure(value: str | float, digits: int) -> str:
     return f"{Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP):,}"
 
 
+def median_of(rows: Sequence[Row], column: str) -> float:
+    """Return the median of a column."""
+    return median(float(row[column]) for row in rows)
+
+
 ENGINE = "float32"
 SHARES = {"0.05": "5 %: 48", "0.1": "10 %: 96", "0.2": "20 %: 208", "0.3": "30 %: 304"}
 """Fraction of 1,024 tokens -> the same, with the tokens that it is in pages of 16."""

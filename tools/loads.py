@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from tools.figures import Row, figure, find, markdown, one
+from tools.figures import Row, figure, find, markdown, median_of, one
 
 
 def pressure() -> str:
@@ -61,13 +61,9 @@ def tiers() -> str:
     table = []
     for side, shown in places.items():
         last = find(file, side=side, turn="8")
-        found, speed, *times = (
-            median(float(row[column]) for row in last)
-            for column in ("found_of_said_before", "tokens_per_s", "ttft_p50_s", "ttft_p99_s")
-        )
-        table.append(
-            [shown, f"{100 * found:.0f} %", figure(speed, 1), *(f"{t:.2f} s" for t in times)]
-        )
+        share = f"{100 * median_of(last, 'found_of_said_before'):.0f} %"
+        times = (f"{median_of(last, f'ttft_{p}_s'):.2f} s" for p in ("p50", "p99"))
+        table.append([shown, share, figure(median_of(last, "tokens_per_s"), 1), *times])
     head = ("entries", "found of what was said", "tokens/s")
     return markdown((*head, "TTFT, turn 8, p50", "TTFT, turn 8, p99"), table)
 
@@ -78,11 +74,9 @@ def travel() -> str:
     table = []
     for length in dict.fromkeys(row["length"] for row in find(file)):
         stock, ours = (find(file, side=side, length=length) for side in ("stock vLLM", "h2o"))
-        sizes = (median(float(row["bytes"]) / 2**20 for row in side) for side in (stock, ours))
-        times = (median(float(row["seconds"]) for row in side) for side in (stock, ours))
-        share = figure(ours[-1]["share"], 2)
-        cells = (*(f"{size:.1f} MiB" for size in sizes), share, *(f"{t:.2f} s" for t in times))
-        table.append([f"{int(length):,}", *cells])
+        sizes = (f"{median_of(side, 'bytes') / 2**20:.1f} MiB" for side in (stock, ours))
+        times = (f"{median_of(side, 'seconds'):.2f} s" for side in (stock, ours))
+        table.append([f"{int(length):,}", *sizes, figure(ours[-1]["share"], 2), *times])
     head = ("prompt", "all K and V", "what travels", "share", "token, computed again")
     return markdown((*head, "token, from the file"), table)
 
@@ -132,11 +126,9 @@ def document() -> str:
         profile = "P12 restart" if side.endswith("files") else "P12"
         known = {"profile": profile, "side": side, "length": "3000", "questions": "12"}
         rows = find("document-cpu.csv", **known)
-        read, whole = (median(float(row[name]) for row in rows) for name in ("read_s", "seconds"))
+        times = (f"{figure(median_of(rows, name), 1)} s" for name in ("read_s", "seconds"))
         found = f"{rows[-1]['found']} of {rows[-1]['questions']}"
         kept = rows[-1]["budget"] if side.startswith("h2o2") else rows[-1]["length"]
-        table.append(
-            [shown, f"{int(kept):,}", found, *(f"{figure(x, 1)} s" for x in (read, whole))]
-        )
+        table.append([shown, f"{int(kept):,}", found, *times])
     head = ("side", "tokens kept of it", "questions answered", "reading it", "all")
     return markdown(head, table)

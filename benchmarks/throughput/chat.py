@@ -35,7 +35,14 @@ from benchmarks.throughput.models import MODELS, folder_of  # noqa: E402
 
 RESULTS = Path(__file__).parents[1] / "results"
 SIDES = ("stock", "h2o", "h2o continued")
-TIERS = (*SIDES[1:], "h2o continued, host memory", "h2o continued, files")
+CONTINUES: Mapping[str, bool | int | str] = {
+    "h2o": False,
+    "h2o continued": True,
+    "h2o continued, host memory": 1,
+    "h2o continued, files": "{folder}:1",
+}
+"""By side, the policy's ``continuation``."""
+TIERS = tuple(CONTINUES)
 PAGE = 32
 """Slots: the least that vLLM's own attention takes on a CPU."""
 EXTRA_BYTES = 8
@@ -172,8 +179,9 @@ def run(side: str, load: Load, model: Path, bytes_per_slot: int, dtype: str, fol
     """One engine from start to end; ``folder`` is empty, and takes files."""
     own: dict[str, Any] = {"enable_prefix_caching": True}
     if side != "stock":
-        places = {SIDES[1]: False, SIDES[2]: True, TIERS[2]: 1, TIERS[3]: f"{folder}:1"}
-        options = {"budget": load.budget, "continuation": places[side]}
+        place = CONTINUES[side]
+        place = place.format(folder=folder) if isinstance(place, str) else place
+        options = {"budget": load.budget, "continuation": place}
         own = {"kv_policy": "h2o", "kv_policy_config": options}
     arguments = {
         "model": str(model),

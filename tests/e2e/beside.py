@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm import LLM, RequestOutput
 
-from tests.e2e.harness import CHARACTERS, Probe, engine, generate
+from tests.e2e.harness import CHARACTERS, Probe, engine, generate, worker_of
 from tests.e2e.oracle import Oracle
 from tests.e2e.zoo import granite4, lfm2, write_model, zamba2
 from vllm_h2o.worker.attention import HeavyHitterImpl
@@ -88,7 +88,7 @@ def chances(outputs: list[RequestOutput]) -> list[float]:
 @torch.inference_mode()
 def overwrite(llm: LLM, value: float) -> None:
     """Fill every byte that a page of the policy's may leave."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = worker_of(llm)
     for layer in worker.model_runner.compilation_config.static_forward_context.values():
         if isinstance(getattr(layer, "impl", None), HeavyHitterImpl):
             layer.kv_cache.fill_(value)

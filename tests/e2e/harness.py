@@ -149,6 +149,11 @@ def engine(*args: Any, **kwargs: Any) -> Iterator[LLM]:
             yield llm
 
 
+def worker_of(llm: LLM) -> Any:
+    """The worker of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
 def generate(
     llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, **params: Any
 ) -> list[RequestOutput]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 
 from tests.e2e.conversations import ConversationOracle, converse, own_text, talkative
-from tests.e2e.harness import Probe, engine, generate, smollm2, token_ids
+from tests.e2e.harness import Probe, engine, generate, smollm2, token_ids, worker_of
 from tests.e2e.server import MODEL, Completing, blocks, run
 from tests.house_rules import ROOT
 from vllm_h2o.cli import main
@@ -112,9 +112,8 @@ def test_conversations_outlive_their_pages(
 
 def finish_writing(llm: Any) -> None:
     """Wait until files are written for which no answer waits."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    if worker._turns is not None:
-        worker._turns.writer.wait()
+    if (turns := worker_of(llm)._turns) is not None:
+        turns.writer.wait()
 
 
 CHAT = ROOT / "examples/chat.md"

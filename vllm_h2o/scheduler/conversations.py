@@ -127,24 +127,18 @@ class Conversations:
 
         """
         weights = self._weights_of(request, turn, blocks)
-        folder = self._folder if weights == FIRST else None
-        is_asked = self._folder is not None and asks_to_save(request)
-        if is_asked and request.is_finished() and weights != FIRST:
-            logger.warning("request %s asked to be kept, and is not: %s", request.request_id, LOST)
         if weights is None:
+            self._say_lost(request)
             return False
         same = (state.budget, weights)
         name = self._names.name(request, turn.logical_len, same)
         if before := self._entries.get(name):
             self._forget(before)
-        kept = None
-        if folder and (is_asked or (folder.takes_dropped and not beyond_text(request))):
-            kept = Kept.of(request, state.budget, turn)
-        if folder and kept and is_asked:
-            place = folder.save(kept, tuple(b.block_id for b in blocks), request.request_id)
-            self._keep(name, turn, place)
-            kept = replace(kept, place=place)
-        entry = Entry(turn, tuple(blocks), name, weights, kept=kept)
+        entry = Entry(turn, tuple(blocks), name, weights)
+        if weights == FIRST:
+            entry = self._keep_of(request, state.budget, entry)
+        else:
+            self._say_lost(request)
         self._leave_in_pool(entry)
         self._entries.put(name, entry)
         self._misses.add(name, request, turn.logical_len, same)
@@ -163,6 +157,32 @@ class Conversations:
         if any(block.is_null or block.ref_cnt != 1 or block.block_hash for block in blocks):
             return None
         return self.weights.kept_by(request)
+
+    def _say_lost(self, request: Request) -> None:
+        """Warn that a request which asked to be kept is not."""
+        if self._folder and asks_to_save(request) and request.is_finished():
+            logger.warning("request %s asked to be kept, and is not: %s", request.request_id, LOST)
+
+    def _keep_of(self, request: Request, budget: Budget, entry: Entry) -> Entry:
+        """Have an entry written if its request asks for it, and note what its files say.
+
+        Args:
+            request: that leaves it.
+            budget: of the request.
+            entry: computed with the first weights.
+
+        """
+        folder = self._folder
+        if folder is None:
+            return entry
+        if asks_to_save(request):
+            kept = Kept.of(request, budget, entry.turn)
+            place = folder.save(kept, entry.source, request.request_id)
+            self._keep(entry.name, entry.turn, place)
+            return replace(entry, kept=replace(kept, place=place))
+        if folder.takes_dropped and not beyond_text(request):
+            return replace(entry, kept=Kept.of(request, budget, entry.turn))
+        return entry
 
     def _keep(self, name: Name, turn: Left, place: str) -> None:
         """Let requests continue from what is in files, or is about to be."""

@@ -20,7 +20,6 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_h2o import files
-from vllm_h2o.files import MOST_WAITING
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.scheduler.checked import CheckedFiles, Names
 from vllm_h2o.scheduler.kept import Kept, read_kept
@@ -71,7 +70,7 @@ class Folder:
         self.unwritten: dict[str, str] = {}
         self._saved: dict[str, Saved] = {}
         self._found: dict[str, list[list[Path]]] = {}
-        self._seen: set[str] = set()
+        self._seen: dict[str, str] = {}  # places by names
         self._unread: deque[str] = deque()
         self._named: set[str] = set()
         self._late: dict[str, float] = {}
@@ -109,19 +108,20 @@ class Folder:
             changed, now = self._path.stat().st_mtime_ns, time.time_ns()
             if changed == self._changed and changed < self._seen_until:
                 return frozenset()
-            own = files.names(self._path, 0, self._num_workers)
+            names = files.names(self._path, 0, self._num_workers)
         except OSError:
             return frozenset()
         self._changed, self._seen_until = changed, now - COARSE_NS
-        known = {*map(self._place, self._seen), *self._named}
-        places, until = set(map(self._place, own)), time.monotonic()
+        known, until = {*self._seen.values(), *self._named}, time.monotonic()
+        own = {name: self._place(name) for name in names}
+        places = set(own.values())
         self._late = {p: t for p, t in self._late.items() if t > until and p not in places}
         gone = known.difference(places, self.unwritten.values(), self._late)
         self._named -= gone
         for place in gone:
             self._found.pop(place, None)
         self.checked.forget(gone)
-        self._unread += sorted(own - self._seen) if self._reads else []
+        self._unread += sorted(own.keys() - self._seen.keys()) if self._reads else []
         self._seen = own
         return gone
 
@@ -316,5 +316,5 @@ def folder_of(vllm_config: VllmConfig, config: KVPolicyConfig, page_bytes: int) 
     if path is None:
         return None
     num_workers = vllm_config.parallel_config.world_size
-    most_bytes = min(config.continuation_folder_bytes, MOST_WAITING)
+    most_bytes = min(config.continuation_folder_bytes, files.MOST_WAITING)
     return Folder(path, made_by(vllm_config, config), num_workers, most_bytes // page_bytes)

@@ -48,7 +48,10 @@ class StatsReporter:
         # Stock vLLM holds the same pages of windows and states, without room for scores.
         others = self._other_groups.num_held()
         at_capacity = resident = logical = 0
-        entries = self._conversations
+        counts = {}
+        if entries := self._conversations:
+            counts = entries.take_counts()
+            counts["continuation_host_bytes"] = entries.host.num_used * self._page_bytes
         stock_pages, pages = others, manager.num_held() + others
         for held in ledger.states.values():  # in one pass, because it runs after every step
             at_capacity += held.is_full
@@ -57,10 +60,9 @@ class StatsReporter:
             stock_pages += ledger.num_pages(held.logical_len)
         return PolicyStats(
             **asdict(stats),
-            **(entries.take_counts() if entries else {}),
+            **counts,
             requests_at_capacity=at_capacity,
             resident_tokens=resident,
             logical_tokens=logical,
             saved_bytes=stock_pages * self._stock_page_bytes - pages * self._page_bytes,
-            continuation_host_bytes=entries.host.num_used * self._page_bytes if entries else 0,
         )
