@@ -18,44 +18,24 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
-COMPLETIONS = "/v1/completions"
-EVENTS = "text/event-stream"
-DONE = b"data: [DONE]\n\n"
-DEFAULT_TOKENS = 16
-"""Of an answer whose request does not say how long it may be."""
-KNOWN = {
-    *("model", "prompt", "max_tokens", "min_tokens", "stream", "user", "cache_salt", "vllm_xargs"),
-    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"),
-}
-"""Parameters that mean the same when two servers share an answer."""
+ROUTES = ("/v1/completions", "/v1/chat/completions")
+PARAMS = "kv_transfer_params"
+ONE_TOKEN = {"max_tokens": 1, "stream": False, PARAMS: {"do_remote_decode": True}}
 
 
-def refusal(message: str, status: int = 400) -> Response:
+def refusal(message: str, status: int) -> Response:
     """An error as OpenAI's clients read it."""
     return JSONResponse({"error": {"message": message, "code": status}}, status)
 
 
-def halves(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the first server is asked, and the second one but for its prompt."""
-    most = asked.get("max_tokens")
-    num_left = (DEFAULT_TOKENS if most is None else most) - 1
-    least = asked.get("min_tokens") or 0
-    extra = {**(asked.get("vllm_xargs") or {}), "kv_save": 1}
-    own = {"max_tokens": 1, "stream": False, "return_token_ids": True, "vllm_xargs": extra}
-    first = asked | own | {"min_tokens": min(least, 1)}
-    return first, asked | {"max_tokens": num_left, "min_tokens": max(least - 1, 0)}
-
-
-def joined(first: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """Join a first token and what follows it to one answer, with the usage of one request."""
-    rest["choices"][0]["text"] = first["choices"][0]["text"] + rest["choices"][0]["text"]
-    num_prompt, num_rest = first["usage"]["prompt_tokens"], rest["usage"]["completion_tokens"]
-    rest["usage"] |= {"prompt_tokens": num_prompt, "completion_tokens": 1 + num_rest}
-    return rest
+def to_first(asked: dict[str, Any]) -> dict[str, Any]:
+    """What the first server is asked: the same, but for one token."""
+    rest = {k: v for k, v in asked.items() if k not in ("max_completion_tokens", "stream_options")}
+    return rest | ONE_TOKEN | {"min_tokens": min(asked.get("min_tokens") or 0, 1)}
 
 
 def make_app(prefill: str, decode: str) -> FastAPI:
-    """Serve completions of one prompt by two servers.
+    """Serve completions by two servers.
 
     Args:
         prefill: address of the server that reads prompts.
@@ -69,59 +49,42 @@ def make_app(prefill: str, decode: str) -> FastAPI:
     async def unreachable(_: Request, error: httpx.HTTPError) -> Response:
         return refusal(f"a server cannot be reached: {error!r}", 502)
 
-    @app.post(COMPLETIONS)
     async def complete(request: Request) -> Response:
         try:
             asked = await request.json()
         except json.JSONDecodeError:
-            return refusal("the request is not JSON")
-        if unknown := asked.keys() - KNOWN:
-            return refusal(f"this proxy does not know {', '.join(sorted(unknown))}")
+            return refusal("the request is not JSON", 400)
         headers = {k: v for k, v in request.headers.items() if k.lower() == "authorization"}
-        to_first, to_second = halves(asked)
-        said = await client.post(prefill + COMPLETIONS, json=to_first, headers=headers)
-        if said.is_error:
-            return Response(said.content, said.status_code, media_type="application/json")
-        first = said.json()
-        if len(first["choices"]) > 1:
-            return refusal("this proxy takes one prompt, and gives one answer")
-        choice = first["choices"][0]
-        to_second["prompt"] = [*choice.pop("prompt_token_ids"), *choice.pop("token_ids")]
-        goes_on = choice["finish_reason"] == "length" and to_second["max_tokens"] > 0
-        if asked.get("stream"):
-            rest = stream(to_second, headers) if goes_on else None
-            return StreamingResponse(beginning_with(first, rest), media_type=EVENTS)
-        if not goes_on:
-            return JSONResponse(first)
-        answer = await client.post(decode + COMPLETIONS, json=to_second, headers=headers)
-        if answer.is_error:
-            return Response(answer.content, answer.status_code, media_type="application/json")
-        return JSONResponse(joined(first, answer.json()))
+        path = request.url.path
+        first = await client.post(prefill + path, json=to_first(asked), headers=headers)
+        if first.is_error:
+            return passed(first)
+        # Without parameters the second server computes the prompt itself.
+        asked[PARAMS] = first.json().get(PARAMS)
+        sent = client.build_request("POST", decode + path, json=asked, headers=headers)
+        answer = await client.send(sent, stream=True)
+        if asked.get("stream") and not answer.is_error:
+            return StreamingResponse(parts_of(answer), media_type="text/event-stream")
+        await answer.aread()
+        return passed(answer)
 
-    async def stream(body: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[bytes]:
-        url = decode + COMPLETIONS
-        async with client.stream("POST", url, json=body, headers=headers) as answer:
-            if answer.is_error:
-                yield b"data: " + await answer.aread() + b"\n\n" + DONE
-                return
-            async for part in answer.aiter_raw():
-                yield part
-
+    for route in ROUTES:
+        app.post(route)(complete)
     return app
 
 
-async def beginning_with(
-    first: dict[str, Any], rest: AsyncIterator[bytes] | None
-) -> AsyncIterator[bytes]:
-    """Send an answer's first token, then what follows."""
-    if rest is not None:
-        first["choices"][0]["finish_reason"] = None
-    yield f"data: {json.dumps(first | {'usage': None})}\n\n".encode()
-    if rest is None:
-        yield DONE
-        return
-    async for part in rest:
-        yield part
+def passed(answer: httpx.Response) -> Response:
+    """A server's answer as it is."""
+    return Response(answer.content, answer.status_code, media_type="application/json")
+
+
+async def parts_of(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """A server's answer as it comes; it is told when nobody listens any more."""
+    try:
+        async for part in answer.aiter_raw():
+            yield part
+    finally:
+        await answer.aclose()
 
 
 def main() -> None:

@@ -80,6 +80,14 @@ LIBERTIES = (
         "vLLM lets a scheduler choose the size of chunks",
     ),
     Liberty(
+        "request.prompt_token_ids",
+        "scheduler/handoff.py",
+        "tokens that another server has sampled become the end of a request's prompt, before the "
+        "request is queued",
+        "a new request has no tokens of an answer, and a worker is sent none",
+        "a request may arrive with the beginning of its answer",
+    ),
+    Liberty(
         "disable_chunked_mm_input",
         "scheduler/chunks.py",
         "off for one call, where a chunk that begins at an image must end within it",

@@ -82,6 +82,8 @@ RELIED_UPON: tuple[Symbol, ...] = (
     # entry is free, among the last in the queue; who left it there is told when it is taken, and
     # when the cache is reset.
     Symbol(f"{_SCHEDULER}._free_request_blocks", "3a597b7813c9"),
+    # What this returns is in the answer of a request that ends; it frees the blocks.
+    Symbol(f"{_SCHEDULER}._free_request", {"0.32": "269307431fae", "0.33": "c3d6b01a244c"}),
     Symbol("vllm.v1.core.block_pool:BlockPool.unpin_blocks", "cd5c074640f4"),
     Symbol("vllm.v1.core.block_pool:BlockPool._notify_reuse", "a3c83fbeba8f"),
     Symbol("vllm.v1.core.block_pool:BlockPool.get_new_blocks", "df67f9d983f2"),

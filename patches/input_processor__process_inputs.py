@@ -4,7 +4,7 @@
 Symbol: vllm.v1.engine.input_processor:InputProcessor.process_inputs
 Why no seam: what vLLM validates of ``extra_args`` goes through logits processors, which would run
     in every step, and knows neither the prompt's length nor the engine's configuration.
-What changes: a request with images, or a ``kv_budget`` in its ``extra_args``, is checked when it is
+What changes: a request with images, ``kv_budget`` or ``kv_transfer_params`` is checked when it is
     complete; a refusal is a VLLMClientError, too, which vLLM's server answers with HTTP 400, where
     a mere ValueError is a 500. Any other request passes untouched.
 Upstream: none yet.

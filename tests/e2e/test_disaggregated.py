@@ -53,9 +53,10 @@ def proxy(*servers: Completing) -> Iterator[str]:
         process.wait()
 
 
-def post(url: str, **body: Any) -> tuple[int, bytes]:
-    """Status and answer of a completion request."""
+def post(url: str, route: str = "completions", **body: Any) -> tuple[int, bytes]:
+    """Status and answer of a request to the proxy."""
     request = asking(url, MODEL, **body)
+    request.full_url = f"{url}/v1/{route}"
     for _ in range(100):
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
@@ -74,23 +75,34 @@ def streamed(answer: bytes) -> str:
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[list[Completing]]:
+def said(message: bytes) -> str:
+    """The text of a chat's answer."""
+    return str(json.loads(message)["choices"][0]["message"]["content"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the servers keep caches, and logs."""
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[list[Completing]]:
     """The page's two servers, of a small model with the page's name."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(
                 Completing(
                     Path(smollm2()),
-                    tmp_path / f"{index}.log",
-                    [*flags_of(block.code, tmp_path / "kept"), f"--served-model-name={MODEL}"],
+                    folder / f"{index}.log",
+                    [*flags_of(block.code, folder / "kept"), f"--served-model-name={MODEL}"],
                 )
             )
             for index, block in enumerate((READ, GENERATE))
         ]
 
 
-def test_two_servers_answer_as_one(servers: list[Completing], tmp_path: Path) -> None:
+def test_two_servers_answer_as_one(servers: list[Completing], folder: Path) -> None:
     """Evicted or not, streamed or not; the second computes no token of a prompt."""
     one, two = servers
     with proxy(one, two) as url:
@@ -112,16 +124,37 @@ def test_two_servers_answer_as_one(servers: list[Completing], tmp_path: Path) ->
             begun += 2 * answer["usage"]["prompt_tokens"]
             assert two.metric("vllm:kv_policy_continuation_folder_hits_total") == begun
         assert begun > 1000
-        sizes = sorted(path.stat().st_size for path in (tmp_path / "kept").iterdir())
+        sizes = sorted(path.stat().st_size for path in (folder / "kept").iterdir())
         whole_bytes = KV_BYTES * 1024  # of as many tokens as the budget is a fifth of
         assert len(sizes) == 2 and 0.19 < sizes[1] / whole_bytes < 0.22
         done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["usage"]["completion_tokens"] == 32
-        status, refused = post(url, prompt=TEXT, max_tokens=NUM_TOKENS, temperature=-1)
+
+
+def test_two_servers_answer_what_one_does(servers: list[Completing]) -> None:
+    """A chat, several answers, log-probabilities, a grammar and errors."""
+    one, two = servers
+    message = [{"role": "user", "content": "What is a lamp?"}]
+    chat: dict[str, Any] = {"route": "chat/completions", "messages": message, "max_tokens": 12}
+    choice = {"structured_outputs": {"choice": ["lantern", "lamp"]}}
+    hits = "vllm:kv_policy_continuation_folder_hits_total"
+    with proxy(one, two) as url:
+        before = two.metric(hits)
+        assert said(post(url, **chat)[1]) == said(post(one.url, **chat)[1])
+        assert (begun := two.metric(hits)) > before
+        for asked in ({"logprobs": True}, choice):
+            assert said(post(url, **chat, **asked)[1]) == said(post(one.url, **chat, **asked)[1])
+        asked = {"prompt": "The lamp room was", "max_tokens": 9}
+        several = json.loads(post(url, **asked, n=2, temperature=1)[1])
+        assert len(several["choices"]) == 2
+        assert two.metric(hits) == begun
+        least = json.loads(post(url, **asked, min_tokens=9)[1])
+        assert least["usage"]["completion_tokens"] == 9
+        assert two.metric(hits) > begun
+        status, refused = post(url, **{**asked, "temperature": -1})
         assert status == 400 and b"temperature" in refused
-        status, refused = post(url, prompt=[TEXT, TEXT], max_tokens=NUM_TOKENS)
-        assert status == 400 and b"one prompt" in refused
-        status, refused = post(url, prompt=TEXT, logprobs=1, echo=True)
-        assert status == 400 and b"does not know echo, logprobs" in refused
-        status, least = post(url, prompt="The lamp room was", max_tokens=9, min_tokens=9)
-        assert json.loads(least)["usage"]["completion_tokens"] == 9
+    _, begun_there = post(one.url, **asked, kv_transfer_params={"do_remote_decode": True})
+    params = json.loads(begun_there)["kv_transfer_params"]
+    params["kv_policy"]["budget"] = 0.3
+    status, refused = post(two.url, **asked, kv_transfer_params=params)
+    assert status == 400 and b"budget is 0.3 there and 0.2 here" in refused

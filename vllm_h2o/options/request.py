@@ -18,6 +18,7 @@ from vllm.exceptions import VLLMClientError
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.handoff import PARAMS, SEND, TAKE, read_params
 from vllm_h2o.options.parsing import misspells, number
 from vllm_h2o.options.traits import page_size
 from vllm_h2o.pages import num_pages
@@ -26,7 +27,7 @@ from vllm_h2o.policy import Budget
 KEY = "kv_budget"
 SAVE = "kv_save"
 _MEANINGS = {KEY: "budget", SAVE: "wish to be kept"}
-_OWN = {"kv_policy", "kv_policy_config"} | {
+_OWN = {"kv_policy", "kv_policy_config", SEND, TAKE} | {
     option.name
     for option in fields(KVPolicyConfig)
     if option.name not in ("name", "score", "split", "merge", "positions", "eviction", "kernels")
@@ -73,7 +74,8 @@ def asks_to_save(request: Any) -> bool:
 
     """
     params = request.sampling_params
-    return bool(params and number((params.extra_args or {}).get(SAVE)))
+    extra_args = (params and params.extra_args) or {}
+    return bool(number(extra_args.get(SAVE)) or extra_args.get(SEND))
 
 
 def _check_save(request: Any, config: KVPolicyConfig | None) -> None:
@@ -234,6 +236,9 @@ def _checked(request: Any, vllm_config: Any, other_pages: Callable[[int], int]) 
     asked = asked_budget(extra_args)
     if SAVE in extra_args:
         _check_save(request, config)
+    if PARAMS in extra_args:
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        params.extra_args = read_params(request, config, vocab_size, beyond_text(request))
     if asked is None:
         return request
     if config is None:

@@ -14,10 +14,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_h2o.scheduler.folder import Folder
-from vllm_h2o.scheduler.sessions import BoundsSessions
+from vllm_h2o.scheduler.handoff import HandsOver
 
 
-class AnswersLate(BoundsSessions):
+class AnswersLate(HandsOver):
     """vLLM's scheduler, which holds back the end of an answer until the request's files are there.
 
     Attributes:

@@ -51,6 +51,7 @@ class Folder:
             none that memory drops is written.
 
     Attributes:
+        made_by: as given.
         checked: its files that were checked, and those that steps read.
         unwritten: places of the files that are not written yet, by the request that asked for them.
         num_saved: caches that steps have sent to files since the last report.
@@ -62,13 +63,14 @@ class Folder:
         self, path: Path, made_by: str, num_workers: int, most_late_pages: int = 0
     ) -> None:
         self._path = path
-        self._made_by = made_by
+        self.made_by = made_by
         self._num_workers = num_workers
         self._most_late_pages = most_late_pages
         self._num_late = self._num_late_pages = self.num_saved = self.num_gone = 0
         self.checked = CheckedFiles()
         self.unwritten: dict[str, str] = {}
         self._saved: dict[str, Saved] = {}
+        self._saved_for: set[str] = set()
         self._found: dict[str, list[list[Path]]] = {}
         self._seen: dict[str, str] = {}  # places by names
         self._unread: deque[str] = deque()
@@ -136,7 +138,7 @@ class Folder:
             place = self._place(name)
             if place in self._named:
                 continue
-            if kept := read_kept(self._path / name, place, self._made_by):
+            if kept := read_kept(self._path / name, place, self.made_by):
                 yield kept
             elif self._is_read:
                 logger.warning_once("%s: a file is of %s", self._path, OTHERS)
@@ -162,6 +164,7 @@ class Folder:
 
         """
         place, header = self._named_by(kept)
+        self._saved_for.add(request_id)
         if self.is_whole(place):
             self.touch(place)
         else:
@@ -169,6 +172,12 @@ class Folder:
             self._named.add(place)
             self.unwritten[request_id] = place
         return place
+
+    def take_saved(self, request_id: str) -> bool:
+        """Whether a request was saved that ends now; it is asked once."""
+        is_saved = request_id in self._saved_for
+        self._saved_for.discard(request_id)
+        return is_saved
 
     def save_late(self, kept: Kept, source: tuple[int, ...] | int) -> str | None:
         """Have a cache written that memory drops, while steps go on: some in each step.
@@ -202,7 +211,7 @@ class Folder:
 
     def _named_by(self, kept: Kept) -> tuple[str, str]:
         """The beginning of a cache's files' names, and their header."""
-        header = kept.header(self._made_by)
+        header = kept.header(self.made_by)
         return str(self._path / hashlib.sha256(header.encode()).hexdigest()[:32]), header
 
     def end(self, plan: ResidencyPlan) -> None:
