@@ -226,13 +226,12 @@ PROFILES = (
     ("P6-20", "the same, budget 20 %", "0.2"),
     ("P3-4k", "one step of 8 requests of 4,096 tokens, budget 20 %", "0.2"),
     ("P3-8k", "one step of 8 requests of 8,000 tokens, budget 20 %", "0.2"),
-    ("P5", "a prompt of 2,048 tokens alone, budget 20 %", "0.2"),
 )
 """Profile of throughput-cpu.csv, in words, and the budget of its policy."""
 
 
 def profiles() -> str:
-    """Return throughput, steps and prompts of h2o and of stock vLLM; medians of several pairs.
+    """Return throughput and steps of h2o and of stock vLLM; medians of several pairs.
 
     A profile's figures are from the machine that ran it last.
     """
@@ -249,8 +248,6 @@ def profiles() -> str:
         medians = [median(side) for side in sides]
         if profile.startswith("P3"):
             digits, unit, medians = 1, "ms", [1000 / speed for speed in medians]
-        elif profile == "P5":
-            digits, unit, medians = 2, "s", [1 / speed for speed in medians]
         else:
             digits, unit = 0 if medians[1] > 100 else 1, "tokens/s"
         cells = [f"{figure(value, digits)} {unit}" for value in medians]
@@ -263,11 +260,9 @@ def profiles() -> str:
 
 
 def _speed(row: Row) -> float:
-    """Return what is more when a side is faster: steps, prompts or tokens per second."""
+    """Return what is more when a side is faster: steps or tokens per second."""
     if row["profile"].startswith("P3"):
         return 1000 / float(row["step_ms"])
-    if row["profile"] == "P5":
-        return int(row["num_prompts"]) / float(row["seconds"])
     return float(row["output_tokens_per_s"])
 
 

@@ -166,7 +166,6 @@ CPU = (
         "P4-tracked", "the same, every token scored", "smollm2", 512, 512, 16,
         free(992, 16, 1024),
     ),
-    Profile("P5", "prompts of 2,048 tokens alone", "smollm2", 2048, 1, 8, free(0.2, 1, 2049)),
     Profile(
         "P6-100", "one request, nothing evicted", "smollm2", 512, 512, 1,
         free(1.0, 1, 1024),
@@ -200,7 +199,7 @@ def compared(
 POLICIES = (
     compared("H-decode", "decode, 16 sequences, budget 20 %", "step", 0.2, (512, 384, 16)),
     compared("H-one", "decode, one sequence, budget 20 %", "step", 0.2, (512, 384, 1)),
-    compared("H-prompts", "prompts alone", "tokens", 0.2, (2048, 1, 4)),
+    compared("H-prompts", "prompts alone", "tokens", 0.2, (2048, 2, 4)),
 )
 """With SmolLM2-135M in float32; every side of a round in turn."""
 
