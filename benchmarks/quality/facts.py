@@ -113,10 +113,8 @@ def facts(
         length: tokens of the prompts.
 
     """
-    depths = [(i + 0.5) / count for i in range(count)]
-    random.Random(f"{source.seed} depths").shuffle(depths)
     contexts, tails, sizes, stated, hays = [], [], [], [], []
-    for index, depth in enumerate(depths):
+    for index, depth in enumerate(depths(source, count)):
         rng = random.Random(f"{source.seed} {index}")
         drawn = draw(tokenizer, source, index, depth, rng)
         drawn = drawn if form == "one_of_many" else drawn[:1]
@@ -134,6 +132,13 @@ def facts(
         answers[row, len(ids) - size : len(ids)] = 0
     name = form if source.name == "confirmation" else f"{form}, {source.name}"
     return Facts(name, torch.tensor(contexts), tail, answers, tuple(stated), tuple(hays))
+
+
+def depths(source: Source, count: int) -> list[float]:
+    """Where each instance states its fact: shares of the hay before it, spread evenly."""
+    spread = [(i + 0.5) / count for i in range(count)]
+    random.Random(f"{source.seed} depths").shuffle(spread)
+    return spread
 
 
 def document(

@@ -114,17 +114,26 @@ FACT_FORMS = {
     "instructed": "instructed",
     "turns": "turns",
 }
-LONGER = {
+NEEDLES = ("h2o2", "snapkv", "streaming", "h2o")
+SIZES: Mapping[str, tuple[int, int, Sequence[float], Sequence[str]]] = {
+    "512": (512, 50, (0.2,), NEEDLES),
+    "1536": (1536, 50, (0.2,), NEEDLES),
+    "4k": (4096, 25, (0.1, 0.2), ("h2o2",)),
+    "8k": (8000, 20, (0.1, 0.2), ("h2o2",)),
+}
+"""Tokens of a prompt, prompts, budgets and policies."""
+OTHER_LENGTHS = {
     f"facts-now-{name}": Plan(
         partial(facts, source=CONFIRMATION, form="asked_now", count=count, length=length),
-        (0.1, 0.2),
-        ("h2o2",),
+        shares,
+        policies,
     )
-    for name, length, count in (("4k", 4096, 25), ("8k", 8000, 20))
+    for name, (length, count, shares, policies) in SIZES.items()
 }
 ANEW = replace(CONFIRMATION, name="anew", seed=3)
 FACTS: Mapping[str, Plan] = {
-    **_facts(CONFIRMATION, ""), **_facts(DEVELOPMENT, "-dev"), **_facts(ANEW, "-anew"), **LONGER,
+    **_facts(CONFIRMATION, ""), **_facts(DEVELOPMENT, "-dev"), **_facts(ANEW, "-anew"),
+    **OTHER_LENGTHS,
 }  # fmt: skip
 """Facts as users state them: ``facts-now`` and so on, ``-dev`` to choose and tune on, ``-anew``
 with other facts, places and hays' windows than those of the confirmation set."""

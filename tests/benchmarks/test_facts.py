@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.quality import charts
-from benchmarks.quality.facts import COUNT, FORMS, KINDS, LENGTHS, Facts, encode, facts
+from benchmarks.quality import charts, needles
+from benchmarks.quality.facts import COUNT, FORMS, KINDS, LENGTHS, Facts, depths, encode, facts
 from benchmarks.quality.paired import answered, lines, paired
 from benchmarks.quality.phrasings import CONFIRMATION, DEVELOPMENT, Source
-from benchmarks.quality.plans import ANEW, FACTS, LONGER, PLANS, VARIANTS
+from benchmarks.quality.plans import ANEW, FACTS, NEEDLES, OTHER_LENGTHS, PLANS, VARIANTS
 from benchmarks.quality.tables import row
 from benchmarks.quality.texts import TextsUnavailableError, archive, documents
 from benchmarks.smollm2 import model_dir
@@ -165,12 +166,12 @@ def test_facts_row_is_enough_for_paired_errors(tasks: dict[tuple[str, str], Fact
 
 def test_plans_cover_every_form_at_three_budgets() -> None:
     """Every form in each set, at three budgets; longer ones; of policies that there are."""
-    assert len(FACTS) == 3 * len(FORMS) + len(LONGER)
+    assert len(FACTS) == 3 * len(FORMS) + len(OTHER_LENGTHS)
     sets = {"dev": DEVELOPMENT, "anew": ANEW}
     for name, plan in FACTS.items():
         source = plan.make.keywords["source"]  # type: ignore[attr-defined]
         assert source is sets.get(name.rpartition("-")[2], CONFIRMATION)
-        assert plan.shares == ((0.1, 0.2) if name in LONGER else (0.1, 0.2, 0.3))
+        assert name in OTHER_LENGTHS or plan.shares == (0.1, 0.2, 0.3)
         assert set(plan.policies) <= set(VARIANTS)
 
 
@@ -181,3 +182,35 @@ def test_chart_parts_name_plans_that_exist() -> None:
         known = {**PLANS, **FACTS}[plan]
         assert set(policies) <= set(VARIANTS)
         assert set(map(float, shares)) <= set(known.shares)
+
+
+def test_needles_are_counted_by_where_they_are_stated() -> None:
+    """By fifths of the prompt, of the row that came last; what was not measured has none."""
+    places = depths(CONFIRMATION, 10)
+    assert sorted(places) == pytest.approx([0.05 + i / 10 for i in range(10)])
+    row = {"task": "asked_now", "length": "64", "policy": "h2o", "share": "0.2"}
+    first = {**row, "each": " ".join("1" for _ in places)}
+    last = {**row, "each": " ".join(str(int(place > 0.5)) for place in places)}
+    assert needles.found([first, last], "h2o", 64) == [0, 0, 0.5, 1, 1]
+    assert needles.found([first, last], "full", 64) is None
+    assert needles.found([first, last], "h2o", 65) is None
+
+
+def test_needles_are_drawn_for_lengths_that_are_whole(tmp_path: Path) -> None:
+    """A length that lacks a policy is left out."""
+    rows = [
+        {
+            "task": "asked_now",
+            "length": length,
+            "policy": policy,
+            "share": share,
+            "each": "1 0 " * 5,
+        }
+        for length in ("64", "128")
+        for policy, share in (("full", "1.0"), *((name, "0.2") for name in NEEDLES))
+    ]
+    needles.draw(rows[:5], tmp_path / "one.svg")
+    needles.draw(rows[:-1], tmp_path / "also_one.svg")
+    needles.draw(rows, tmp_path / "two.svg")
+    one, also, two = ((tmp_path / f"{n}.svg").read_text() for n in ("one", "also_one", "two"))
+    assert one == also != two
