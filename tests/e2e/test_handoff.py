@@ -22,7 +22,7 @@ NUM_TOKENS = 24
 SEND = {"kv_transfer_params": {"do_remote_decode": True}}
 WHAT: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("h2o", {}, {}),
-    ("h2o2", {"observation_window": 4}, {"kv_cache_dtype": "fp8"}),
+    ("h2o2", {"observation_window": 4}, {"dtype": "bfloat16"}),
     ("h2o2", {"score": "reconstruction"}, {"max_num_batched_tokens": 128}),
     ("snapkv", {"observation_window": 6}, {"enable_prefix_caching": True}),
     ("h2o", {"eviction": "chunk"}, {"async_scheduling": False}),
