@@ -151,6 +151,8 @@ def test_two_servers_answer_what_one_does(servers: list[Completing]) -> None:
         least = json.loads(post(url, **asked, min_tokens=9)[1])
         assert least["usage"]["completion_tokens"] == 9
         assert two.metric(hits) > begun
+        status, refused = post(url, **{**asked, "prompt": ["The lamp", "The door"]})
+        assert status == 400 and b"they are of another prompt" in refused
         status, refused = post(url, **{**asked, "temperature": -1})
         assert status == 400 and b"temperature" in refused
     _, begun_there = post(one.url, **asked, kv_transfer_params={"do_remote_decode": True})

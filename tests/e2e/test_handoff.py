@@ -174,13 +174,14 @@ def test_parameters_of_another_policy_are_refused(two: list[LLM], model: str) ->
         ({"token_ids": [True]}, "are not those of an answer"),
         ({"token_ids": 5}, "are not those of an answer"),
         ({"made_by": None}, "are not those of an answer"),
-        ({"prompt_len": 1.5}, "are not those of an answer"),
+        ({"prompt": 120}, "are not those of an answer"),
         ({"token_ids": [256]}, "token 256 is none of the model's 256"),
-        ({"prompt_len": 119}, "the prompt has 119 tokens there and 120 here"),
     )
     for changed, message in cases:
         with pytest.raises(RefusedRequestError, match=message):
             end(other, {**params, **changed})
+    with pytest.raises(RefusedRequestError, match="they are of another prompt"):
+        end(other, params, [*PROMPT[:-1], PROMPT[-1] ^ 1])
     for key in ("kv_take", "kv_send"):
         with pytest.raises(RefusedRequestError, match=f"'{key}' in a request"):
             generate(other, [PROMPT], 1, extra_args={key: 1})

@@ -12,11 +12,11 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.handoff import Handoff, options_of, read_params
+from vllm_h2o.options.handoff import Handoff, digest, options_of, read_params
 
 CONFIG = KVPolicyConfig(name="h2o", continuation="/kept")
 GRAMMAR = StructuredOutputsParams(choice=["a"])
-GIVEN = Handoff([7], "this", 3).params(CONFIG)
+GIVEN = Handoff([7], "this", digest([1, 2, 3])).params(CONFIG)
 
 
 def read(
@@ -31,7 +31,7 @@ def read(
 def test_both_servers_read_their_part() -> None:
     """And neither leaves vLLM's key, for which it would miss a KV connector."""
     assert read({"do_remote_decode": True}) == {"kv_budget": 64, "kv_send": True}
-    taken = {"token_ids": [7], "made_by": "this", "prompt_len": 3}
+    taken = {"token_ids": [7], "made_by": "this", "prompt": digest([1, 2, 3])}
     assert read(GIVEN) == {"kv_budget": 64, "kv_take": taken}
     for nothing in (None, {}, {"do_remote_decode": False, "do_remote_prefill": False}):
         assert read(nothing) == {"kv_budget": 64}

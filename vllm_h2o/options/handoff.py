@@ -9,7 +9,9 @@ The front end reads the parameters, checks them, and leaves a :class:`Handoff` i
 
 from __future__ import annotations
 
+import hashlib
 import json
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,13 +38,13 @@ class Handoff:
     Args:
         token_ids: of the answer so far, at least one.
         made_by: what computed the cache: model, options and versions, by a hash.
-        prompt_len: tokens of the prompt.
+        prompt: its tokens, by a hash: of several prompts in a request, routers pass one answer's.
 
     """
 
     token_ids: Sequence[int]
     made_by: str
-    prompt_len: int
+    prompt: str
 
     def params(self, config: KVPolicyConfig) -> dict[str, Any]:
         """``kv_transfer_params`` for the second server.
@@ -66,12 +68,12 @@ class Handoff:
             case {
                 "token_ids": [_, *_] as tokens,
                 "made_by": str(made_by),
-                "prompt_len": int(prompt_len),
-            } if all(type(each) is int and each >= 0 for each in (*tokens, prompt_len)):
-                return cls(tokens, made_by, prompt_len)
+                "prompt": str(prompt),
+            } if all(type(token) is int and token >= 0 for token in tokens):
+                return cls(tokens, made_by, prompt)
         raise ConfigError(
             f"{PARAMS}={dict(params)!r}",
-            "token_ids, made_by and prompt_len are not those of an answer",
+            "token_ids, made_by and prompt are not those of an answer",
             "the second server goes on from the first one's token",
             "pass the first server's kv_transfer_params as they are",
         )
@@ -82,6 +84,11 @@ def options_of(config: KVPolicyConfig) -> dict[str, Any]:
     options = {k: v for k, v in config.to_dict().items() if k != "continuation"}
     plain: dict[str, Any] = json.loads(json.dumps(options, default=str))
     return plain
+
+
+def digest(prompt: Sequence[int]) -> str:
+    """Name the tokens of a prompt."""
+    return hashlib.sha256(array("q", prompt).tobytes()).hexdigest()
 
 
 def read_params(
@@ -137,10 +144,9 @@ def _taken(request: Any, handoff: Handoff, vocab_size: int, unshared: str) -> Ha
         ConfigError: for another prompt, unknown tokens, or what two servers cannot share.
 
     """
-    prompt_len = len(request.prompt_token_ids or ())
     found = ""
-    if handoff.prompt_len != prompt_len:
-        found = f"the prompt has {handoff.prompt_len} tokens there and {prompt_len} here"
+    if handoff.prompt != digest(request.prompt_token_ids or ()):
+        found = "they are of another prompt"
     elif max(handoff.token_ids) >= vocab_size:
         found = f"token {max(handoff.token_ids)} is none of the model's {vocab_size}"
     elif unshared:
@@ -150,7 +156,7 @@ def _taken(request: Any, handoff: Handoff, vocab_size: int, unshared: str) -> Ha
             f"{PARAMS} of another server",
             found,
             "the answer goes on from the first server's token",
-            f"send both servers the same request, or leave {PARAMS} out",
+            f"send both servers the same request, with one prompt, or leave {PARAMS} out",
         )
     return handoff
 

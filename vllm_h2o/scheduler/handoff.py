@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.handoff import SEND, TAKE, Handoff
+from vllm_h2o.options.handoff import SEND, TAKE, Handoff, digest
 from vllm_h2o.scheduler.folder import Folder
 from vllm_h2o.scheduler.sessions import BoundsSessions
 
@@ -104,5 +104,5 @@ class HandsOver(BoundsSessions):
         if folder is None or not is_kept or not is_cut or SEND not in (params.extra_args or {}):
             return transfer, encoder
         tokens = list(request.output_token_ids)
-        handoff = Handoff(tokens, folder.made_by, request.num_prompt_tokens)
+        handoff = Handoff(tokens, folder.made_by, digest(request.prompt_token_ids))
         return handoff.params(self.policy_config), encoder
