@@ -66,21 +66,21 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     policies = ("full", *NEEDLES)
     known = sorted({int(row["length"]) for row in rows if row["task"] == TASK})
-    lengths = [n for n in known if all(found(rows, policy, n) for policy in policies)]
+    each = {n: [found(rows, policy, n) for policy in policies] for n in known}
+    whole = {n: [part for part in parts if part] for n, parts in each.items() if all(parts)}
     figure, axes = pyplot.subplots(
         1, len(policies), figsize=(2.3 * len(policies), 2.9), squeeze=False, sharey=True
     )
     colors = LinearSegmentedColormap.from_list("found", COLORS)
-    for axis, policy in zip(axes[0], policies, strict=True):
-        columns = [found(rows, policy, length) or [] for length in lengths]
-        table = [list(line) for line in zip(*columns, strict=True)]
+    for i, (axis, policy) in enumerate(zip(axes[0], policies, strict=True)):
+        table = [list(line) for line in zip(*(parts[i] for parts in whole.values()), strict=True)]
         axis.imshow(table, cmap=colors, vmin=0, vmax=1, aspect="auto")
         for y, line in enumerate(table):
             for x, value in enumerate(line):
                 color = "black" if 0.3 < value < 0.7 else "white"
                 axis.text(x, y, f"{100 * value:.0f}", ha="center", va="center", color=color)
         axis.set_title("full cache" if policy == "full" else policy, fontsize=10)
-        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
+        axis.set_xticks(range(len(whole)), [f"{length:,}" for length in whole], fontsize=8)
         axis.set_yticks(range(PARTS), ["first fifth", "", "middle", "", "last fifth"], fontsize=8)
     figure.supxlabel("tokens of the prompt", fontsize=9)
     figure.tight_layout()

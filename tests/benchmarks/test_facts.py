@@ -171,7 +171,10 @@ def test_plans_cover_every_form_at_three_budgets() -> None:
     for name, plan in FACTS.items():
         source = plan.make.keywords["source"]  # type: ignore[attr-defined]
         assert source is sets.get(name.rpartition("-")[2], CONFIRMATION)
-        assert name in OTHER_LENGTHS or plan.shares == (0.1, 0.2, 0.3)
+        longer = name.endswith(("-4k", "-8k"))
+        assert (name in OTHER_LENGTHS) is (longer or name.endswith(("-512", "-1536")))
+        others = (0.1, 0.2) if longer else (0.2,)
+        assert plan.shares == (others if name in OTHER_LENGTHS else (0.1, 0.2, 0.3))
         assert set(plan.policies) <= set(VARIANTS)
 
 

@@ -7,16 +7,19 @@ import random
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import LLM, RequestOutput
 
-from tests.e2e.harness import generate, shrink_terms
+from tests.e2e.harness import engine, generate, shrink_terms
 from tests.e2e.oracle import Oracle, Where
 from tests.e2e.ties import WatchedHead
 from vllm_h2o.policy import Budget
 from vllm_h2o.wire import RequestPlan
+
+SMALL = {"block_size": 16, "num_gpu_blocks_override": 120, "max_num_batched_tokens": 128}
 
 
 @dataclass
@@ -60,6 +63,14 @@ def own_text(seed: int, length: int) -> list[int]:
     """Tokens that nobody else says."""
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(length)]
+
+
+def starts(
+    model: str, folder: Path, policy: str = "h2o", options: Any = None, **engine_args: Any
+) -> Any:
+    """An engine with a folder."""
+    own = {"budget": 64, **(options or {}), "continuation": str(folder)}
+    return engine(model, policy, own, **{**SMALL, **engine_args})
 
 
 def talkative(patch: pytest.MonkeyPatch, options: Mapping[str, Any]) -> dict[str, Any]:

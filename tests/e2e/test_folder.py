@@ -15,7 +15,7 @@ import pytest
 from vllm import LLM, RequestOutput
 
 from tests.e2e import ranks
-from tests.e2e.conversations import likely, own_text
+from tests.e2e.conversations import SMALL, likely, own_text, starts
 from tests.e2e.harness import engine, generate, smollm2, tiny_llama
 from tests.e2e.server import LONGER, MODEL, Completing, blocks, run
 from tests.house_rules import ROOT
@@ -23,7 +23,6 @@ from vllm_h2o import files
 from vllm_h2o.options.request import RefusedRequestError
 from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 
-SMALL = {"block_size": 16, "num_gpu_blocks_override": 120, "max_num_batched_tokens": 128}
 DOCUMENT = own_text(1, 90)
 QUESTION = [*DOCUMENT, *own_text(2, 5)]
 KEPT = {"kv_save": 1}
@@ -55,14 +54,6 @@ def remove_once_scheduled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         return output
 
     monkeypatch.setattr(HeavyHitterScheduler, "schedule", then_remove)
-
-
-def starts(
-    model: str, folder: Path, policy: str = "h2o", options: Any = None, **engine_args: Any
-) -> Any:
-    """An engine with a folder."""
-    own = {"budget": 64, **(options or {}), "continuation": str(folder)}
-    return engine(model, policy, own, **{**SMALL, **engine_args})
 
 
 def ask(llm: LLM, prompt: list[int] = QUESTION, **extra_args: Any) -> RequestOutput:

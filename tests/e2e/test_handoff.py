@@ -12,7 +12,7 @@ import pytest
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.inputs import TokensPrompt
 
-from tests.e2e.conversations import own_text
+from tests.e2e.conversations import own_text, starts
 from tests.e2e.harness import engine, generate, tiny_llama, token_ids
 from vllm_h2o.options.request import RefusedRequestError
 from vllm_h2o.scheduler.handoff import HandsOver
@@ -20,12 +20,14 @@ from vllm_h2o.scheduler.handoff import HandsOver
 PROMPT, SHORT = own_text(1, 120), own_text(2, 20)
 NUM_TOKENS = 24
 SEND = {"kv_transfer_params": {"do_remote_decode": True}}
+CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 64}
+"""Prompts are computed in two chunks."""
 WHAT: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
-    ("h2o", {}, {}),
-    ("h2o2", {"observation_window": 4}, {"dtype": "bfloat16"}),
-    ("h2o2", {"score": "reconstruction"}, {"max_num_batched_tokens": 128}),
-    ("snapkv", {"observation_window": 6}, {"enable_prefix_caching": True}),
-    ("h2o", {"eviction": "chunk"}, {"async_scheduling": False}),
+    ("h2o", {}, CHUNKED),
+    ("h2o2", {"observation_window": 4}, {**CHUNKED, "dtype": "bfloat16"}),
+    ("h2o2", {"score": "reconstruction"}, {}),
+    ("snapkv", {"observation_window": 6}, {**CHUNKED, "enable_prefix_caching": True}),
+    ("h2o", {"eviction": "chunk"}, {**CHUNKED, "async_scheduling": False}),
 )
 
 
@@ -33,13 +35,6 @@ WHAT: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small model."""
     return tiny_llama(tmp_path_factory.mktemp("handoff"), 4, 2)
-
-
-def starts(model: str, folder: Path, policy: str = "h2o", options: Any = None, **more: Any) -> Any:
-    """An engine with a folder; small, so that prompts are computed in chunks."""
-    own = {"budget": 64, **(options or {}), "continuation": str(folder)}
-    small = {"block_size": 16, "num_gpu_blocks_override": 120, "max_num_batched_tokens": 64}
-    return engine(model, policy, own, **{**small, **more})
 
 
 def begin(llm: LLM, prompt: list[int] = PROMPT, max_tokens: int = 1, **more: Any) -> RequestOutput:
@@ -61,7 +56,7 @@ def end(
 def two(model: str, tmp_path: Path) -> Iterator[list[LLM]]:
     """Two engines with one folder."""
     with ExitStack() as stack:
-        yield [stack.enter_context(starts(model, tmp_path)) for _ in range(2)]
+        yield [stack.enter_context(starts(model, tmp_path, **CHUNKED)) for _ in range(2)]
 
 
 @pytest.mark.parametrize(("policy", "options", "args"), WHAT, ids=[f"{p} {o}" for p, o, _ in WHAT])

@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_h2o.errors import ConfigError
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.handoff import Handoff, digest, options_of, read_params
+from vllm_h2o.options.handoff import Handoff, digest, read_params
 
 CONFIG = KVPolicyConfig(name="h2o", continuation="/kept")
 GRAMMAR = StructuredOutputsParams(choice=["a"])
@@ -68,7 +68,7 @@ def test_what_two_servers_cannot_share(
 def test_all_options_are_compared_but_the_folder() -> None:
     """Each server may see it in another place."""
     assert read(GIVEN, KVPolicyConfig(name="h2o", continuation="/elsewhere"))["kv_take"]
-    options = options_of(CONFIG)
+    options = CONFIG.of_caches
     assert options["budget"] == CONFIG.budget and "continuation" not in options
     other = KVPolicyConfig(name="h2o", continuation="/kept", num_sink_tokens=2)
     with pytest.raises(ConfigError, match="num_sink_tokens is not given there and 2 here"):

@@ -213,6 +213,13 @@ class KVPolicyConfig(Options):
         """Return the plain form that ``additional_config`` carries."""
         return asdict(self)
 
+    @cached_property
+    def of_caches(self) -> dict[str, Any]:
+        """The options on which caches depend, as JSON has them: all but where caches are kept."""
+        options = {k: v for k, v in self.to_dict().items() if k != "continuation"}
+        plain: dict[str, Any] = json.loads(json.dumps(options, default=str))
+        return plain
+
     @classmethod
     def from_options(cls, name: str | None, options: object) -> KVPolicyConfig:
         """Read ``--kv-policy NAME`` and ``--kv-policy-config '{...}'``, either of them optional."""

@@ -10,7 +10,6 @@ The front end reads the parameters, checks them, and leaves a :class:`Handoff` i
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -54,7 +53,7 @@ class Handoff:
 
         """
         flags = {"do_remote_prefill": True, "do_remote_decode": False}
-        return {**flags, POLICY: options_of(config), **asdict(self)}
+        return {**flags, POLICY: config.of_caches, **asdict(self)}
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Handoff:
@@ -77,13 +76,6 @@ class Handoff:
             "the second server goes on from the first one's token",
             "pass the first server's kv_transfer_params as they are",
         )
-
-
-def options_of(config: KVPolicyConfig) -> dict[str, Any]:
-    """The options on which both servers agree, in JSON's types: all but where caches are kept."""
-    options = {k: v for k, v in config.to_dict().items() if k != "continuation"}
-    plain: dict[str, Any] = json.loads(json.dumps(options, default=str))
-    return plain
 
 
 def digest(prompt: Sequence[int]) -> str:
@@ -117,7 +109,7 @@ def read_params(
     others = {key: value for key, value in given.items() if key != PARAMS}
     unshared = " and ".join([*_unshared(request.sampling_params), *beyond_text])
     if params.get("do_remote_prefill"):
-        _check_options(params.get(POLICY), options_of(config))
+        _check_options(params.get(POLICY), config.of_caches)
         handoff = _taken(request, Handoff.of(params), vocab_size, unshared)
         return {**others, TAKE: asdict(handoff)}
     if not params.get("do_remote_decode"):

@@ -66,6 +66,17 @@ def asked_budget(extra_args: Mapping[str, Any] | None) -> int | float | str | No
     )
 
 
+def extra_args_of(request: Any) -> Mapping[str, Any]:
+    """A request's own ``extra_args``; none of a pooling request.
+
+    Args:
+        request: vLLM's Request or EngineCoreRequest.
+
+    """
+    params = request.sampling_params
+    return (params and params.extra_args) or {}
+
+
 def asks_to_save(request: Any) -> bool:
     """Whether a request's cache is to be kept in a folder; :func:`check_request` has passed it.
 
@@ -73,8 +84,7 @@ def asks_to_save(request: Any) -> bool:
         request: vLLM's Request or EngineCoreRequest.
 
     """
-    params = request.sampling_params
-    extra_args = (params and params.extra_args) or {}
+    extra_args = extra_args_of(request)
     return bool(number(extra_args.get(SAVE)) or extra_args.get(SEND))
 
 
@@ -228,8 +238,7 @@ def _check_keys(extra_args: Mapping[str, Any]) -> None:
 
 
 def _checked(request: Any, vllm_config: Any, other_pages: Callable[[int], int]) -> Any:
-    params = request.sampling_params
-    extra_args = (params and params.extra_args) or {}
+    params, extra_args = request.sampling_params, extra_args_of(request)
     config = KVPolicyConfig.of(vllm_config) if extra_args else None
     if config is not None:
         _check_keys(extra_args)

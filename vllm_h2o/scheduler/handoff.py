@@ -18,6 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.handoff import SEND, TAKE, Handoff, digest
+from vllm_h2o.options.request import extra_args_of
 from vllm_h2o.scheduler.folder import Folder
 from vllm_h2o.scheduler.sessions import BoundsSessions
 
@@ -47,8 +48,7 @@ class HandsOver(BoundsSessions):
 
     def add_request(self, request: Request) -> None:
         """Take a request; where another server has sampled tokens of it, with these."""
-        params = request.sampling_params
-        given = (params.extra_args or {}).get(TAKE) if params else None
+        given = extra_args_of(request).get(TAKE)
         tokens = self._tokens_of(Handoff.of(given)) if given else []
         room = min(request.max_tokens, self.max_model_len - request.num_tokens)
         if tokens and len(tokens) >= room:
@@ -98,10 +98,10 @@ class HandsOver(BoundsSessions):
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """End a request; what is kept of it is given to another server if it asks for that."""
         transfer, encoder = super()._free_request(request, *args, **kwargs)
-        params, folder = request.sampling_params, self.folder
+        folder = self.folder
         is_cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
         is_kept = folder is not None and folder.take_saved(request.request_id)
-        if folder is None or not is_kept or not is_cut or SEND not in (params.extra_args or {}):
+        if folder is None or not is_kept or not is_cut or SEND not in extra_args_of(request):
             return transfer, encoder
         tokens = list(request.output_token_ids)
         handoff = Handoff(tokens, folder.made_by, digest(request.prompt_token_ids))

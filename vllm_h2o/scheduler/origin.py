@@ -28,14 +28,13 @@ def made_by(vllm_config: VllmConfig, config: KVPolicyConfig) -> str:
     """Name all that a cache depends on besides tokens and budget, by a hash."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
-    options = {k: v for k, v in config.to_dict().items() if k != "continuation"}
     versions = (FORMAT, vllm_h2o.__version__, vllm.__version__)
     ranks = (parallel.tensor_parallel_size, stages(vllm_config), envs.VLLM_PP_LAYER_PARTITION)
     states = cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype, envs.VLLM_SSM_CONV_STATE_LAYOUT
     layout = (cache.cache_dtype, cache.block_size, *states, *ranks)
     load_format = str(vllm_config.load_config.load_format)
     loaded = load_format, model.seed if load_format == "dummy" else _weights(model)
-    everything = (*versions, model.compute_hash(), loaded, layout, options)
+    everything = (*versions, model.compute_hash(), loaded, layout, config.of_caches)
     return hashlib.sha256(json.dumps(everything, default=str).encode()).hexdigest()
 
 

@@ -26,7 +26,7 @@ from vllm.v1.request import Request, RequestStatus, StreamingUpdate
 from vllm_h2o.errors import ConfigError, IntegrityError
 from vllm_h2o.options.checks import check_positions
 from vllm_h2o.options.config import KVPolicyConfig
-from vllm_h2o.options.request import asked_budget, budget_of
+from vllm_h2o.options.request import asked_budget, budget_of, extra_args_of
 from vllm_h2o.options.traits import bounds_hits
 from vllm_h2o.pages import num_pages
 from vllm_h2o.plugin import activate_engine
@@ -308,11 +308,10 @@ class HeavyHitterScheduler(CutsChunks, KeepsTurns, WaitsForChecks):
 
     def _budget_of(self, request: Request) -> Budget | None:
         """A request's own budget. It depends on the original prompt, also when it is resumed."""
-        params = request.sampling_params
         engine = (self.max_model_len, self.block_manager.block_size)
         lengths = (*engine, request.num_prompt_tokens, request.max_tokens)
         try:
-            asked = asked_budget(params.extra_args) if params else None
+            asked = asked_budget(extra_args_of(request))
             budget = budget_of(self.policy_config, *lengths, asked)
             if budget is not None:
                 chunk = self.scheduler_config.max_num_batched_tokens
