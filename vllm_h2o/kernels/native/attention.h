@@ -133,8 +133,7 @@ class Attention {
   void merge_victim(Part& part, const Strip<S>& held, const Nearest& nearest) const {
     const int64_t n = held.block_size, size = cache_.head_size;
     const T* victim = reinterpret_cast<const T*>(part.victim);  // K and V, [2, D]
-    const float least = scoring_.merge * scoring_.merge * square_of(victim, cache_.head_size);
-    if (!part.has(nearest.slot) || nearest.square <= least) return;
+    if (!part.has(nearest.slot)) return;
     const int64_t slot = nearest.slot;
     const float share = share_of(weight_of(part, held, slot), part.victim_weight);
     average(held.key(slot), victim, share, cache_.head_size);
@@ -143,7 +142,8 @@ class Attention {
     multiply_key(part, held, slot);
   }
 
-  // Keeps what the new token will overwrite; its key is the last query, too.
+  // Keeps what the new token will overwrite; its key is the last query, too. From now on only keys
+  // that are near enough are found.
   void copy_victim(Part& part, const Strip<S>& held, T* query) const {
     const int64_t slot = new_slot(part), n = held.block_size, size = cache_.head_size;
     T* copy = reinterpret_cast<T*>(part.victim);
@@ -152,6 +152,7 @@ class Attention {
     std::copy(copy, copy + size, query);
     part.victim_mass = held.masses(slot / n)[slot % n];
     part.victim_weight = weight_of(part, held, slot);
+    part.nearest.square = scoring_.merge * scoring_.merge * square_of(copy, size);
   }
 
   // What a token weighs when two are merged: the attention that it is paid, or its mass.

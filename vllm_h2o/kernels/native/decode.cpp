@@ -143,7 +143,7 @@ class Decode {
     const bool selects = field(kSelects, part.request);
     if (!adds && !selects) return;
     const Strip<S> held = attention_.strip(part);
-    const int64_t logical_end = field(kLogicalStart, part.request) + 1;
+    const auto logical_end = static_cast<int32_t>(field(kLogicalStart, part.request) + 1);
     const Candidates candidates{static_cast<int32_t>(field(kNumSinks, part.request)),
                                 static_cast<int32_t>(field(kRecentStart, part.request))};
     const int n = cache_.block_size;

@@ -129,15 +129,7 @@ inline void offer_run(Lowest& lowest, Candidates candidates, const float* score,
   const Ints begin = Ints{} + candidates.begin, end = Ints{} + candidates.end;
   for (; i + kLanes <= count; i += kLanes) {
     const Ints p = load(position + i);
-    const Ints able = (p >= begin) & (p < end) & (load(score + i) <= all(lowest.score));
-    Ints any = able;
-    bool found = false;
-#if defined(__AVX512F__)
-    found = _mm512_test_epi32_mask(bit_cast<__m512i>(any), bit_cast<__m512i>(any)) != 0;
-#else
-    for (int j = 0; j < kLanes; ++j) found |= any[j] != 0;
-#endif
-    if (!found) continue;
+    if (!any_of((p >= begin) & (p < end) & (load(score + i) <= all(lowest.score)))) continue;
     for (int j = i; j < i + kLanes; ++j) {
       if (candidates.has(position[j])) lowest.offer(score[j], position[j], slot + j);
     }
@@ -150,7 +142,7 @@ inline void offer_run(Lowest& lowest, Candidates candidates, const float* score,
 // The same with tokens ranked by the mean: the score divided by the number of queries since the
 // token was stored. `logical_end`: one past the newest position.
 inline void offer_aged(Lowest& lowest, Candidates candidates, const float* score,
-                       const int32_t* position, int count, int64_t slot, int64_t logical_end) {
+                       const int32_t* position, int count, int64_t slot, int32_t logical_end) {
   constexpr int kPiece = 64;
   float mean[kPiece];
   for (int start = 0; start < count; start += kPiece) {

@@ -51,7 +51,7 @@ inline void offer_keys(Nearest& nearest, const T* const* rows, const float* dots
     }
     const Floats dot = larger(load(dots + i), Floats{});
     const Floats square = dot * dot / larger(sums_of(sums), all(1e-30f));
-    if (largest_of(square) <= nearest.square) continue;
+    if (!any_of(square >= all(nearest.square))) continue;
     for (int j = 0; j < std::min(kLanes, count - i); ++j) nearest.offer(square[j], slot + i + j);
   }
 }

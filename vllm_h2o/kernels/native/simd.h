@@ -268,6 +268,19 @@ inline float sum_of(Floats x) {
 #endif
 }
 
+// Whether a lane of a comparison holds.
+inline bool any_of(Ints x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(bit_cast<__m512i>(x), bit_cast<__m512i>(x)) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(bit_cast<__m256>(x)) != 0;
+#else
+  bool found = false;
+  for (int i = 0; i < kLanes; ++i) found |= x[i] != 0;
+  return found;
+#endif
+}
+
 inline float largest_of(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps(x);
