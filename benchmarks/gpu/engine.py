@@ -27,6 +27,7 @@ from transformers import AutoConfig
 from benchmarks.throughput.models import write_random
 
 MAX_MODEL_LEN = 1024
+NUM_LAYERS = 6
 LENGTHS = (500, 257, 100, 33, 7, 1)
 """Lengths of prompts, one after another: next to the ends of pages, and of one token."""
 SHAPES: dict[str, dict[str, Any]] = {
@@ -37,7 +38,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 768,
         "word_embed_proj_dim": 768,
         "ffn_dim": 3072,
-        "num_hidden_layers": 6,
         "num_attention_heads": 12,
         "max_position_embeddings": 2048,
         "do_layer_norm_before": True,
@@ -52,7 +52,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 4096,
         "hidden_size": 1024,
         "intermediate_size": 2816,
-        "num_hidden_layers": 6,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "head_dim": 64,
@@ -65,15 +64,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(shape: str) -> Path:
-    """Random weights, in one folder for all engines of a shape.
+def model_of(shape: str, num_layers: int = NUM_LAYERS) -> Path:
+    """Random weights, in one folder for all engines of a shape and a number of layers.
 
     vLLM compiles the graph of a model once for each folder that it is in.
     """
-    folder = Path(tempfile.gettempdir()) / f"vllm-h2o-{shape}"
+    folder = Path(tempfile.gettempdir()) / f"vllm-h2o-{shape}-{num_layers}"
     if not folder.exists():
         partial = Path(tempfile.mkdtemp())
-        write_random(AutoConfig.for_model(**SHAPES[shape]), partial, std=0.05)
+        config = AutoConfig.for_model(**SHAPES[shape], num_hidden_layers=num_layers)
+        write_random(config, partial, std=0.05)
         partial.rename(folder)
     return folder
 
@@ -127,6 +127,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--policy-budget", type=float, default=None)
     parser.add_argument("--score", help="of the policy, if it is not its own")
@@ -160,7 +161,7 @@ def main() -> None:
 
     options = options_of(args)
     llm = LLM(
-        str(model_of(args.shape)),
+        str(model_of(args.shape, args.layers)),
         dtype=args.dtype,
         skip_tokenizer_init=True,
         max_model_len=MAX_MODEL_LEN,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.engine import MAX_MODEL_LEN, model_of, prompts_of
+from benchmarks.gpu.engine import MAX_MODEL_LEN, NUM_LAYERS, model_of, prompts_of
 from benchmarks.quality.llama import Llama
 from vllm_h2o.kernels.reference import Head
 from vllm_h2o.kernels.strip import Strip
@@ -87,13 +87,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--layers", type=int, default=NUM_LAYERS)
     parser.add_argument("--prompt", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=96)
     args = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM
 
-    folder = model_of("llama")
+    folder = model_of("llama", args.layers)
     llm = LLM(
         str(folder),
         dtype=args.dtype,
