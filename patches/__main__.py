@@ -80,6 +80,21 @@ LIBERTIES = (
         "vLLM lets a scheduler choose the size of chunks",
     ),
     Liberty(
+        "self.connector",
+        "scheduler/raw_prompts.py",
+        "the scheduler's ExampleConnector is replaced by one that stores and loads whole pages of "
+        "prompts alone",
+        "vLLM makes connectors by name, before there is a policy's block manager",
+        "a scheduler chooses how many tokens of a prompt a connector stores and loads",
+    ),
+    Liberty(
+        "defer_block_free",
+        "scheduler/raw_prompts.py",
+        "off with ExampleConnector: blocks of a request that ends are free at once",
+        "vLLM takes it that loads may precede the steps before them; this one's are part of a step",
+        "a connector says that its loads are part of a step",
+    ),
+    Liberty(
         "request.prompt_token_ids",
         "scheduler/handoff.py",
         "tokens that another server has sampled become the end of a request's prompt, before the "

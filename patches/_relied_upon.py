@@ -10,6 +10,7 @@ _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager"
 _COORDINATOR = "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator"
 _SELECTOR = "vllm.v1.attention.selector"
+_EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
 _RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
@@ -163,6 +164,17 @@ RELIED_UPON: tuple[Symbol, ...] = (
         "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn",
         "b601393d3115",
     ),
+    # A connector is asked for offers and orders. Workers load before the step's
+    # layers attend and store after it. A name of files is made of tokens and of names of images.
+    Symbol(f"{_SCHEDULER}._build_kv_connector_meta", "06261a5d4ea5"),
+    Symbol(f"{_EXAMPLE}:ReqMeta.make_meta", "c00064eee72d"),
+    Symbol(f"{_EXAMPLE}:ExampleConnector.start_load_kv", "e8a5d2c93937"),
+    Symbol(f"{_EXAMPLE}:ExampleConnector.save_kv_layer", "507cddbbdd65"),
+    Symbol(f"{_EXAMPLE}:ExampleConnector.update_state_after_alloc", "a1fe35fffb70"),
+    Symbol(f"{_EXAMPLE}:ExampleConnector.get_num_new_matched_tokens", "8f68e7deb829"),
+    Symbol(f"{_EXAMPLE}:ExampleConnector.build_connector_meta", "b05553da425b"),
+    Symbol(f"{_EXAMPLE}:ExampleConnector._generate_foldername_debug", "96a3e29aee8e"),
+    Symbol(f"{_EXAMPLE}:ExampleConnector._generate_filename_debug", "933c0aa1ff7c"),
     # Images of a refused request are sent again when they are asked about again.
     Symbol("vllm.multimodal.cache.lru:LruKeyReplicatedSenderCache.invalidate", "fe6ae33cd0f8"),
 )

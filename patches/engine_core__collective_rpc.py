@@ -5,7 +5,8 @@ Symbol: vllm.v1.engine.core:EngineCore.collective_rpc
 Why no seam: reloads and updates of weights go to the workers by name; neither the scheduler nor a
     plugin hears of them, and vLLM leaves it to the caller to reset its own prefix cache.
 What changes: with ``continuation``, entries and the prefix cache are dropped before a method runs
-    that may change weights, and requests that run meanwhile leave none.
+    that may change weights, and requests that run meanwhile leave none. A KV connector stores and
+    loads nothing more.
 Upstream: none yet.
 Drop when: vLLM tells its scheduler that weights have changed.
 """

@@ -7,7 +7,7 @@ The patches call these functions, in a process that starts an engine, in this or
     create_engine_config: patches verified, prepare (before) ... vLLM ... finish (after)
         where positions roll, vLLM does not see max_model_len: of_trained_length
     the engine is ready: check_fitted, where vLLM has fitted max_model_len to the memory
-    in the engine's process, with continuation: before_call, before_load
+    in the engine's process, with continuation or a KV connector: before_call, before_load
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from vllm_h2o.options.capabilities import find_conflict
 from vllm_h2o.options.checks import check_keeps, check_positions
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.options.parsing import ADDITIONAL_CONFIG_KEY
-from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION, refuse
+from vllm_h2o.options.refusal import refuse
+from vllm_h2o.options.refusals import REFUSALS, WHY_OPTION
 from vllm_h2o.options.remedies import Given, flag
 from vllm_h2o.options.traits import FULL_ATTENTION, page_size, slides
 from vllm_h2o.paths import SCHEDULER, WORKER
@@ -362,8 +363,11 @@ def before_call(engine_core: Any, method: object) -> None:
         method: of the workers: its name, or a function.
 
     """
-    if (conversations := _conversations(engine_core)) is not None:
-        conversations.weights.call(method)
+    if (scheduler := _scheduler(engine_core)) is None:
+        return
+    if scheduler.conversations is not None:
+        scheduler.conversations.weights.call(method)
+    scheduler.before_call(method)
 
 
 def before_load(engine_core: Any, adapter: Any) -> None:
@@ -374,13 +378,14 @@ def before_load(engine_core: Any, adapter: Any) -> None:
         adapter: the LoRARequest.
 
     """
-    if (conversations := _conversations(engine_core)) is not None:
-        conversations.weights.load(adapter)
+    scheduler = _scheduler(engine_core)
+    if scheduler is not None and scheduler.conversations is not None:
+        scheduler.conversations.weights.load(adapter)
 
 
-def _conversations(engine_core: Any) -> Any:
-    """The conversations of an engine; None while it starts, and without ``continuation``."""
+def _scheduler(engine_core: Any) -> Any:
+    """The policy's scheduler of an engine; None while it starts, and without a policy."""
     from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 
     scheduler = vars(engine_core).get("scheduler")
-    return scheduler.conversations if isinstance(scheduler, HeavyHitterScheduler) else None
+    return scheduler if isinstance(scheduler, HeavyHitterScheduler) else None

@@ -24,6 +24,7 @@ _OF_EACH = {
     "more sequences at once": "test_batch.py::test_more_sequences_run_at_once",
     "budgets of requests": "test_batch.py::test_budgets_of_their_own_in_one_batch",
     "prefix caching": "test_prefix.py::test_a_hit_is_a_cold_run[snapkv]",
+    "pages in files": "test_raw_prompts.py::test_loaded_prefix_is_a_cold_run[snapkv]",
     "drafts": "test_drafts.py::test_as_without_drafts[h2o-]",
     "fp8": "test_float8.py::test_what_is_kept[fp8-h2o-{'budget': 32}-{}]",
     "LoRA": "test_lora.py::test_two_adapters_in_one_batch_equal_stock",

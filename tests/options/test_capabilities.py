@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Name of a part -> the fewest options that switch it on."""
 ENGINE: dict[str, dict[str, dict[str, Any]]] = {
     "prefix": {"cache_config": {"enable_prefix_caching": True}},
+    "connector": {"": {"kv_transfer_config": object()}},
     "drafts": {"": {"speculative_config": object()}},
     "sliding": {"model_config": {"window": 16, "layer_types": ["sliding_attention", "full"]}},
     "states": {"model_config": {"is_hybrid": True}},
@@ -71,8 +72,9 @@ CONFLICTS: dict[str, set[str]] = {
     "merge": {"rolling", "continuation", "folder", "fp8"},
     "rolling": {"continuation", "folder", "prefix", "drafts", "sliding", "images", "mrope", "fp8"}
     | {"no_rotary"},
-    "continuation": {"basis", "drafts", "sliding", "replay"},
-    "folder": {"basis", "drafts", "sliding", "replay", "nodes"},
+    "connector": {"drafts", "sliding", "states", "stages", "lora", "images", "mrope", "embeds"},
+    "continuation": {"connector", "basis", "drafts", "sliding", "replay"},
+    "folder": {"connector", "basis", "drafts", "sliding", "replay", "nodes"},
     "basis": {"slots"},
     "drafts": {"sliding", "states", "stages", "images", "mrope"},
 }
@@ -86,7 +88,8 @@ def engine(*names: str) -> SimpleNamespace:
     cache: dict[str, Any] = {"enable_prefix_caching": False, "cache_dtype": "auto"}
     cache |= {"use_replayssm": False}
     groups: dict[str, dict[str, Any]] = {
-        "": {"speculative_config": None, "lora_config": None, "quant_config": None},
+        "": {"speculative_config": None, "lora_config": None, "quant_config": None}
+        | {"kv_transfer_config": None},
         "cache_config": cache,
         "model_config": model,
         "parallel_config": {"pipeline_parallel_size": 1, "nnodes": 1}

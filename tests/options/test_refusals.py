@@ -16,6 +16,7 @@ from tests.tiny_models import engine_config, folder
 from vllm_h2o.errors import ConfigError, UnsupportedError
 from vllm_h2o.hooks import check_config
 from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.options.refusal import refuse
 from vllm_h2o.options.refusals import REFUSALS
 from vllm_h2o.options.remedies import advice
 from vllm_h2o.options.traits import FLOAT8
@@ -57,8 +58,13 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
         LLAMA,
         {"attention_config": {"backend_per_kind": {"full_attention": "CPU_ATTN"}}},
     ),
-    ("a KV connector", LLAMA, {"kv_transfer_config": CONNECTOR}),
-    ("a KV connector", LLAMA, {"kv_offloading_size": 0.1}),
+    ("a KV connector that offloads to host memory", LLAMA, {"kv_offloading_size": 0.1}),
+    (
+        "ExampleConnector with several workers",
+        LLAMA,
+        {"kv_transfer_config": CONNECTOR, "tensor_parallel_size": 2},
+    ),
+    ("ExampleConnector without prefix caching", LLAMA, {"kv_transfer_config": CONNECTOR}),
     (
         "KV cache events with neither prefix caching nor continuation",
         LLAMA,
@@ -119,6 +125,26 @@ def test_engine_is_refused(
     with pytest.raises(UnsupportedError) as caught:
         engine_config(model, **settings, kv_policy="h2o", kv_policy_config={"budget": 64})
     assert str(caught.value) == expected(what, *settings)
+
+
+CONNECTORS: list[tuple[str, dict[str, str]]] = [
+    ("LMCache", {"kv_connector": "LMCacheConnectorV1"}),
+    ("a KV connector other than ExampleConnector", {"kv_connector": "NixlConnector"}),
+    ("a KV connector other than ExampleConnector", {"kv_connector_module_path": "own"}),
+]
+
+
+@pytest.mark.parametrize(("what", "changed"), CONNECTORS)
+def test_connector_is_refused(models: Path, what: str, changed: dict[str, str]) -> None:
+    """ExampleConnector itself is taken; others are not installed here."""
+    asked = {"kv_policy": "snapkv", "kv_policy_config": {"budget": 64, "observation_window": 8}}
+    on = {"kv_transfer_config": CONNECTOR, "enable_prefix_caching": True}
+    config = engine_config(folder(models, LLAMA), **asked, **on)
+    for name, value in changed.items():
+        setattr(config.kv_transfer_config, name, value)
+    with pytest.raises(UnsupportedError) as caught:
+        refuse(REFUSALS, policy_of(config).setup(config), "--kv-policy h2o", "the engine has")
+    assert str(caught.value) == expected(what)
 
 
 @pytest.mark.parametrize(("what", "owner", "name", "value"), TURNED)
@@ -274,7 +300,8 @@ def test_drafts_must_fit_between_evictions(
 
 def test_every_refusal_is_tested() -> None:
     """No entry of the table is there unread."""
-    tested = {what for what, *_ in [*REFUSED, *TURNED]} | {CHUNKS, WINDOWS, OLD_GPU, HITS}
+    tested = {what for what, *_ in [*REFUSED, *TURNED, *CONNECTORS]}
+    tested |= {CHUNKS, WINDOWS, OLD_GPU, HITS}
     tested |= {"a platform other than CPU and CUDA", "vLLM's older Ray executor"}
     assert tested == {refusal.what for refusal in REFUSALS}
 

@@ -54,7 +54,9 @@ EVERY_CHOICE = {"runner", "convert", "kv_cache_dtype"}
 OURS = {"model", "kv_policy", "kv_policy_config", "additional_config"}
 UNTRIED = {"logging_config", "log_level", "log_config_file"}
 """They change the logging of the process."""
-ASKED_FOR = {"--max-num-batched-tokens", "--max-num-seqs", "--contextual-sparsity"}
+ASKED_FOR = {"--max-num-batched-tokens", "--max-num-seqs", "--contextual-sparsity"} | {
+    "--enable-prefix-caching"
+}
 """Flags that a remedy may ask for where another was given."""
 SERVED = {  # policy and its options, model, flags that are refused
     "h2o": (

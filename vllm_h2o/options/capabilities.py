@@ -58,6 +58,7 @@ class Property(Enum):
     BASE_WEIGHTS = "the weights of the base model"
     TEXT = "text with one position per token"
     TOKEN_IDS = "token ids as input"
+    WHOLE_PROMPTS = "requests that begin with whole prompts"
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,7 @@ OPTION_PARTS: tuple[Part, ...] = (
             *(P.CUT, P.ONE_BUDGET, P.ONE_TOKEN, P.ORIGINAL_POSITIONS),
             *(P.OWN_KEYS, P.WHOLE_STATES, P.FINAL),
         ),
+        breaks={P.WHOLE_PROMPTS: "begins requests with what is left of earlier ones"},
     ),
     Part(
         "continuation={o.continuation}",
@@ -240,6 +242,15 @@ ENGINE_PARTS: tuple[Part, ...] = (
             P.EVERY_QUERY: "does not compute the queries of a cached prefix",
             P.PRIVATE_PAGES: "shares prompt pages between requests",
         },
+    ),
+    Part(
+        "a KV connector",
+        lambda s: s.engine.kv_transfer_config is not None,
+        leave_out("kv_transfer_config", otherwise="choose another model"),
+        needs=(
+            *(P.WHOLE_PROMPTS, P.ONE_GROUP, P.ONE_STAGE, P.FINAL),
+            *(P.BASE_WEIGHTS, P.TEXT, P.TOKEN_IDS),
+        ),
     ),
     Part(
         "speculative decoding",

@@ -7,18 +7,13 @@ Refusals of two things that do not go together follow from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-
-from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.capabilities import Setup
+from vllm_h2o.options.refusal import Refusal
 from vllm_h2o.options.remedies import (
     ANOTHER_MODEL,
     SPECULATIVE,
     TEXT_ALONE,
     Given,
-    Remedy,
-    advice,
     another_dtype,
     flag,
     flags,
@@ -27,15 +22,18 @@ from vllm_h2o.options.remedies import (
 )
 from vllm_h2o.options.traits import (
     CPU_PAGE,
+    EXAMPLE,
     FLOAT8,
     FULL_ATTENTION,
     MULTIMODAL,
     NO_CACHE,
+    OFFLOADING,
     SLIDING_ATTENTION,
     STATE_SPACE,
     alibi,
     bounds_hits,
     caps_logits,
+    connector,
     float8,
     foreign_platform,
     kinds,
@@ -47,45 +45,6 @@ from vllm_h2o.options.traits import (
     slides_everywhere,
     untried_multimodal,
 )
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """One thing that no policy supports.
-
-    Args:
-        what: the thing as the user knows it, after "the engine has".
-        applies: whether a setup has it.
-        why: the reason.
-        remedy: what to do, by the arguments that led to it.
-
-    """
-
-    what: str
-    applies: Callable[[Setup], bool]
-    why: str
-    remedy: Remedy
-
-
-def refuse(refusals: Iterable[Refusal], setup: Setup, asked: str, subject: str) -> None:
-    """Stop at the first refusal that applies.
-
-    Args:
-        refusals: in their order.
-        setup: the policy and the engine.
-        asked: what the user asked for.
-        subject: what has the refused thing, with a verb: "the engine has".
-
-    Raises:
-        UnsupportedError: with the refusal's reason and remedy.
-
-    """
-    for refusal in refusals:
-        if refusal.applies(setup):
-            found = f"{subject} {refusal.what}"
-            remedy = advice(refusal.remedy, setup.given)
-            raise UnsupportedError(asked, found, refusal.why, remedy)
-
 
 CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", *FLOAT8)
 """Values of ``--kv-cache-dtype`` that a policy supports."""
@@ -110,6 +69,7 @@ IN_LAYERS = {
 """Arguments of an attention layer that the policy's attention refuses."""
 WHY_IN_LAYERS = "the policy's attention does not compute it"
 
+NO_CONNECTOR = leave_out("kv_transfer_config", "kv_offloading_size", otherwise=ANOTHER_MODEL)
 NO_PREFIX = "pages with evicted tokens hold no prefix that another engine could use"
 DOES_NOT_GENERATE = "it does not generate one token after another"
 
@@ -220,10 +180,42 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave full_attention out of --attention-config.backend_per_kind",
     ),
     Refusal(
-        "a KV connector",
-        lambda s: s.engine.kv_transfer_config is not None,
+        "a KV connector that offloads to host memory",
+        lambda s: (connector(s.engine) or "") in OFFLOADING,
+        "its stores may still read pages that an eviction gives to others",
+        NO_CONNECTOR,
+    ),
+    Refusal(
+        "LMCache",
+        lambda s: (connector(s.engine) or "").startswith("LMCache"),
+        "it fails when fewer tokens are loaded than it has, and the queries that score a prompt "
+        "must be computed",
+        NO_CONNECTOR,
+    ),
+    Refusal(
+        "a KV connector other than ExampleConnector",
+        lambda s: connector(s.engine) not in (None, EXAMPLE),
         NO_PREFIX,
-        leave_out("kv_transfer_config", "kv_offloading_size", otherwise=ANOTHER_MODEL),
+        NO_CONNECTOR,
+    ),
+    Refusal(
+        "ExampleConnector with several workers",
+        lambda s: bool(connector(s.engine)) and s.engine.parallel_config.world_size > 1,
+        "workers would overwrite each other's files",
+        leave_out(
+            *("kv_transfer_config", "tensor_parallel_size", "pipeline_parallel_size"),
+            otherwise=ANOTHER_MODEL,
+        ),
+    ),
+    Refusal(
+        "ExampleConnector without prefix caching",
+        lambda s: bool(connector(s.engine)) and not s.engine.cache_config.enable_prefix_caching,
+        "without it survivors are moved within the prompt's pages",
+        leave_out(
+            "kv_transfer_config",
+            otherwise=ANOTHER_MODEL,
+            instead=", or give --enable-prefix-caching",
+        ),
     ),
     Refusal(
         "KV cache events with neither prefix caching nor continuation",

@@ -16,6 +16,10 @@ CPU_PAGE = 32
 """vLLM's CPU attention needs block sizes that are multiples of this number of slots."""
 FLOAT8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Values of ``--kv-cache-dtype`` that store K and V in 8 bits."""
+EXAMPLE = "ExampleConnector"
+"""vLLM's KV connector that keeps prompts in files."""
+OFFLOADING = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""vLLM's KV connectors that keep prompts in host memory."""
 
 MULTIMODAL = {
     "llava": "LLaVA",
@@ -107,6 +111,12 @@ def spans_nodes(vllm_config: Any) -> bool:
     parallel = vllm_config.parallel_config
     backend = parallel.distributed_executor_backend
     return parallel.nnodes > 1 or backend in ("ray", "external_launcher")
+
+
+def connector(vllm_config: Any) -> str | None:
+    """Return the name of the KV connector, or the path of one that is not vLLM's; None: none."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer and (transfer.kv_connector_module_path or transfer.kv_connector or "unnamed")
 
 
 def old_gpu(_: Any) -> bool:

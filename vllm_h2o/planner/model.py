@@ -13,7 +13,8 @@ from typing import Any
 from vllm_h2o.errors import UnsupportedError
 from vllm_h2o.options.capabilities import Setup
 from vllm_h2o.options.options import Options
-from vllm_h2o.options.refusals import MODEL_REFUSALS, ONE_GROUP, refuse
+from vllm_h2o.options.refusal import refuse
+from vllm_h2o.options.refusals import MODEL_REFUSALS, ONE_GROUP
 from vllm_h2o.options.remedies import ANOTHER_MODEL
 from vllm_h2o.options.traits import FLOAT8, STATE_SPACE, page_size
 from vllm_h2o.pages import num_pages

@@ -64,6 +64,7 @@ class CutsChunks(AsyncScheduler):
     ) -> int:
         """Keep queries that score together in one chunk, and drafts within free slots."""
         start = request.num_computed_tokens + num_new_local_computed_tokens
+        start += num_external_computed_tokens
         prompt_end = self.block_manager.prompt_end_of(request)
         return self.ledger.align_chunk(request.request_id, start, num_new_tokens, prompt_end)
 

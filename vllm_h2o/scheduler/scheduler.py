@@ -37,6 +37,7 @@ from vllm_h2o.scheduler.footprint import Pool
 from vllm_h2o.scheduler.ledger import Ledger
 from vllm_h2o.scheduler.other_groups import OtherGroups, policy_group
 from vllm_h2o.scheduler.pressure import SPARE, Forecast, most_taken, pages_to_admit, relieve
+from vllm_h2o.scheduler.raw_prompts import LoadsPrompts
 from vllm_h2o.scheduler.resumption import fewest_pages
 from vllm_h2o.scheduler.rules import Rules
 from vllm_h2o.scheduler.spec import HeavyHitterSpec
@@ -48,7 +49,7 @@ from vllm_h2o.scheduler.waits import WaitsForChecks
 logger = init_logger("vllm.kv_policy")
 
 
-class HeavyHitterScheduler(CutsChunks, KeepsTurns, WaitsForChecks):
+class HeavyHitterScheduler(CutsChunks, KeepsTurns, LoadsPrompts, WaitsForChecks):
     """Puts a :class:`~vllm_h2o.wire.ResidencyPlan` on every SchedulerOutput."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -68,10 +69,9 @@ class HeavyHitterScheduler(CutsChunks, KeepsTurns, WaitsForChecks):
             or rules.num_drafts > 0
             or (rules.splits and rules.continues)
         )
-        self.conversations = None
-        if config.continues:
+        if config.continues or self.connector is not None:
             activate_engine()
-            self.conversations = self.keep_turns()
+        self.conversations = self.keep_turns() if config.continues else None
         largest_chunk = self.vllm_config.scheduler_config.max_num_batched_tokens
         # vLLM stops in time with three steps in flight; each further one may compute a token more.
         max_overshoot = max(self.vllm_config.max_concurrent_batches - 3, 0)
@@ -84,6 +84,7 @@ class HeavyHitterScheduler(CutsChunks, KeepsTurns, WaitsForChecks):
             self.other_groups,
             self.conversations,
         )
+        self.load_prompts(self.block_manager)
         # A block id names one page in each layer of a group; some groups have fewer layers.
         groups = self.kv_cache_config.kv_cache_groups
         num_layers = max(len(group.layer_names) for group in groups)

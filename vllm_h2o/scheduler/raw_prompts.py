@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores and loads the first pages of prompts, as they are before eviction, by ExampleConnector.
+
+vLLM's connector copies whole pages as bytes: K, V, scores and positions. A prompt's first pages are
+those that the prefix cache may supply to it (``Ledger.max_cached_tokens``). They are written once,
+and survivors are copied out of them, so a loaded page is one found in the prefix cache::
+
+    a new prompt, its first pages in files    -> loads them, computes the rest
+    ... not in files, computed by this step   -> the step stores them, before it evicts
+    ... later than this step, or preempted    -> neither
+
+Only the scheduler's part is this module's; the workers' part is vLLM's own, and gets its orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import (
+    ExampleConnector,
+    ExampleConnectorMetadata,
+)
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from vllm_h2o.errors import IntegrityError
+from vllm_h2o.options.config import KVPolicyConfig
+from vllm_h2o.scheduler.block_manager import HeavyHitterManager
+from vllm_h2o.scheduler.origin import made_by
+from vllm_h2o.scheduler.weights import READS
+
+logger = init_logger("vllm.kv_policy")
+
+
+class RawPrompts(ExampleConnector):
+    """vLLM's ExampleConnector, in the scheduler.
+
+    A name of files covers all that pages depend on: tokens, salt, model, policy and versions.
+
+    Args:
+        vllm_config: of the engine, with one worker.
+        kv_cache_config: of one group.
+        manager: of the group.
+        requests: vLLM's live requests, by id.
+
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        manager: HeavyHitterManager,
+        requests: Mapping[str, Request],
+    ) -> None:
+        super().__init__(vllm_config, KVConnectorRole.SCHEDULER, kv_cache_config)
+        (group,) = kv_cache_config.kv_cache_groups
+        self._layer_names = group.layer_names
+        self._manager, self._requests = manager, requests
+        self._made_by = made_by(vllm_config, KVPolicyConfig.required(vllm_config))
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Store and load nothing more: weights may be others than the files'."""
+        if not self._is_closed:
+            logger.warning(
+                "prompts are neither stored nor loaded any more: the cache was reset, or weights "
+                "may have changed"
+            )
+        self._is_closed = True
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Return how many tokens files have after the computed ones, and False: loads are awaited.
+
+        Args:
+            request: a request that holds nothing.
+            num_computed_tokens: tokens found in the prefix cache: whole pages.
+
+        """
+        end = self._end(request)
+        if end <= num_computed_tokens or not self._has_files(request, end):
+            return 0, False
+        return end - num_computed_tokens, False
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExampleConnectorMetadata:
+        """Order the loads and stores of a step.
+
+        Raises:
+            IntegrityError: when a request that is to load pages is not one of the step's new ones.
+
+        """
+        orders = ExampleConnectorMetadata()
+        for new in scheduler_output.scheduled_new_reqs:
+            request, request_id = self._requests[new.req_id], new.req_id
+            end = self._end(request)
+            computed = new.num_computed_tokens + scheduler_output.num_scheduled_tokens[request_id]
+            loads = self._requests_need_load.pop(request_id, None) is not None
+            if loads or (0 < end <= computed and not self._has_files(request, end)):
+                orders.add_request(
+                    token_ids=request.prompt_token_ids[: end + 1],  # vLLM leaves the last out
+                    block_ids=new.block_ids[0],
+                    block_size=self._block_size,
+                    is_store=not loads,
+                    mm_hashes=self._names(request),
+                )
+        if self._requests_need_load:
+            raise IntegrityError(f"requests {[*self._requests_need_load]} do not load their pages")
+        return orders
+
+    def _end(self, request: Request) -> int:
+        """Tokens of the pages that may be stored and loaded, but not the prompt's last token."""
+        if self._is_closed or request.num_preemptions or request.resumable:
+            return 0
+        end = self._manager.ledger.max_cached_tokens(self._manager.info_of(request))
+        end = min(end, request.num_prompt_tokens - 1)
+        return end // self._block_size * self._block_size
+
+    def _names(self, request: Request) -> list[str]:
+        """Names that tell files apart besides tokens; vLLM has those of images in their place."""
+        return [self._made_by, request.cache_salt or ""]
+
+    def _has_files(self, request: Request, end: int) -> bool:
+        """Whether every layer's file of the tokens [0, end) is there and whole."""
+        tokens = torch.tensor(request.prompt_token_ids[:end])
+        folder = Path(self._generate_foldername_debug(tokens, self._names(request)))
+        least = end // self._block_size * self._manager.kv_cache_spec.page_size_bytes
+        try:
+            sizes = [(folder / f"{n}.safetensors").stat().st_size for n in self._layer_names]
+        except OSError:
+            return False
+        return min(sizes) > least
+
+
+class LoadsPrompts(Scheduler):
+    """vLLM's scheduler, whose connector is asked for whole pages of prompts alone."""
+
+    connector: Any
+
+    def load_prompts(self, manager: HeavyHitterManager) -> None:
+        """Put :class:`RawPrompts` in place of vLLM's connector, if there is one.
+
+        Args:
+            manager: the policy's, once it is bound.
+
+        """
+        if self.connector is None:
+            return
+        # A liberty: vLLM makes connectors by their names, without the policy's block manager.
+        self.connector = RawPrompts(self.vllm_config, self.kv_cache_config, manager, self.requests)
+        # A liberty: loads are part of a step, and steps run in order.
+        self.defer_block_free = False
+
+    def before_call(self, method: object) -> None:
+        """Read and write no more files if a method of the workers may change weights.
+
+        Args:
+            method: its name, or a function.
+
+        """
+        if method not in READS:
+            self._close()
+
+    def _close(self) -> None:
+        if isinstance(self.connector, RawPrompts):
+            self.connector.close()
+
+    def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
+        """Reset the cache, and read and write no more files."""
+        self._close()
+        return bool(super().reset_prefix_cache(*args, **kwargs))
