@@ -213,6 +213,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "facts asked later": partial(figures.facts, "asked_later"),
         "presses": figures.presses,
         "look-ups": figures.lookups,
+        "written": figures.written,
         "fp8": figures.float8,
         "dialogues": figures.dialogues,
     },

@@ -170,6 +170,18 @@ def lookups() -> str:
     return markdown(("look-ups", "full cache", *heads), table)
 
 
+def written() -> str:
+    """Return how many 4-grams are different in text that is written freely, by policy."""
+    table = []
+    for policy in ("full", *LONG_POLICIES):
+        shares = ("1.0",) * 2 if policy == "full" else ("0.125", "0.25")
+        rows = [find(LONG, task="written at 0.7", policy=policy, share=share) for share in shares]
+        if all(rows):
+            shown = "full cache" if policy == "full" else f"`{policy}`"
+            table.append([shown, *(figure(row[-1]["mean"], 2) for row in rows)])
+    return markdown(("policy", "1/8: 192 tokens", "1/4: 384 tokens"), table)
+
+
 PRESSES = ("KVzip", "Ada-KV, SnapKV", "SnapKV", "StreamingLLM", "KeyDiff", "ObservedAttention")
 
 
