@@ -37,7 +37,7 @@ _APPLIED = {
     "with a policy": patches.WITH_POLICY,
     "with a policy or contextual sparsity, in its front end": patches.METRICS,
     "with a policy, in its front end": patches.FRONT_END,
-    "with `continuation`": patches.ENGINE,
+    "with `continuation` or a KV connector": patches.ENGINE,
 }
 _COLUMNS = ("What changes", "Why no seam", "Upstream", "Drop when")
 
@@ -93,6 +93,13 @@ LIBERTIES = (
         "off with ExampleConnector: blocks of a request that ends are free at once",
         "vLLM takes it that loads may precede the steps before them; this one's are part of a step",
         "a connector says that its loads are part of a step",
+    ),
+    Liberty(
+        "requires_kv_delivery",
+        "scheduler/raw_prompts.py",
+        "off with ExampleConnector: a preempted request keeps the token that is being sampled",
+        "vLLM takes it that a connector which stores is waited for",
+        "a connector that is made for a scheduler says so itself",
     ),
     Liberty(
         "request.prompt_token_ids",
@@ -184,7 +191,8 @@ Otherwise the plugin refuses to start and says which function differs, and where
 
 *Always* means wherever the plugin is loaded: without a policy these pass everything through.
 *With a policy* means from the start of a worker that runs one, in its process; *in its front end*,
-where an engine with a policy is configured; *with `continuation`*, from the start of a scheduler.
+where an engine with a policy is configured; *with `continuation` or a KV connector*, from the start
+of a scheduler.
 
 ## Liberties
 

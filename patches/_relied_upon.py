@@ -166,6 +166,11 @@ RELIED_UPON: tuple[Symbol, ...] = (
     ),
     # A connector is asked for offers and orders. Workers load before the step's
     # layers attend and store after it. A name of files is made of tokens and of names of images.
+    Symbol(
+        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
+        "89c3d8a50a10",
+    ),
+    Symbol("vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.pre_forward", "e60423a9fe92"),
     Symbol(f"{_SCHEDULER}._build_kv_connector_meta", "06261a5d4ea5"),
     Symbol(f"{_EXAMPLE}:ReqMeta.make_meta", "c00064eee72d"),
     Symbol(f"{_EXAMPLE}:ExampleConnector.start_load_kv", "e8a5d2c93937"),

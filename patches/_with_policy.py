@@ -30,7 +30,7 @@ FRONT_END: tuple[Patch, ...] = (
 """Applied where an engine with a policy is configured: the process that serves its metrics."""
 
 ENGINE: tuple[Patch, ...] = (engine_core__collective_rpc.PATCH, engine_core__add_lora.PATCH)
-"""Applied where a scheduler with ``continuation`` starts: in the engine's own process."""
+"""Applied where a scheduler with ``continuation`` or a KV connector starts: in its process."""
 
 
 def activate_worker() -> None:
@@ -78,7 +78,7 @@ def activate_metrics(sparsity: SparsityConfig | None) -> None:
 
 
 def activate_engine_core() -> None:
-    """Apply what the process of an engine with ``continuation`` needs, after verifying all.
+    """Apply what the process of an engine with ``ENGINE``'s parts needs, after verifying all.
 
     Raises:
         PatchError: when a symbol is not the known one. Nothing has been changed then.

@@ -8,7 +8,8 @@
     load_general_plugins -> register        (group vllm.general_plugins: every process, again)
     with a policy: in each worker -> activate   (its patches; where the engine is configured, the
                    patch of create_engine_config applies those of the front end)
-    with continuation: in the scheduler -> activate_engine   (those of the engine's process)
+    with continuation or a KV connector: in the scheduler -> activate_engine   (those of the
+                   engine's process)
 
 ``LLM(..., kv_policy="h2o")`` makes its engine arguments before vLLM loads general plugins. The only
 entry point that runs earlier is the one that asks which platform this is; ours answers "none of

@@ -72,7 +72,7 @@ CONFLICTS: dict[str, set[str]] = {
     "merge": {"rolling", "continuation", "folder", "fp8"},
     "rolling": {"continuation", "folder", "prefix", "drafts", "sliding", "images", "mrope", "fp8"}
     | {"no_rotary"},
-    "connector": {"drafts", "sliding", "states", "stages", "lora", "images", "mrope", "embeds"},
+    "connector": {"drafts", "sliding", "states", "lora", "images", "mrope", "embeds"},
     "continuation": {"connector", "basis", "drafts", "sliding", "replay"},
     "folder": {"connector", "basis", "drafts", "sliding", "replay", "nodes"},
     "basis": {"slots"},

@@ -248,7 +248,7 @@ ENGINE_PARTS: tuple[Part, ...] = (
         lambda s: s.engine.kv_transfer_config is not None,
         leave_out("kv_transfer_config", otherwise="choose another model"),
         needs=(
-            *(P.WHOLE_PROMPTS, P.ONE_GROUP, P.ONE_STAGE, P.FINAL),
+            *(P.WHOLE_PROMPTS, P.ONE_GROUP, P.FINAL),
             *(P.BASE_WEIGHTS, P.TEXT, P.TOKEN_IDS),
         ),
     ),

@@ -70,7 +70,7 @@ IN_LAYERS = {
 WHY_IN_LAYERS = "the policy's attention does not compute it"
 
 NO_CONNECTOR = leave_out("kv_transfer_config", "kv_offloading_size", otherwise=ANOTHER_MODEL)
-NO_PREFIX = "pages with evicted tokens hold no prefix that another engine could use"
+NO_PREFIX = "it would hand on pages with evicted tokens as if they held all"
 DOES_NOT_GENERATE = "it does not generate one token after another"
 
 WINDOW_AT_ONCE = "the queries of the window are computed in one step"
@@ -181,15 +181,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "a KV connector that offloads to host memory",
-        lambda s: (connector(s.engine) or "") in OFFLOADING,
+        lambda s: connector(s.engine) in OFFLOADING,
         "its stores may still read pages that an eviction gives to others",
         NO_CONNECTOR,
     ),
     Refusal(
         "LMCache",
         lambda s: (connector(s.engine) or "").startswith("LMCache"),
-        "it fails when fewer tokens are loaded than it has, and the queries that score a prompt "
-        "must be computed",
+        "it loads all tokens that it has or fails, but a prompt's last queries must be computed",
         NO_CONNECTOR,
     ),
     Refusal(
@@ -200,7 +199,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "ExampleConnector with several workers",
-        lambda s: bool(connector(s.engine)) and s.engine.parallel_config.world_size > 1,
+        lambda s: (
+            s.engine.kv_transfer_config is not None and s.engine.parallel_config.world_size > 1
+        ),
         "workers would overwrite each other's files",
         leave_out(
             *("kv_transfer_config", "tensor_parallel_size", "pipeline_parallel_size"),
@@ -209,8 +210,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "ExampleConnector without prefix caching",
-        lambda s: bool(connector(s.engine)) and not s.engine.cache_config.enable_prefix_caching,
-        "without it survivors are moved within the prompt's pages",
+        lambda s: (
+            s.engine.kv_transfer_config is not None
+            and not s.engine.cache_config.enable_prefix_caching
+        ),
+        "without prefix caching survivors are moved within the prompt's pages",
         leave_out(
             "kv_transfer_config",
             otherwise=ANOTHER_MODEL,

@@ -65,5 +65,5 @@ def _unknown(model: ModelConfig) -> ConfigError:
         "a folder for caches",
         f"the weights of {model.model} are neither files here nor of a known revision",
         "caches of other weights would pass for those of these",
-        "use continuation=true, or a model in a local folder",
+        "use a model in a local folder, or keep nothing in files",
     )

@@ -5,9 +5,9 @@ vLLM's connector copies whole pages as bytes: K, V, scores and positions. A prom
 those that the prefix cache may supply to it (``Ledger.max_cached_tokens``). They are written once,
 and survivors are copied out of them, so a loaded page is one found in the prefix cache::
 
-    a new prompt, its first pages in files    -> loads them, computes the rest
-    ... not in files, computed by this step   -> the step stores them, before it evicts
-    ... later than this step, or preempted    -> neither
+    a new prompt, its first pages in files         -> loads them, computes the rest
+    ... not in files, this step computes the last  -> the step stores them, before it evicts
+    a preempted request, or a session              -> neither
 
 Only the scheduler's part is this module's; the workers' part is vLLM's own, and gets its orders.
 """
@@ -66,6 +66,7 @@ class RawPrompts(ExampleConnector):
         self._manager, self._requests = manager, requests
         self._made_by = made_by(vllm_config, KVPolicyConfig.required(vllm_config))
         self._is_closed = False
+        self._folders: dict[str, Path] = {}
 
     def close(self) -> None:
         """Store and load nothing more: weights may be others than the files'."""
@@ -95,26 +96,35 @@ class RawPrompts(ExampleConnector):
         """Order the loads and stores of a step.
 
         Raises:
-            IntegrityError: when a request that is to load pages is not one of the step's new ones.
+            IntegrityError: when a request that is to load pages is not in the step.
 
         """
         orders = ExampleConnectorMetadata()
-        for new in scheduler_output.scheduled_new_reqs:
-            request, request_id = self._requests[new.req_id], new.req_id
-            end = self._end(request)
-            computed = new.num_computed_tokens + scheduler_output.num_scheduled_tokens[request_id]
-            loads = self._requests_need_load.pop(request_id, None) is not None
-            if loads or (0 < end <= computed and not self._has_files(request, end)):
+        for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests[request_id]
+            start, loads = request.num_computed_tokens, request_id in self._requests_need_load
+            end = self._end(request) if start < request.num_prompt_tokens else 0
+            computes = start < end <= start + num_new
+            if loads or (computes and not self._has_files(request, end)):
+                row = self._manager.req_to_blocks[request_id][: end // self._block_size]
                 orders.add_request(
                     token_ids=request.prompt_token_ids[: end + 1],  # vLLM leaves the last out
-                    block_ids=new.block_ids[0],
+                    block_ids=[block.block_id for block in row],
                     block_size=self._block_size,
                     is_store=not loads,
                     mm_hashes=self._names(request),
                 )
+            self._requests_need_load.pop(request_id, None)
         if self._requests_need_load:
             raise IntegrityError(f"requests {[*self._requests_need_load]} do not load their pages")
         return orders
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; nothing is sent after its end."""
+        self._folders.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
 
     def _end(self, request: Request) -> int:
         """Tokens of the pages that may be stored and loaded, but not the prompt's last token."""
@@ -129,15 +139,30 @@ class RawPrompts(ExampleConnector):
         return [self._made_by, request.cache_salt or ""]
 
     def _has_files(self, request: Request, end: int) -> bool:
-        """Whether every layer's file of the tokens [0, end) is there and whole."""
-        tokens = torch.tensor(request.prompt_token_ids[:end])
-        folder = Path(self._generate_foldername_debug(tokens, self._names(request)))
-        least = end // self._block_size * self._manager.kv_cache_spec.page_size_bytes
+        """Whether every layer's file of the tokens [0, end) can be read, and is whole."""
+        folder = self._folders.get(request.request_id)
+        if folder is None:
+            tokens = torch.tensor(request.prompt_token_ids[:end])
+            folder = Path(self._generate_foldername_debug(tokens, self._names(request)))
+            self._folders[request.request_id] = folder
+        num_bytes = end // self._block_size * self._manager.kv_cache_spec.page_size_bytes
+        files = (folder / f"{name}.safetensors" for name in self._layer_names)
         try:
-            sizes = [(folder / f"{n}.safetensors").stat().st_size for n in self._layer_names]
+            return all(_is_whole(file, num_bytes) for file in files)
         except OSError:
             return False
-        return min(sizes) > least
+
+
+def _is_whole(path: Path, num_bytes: int) -> bool:
+    """Whether a file of safetensors holds a number of bytes after its header.
+
+    Raises:
+        OSError: when it cannot be read.
+
+    """
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return path.stat().st_size == 8 + header + num_bytes
 
 
 class LoadsPrompts(Scheduler):
@@ -158,6 +183,8 @@ class LoadsPrompts(Scheduler):
         self.connector = RawPrompts(self.vllm_config, self.kv_cache_config, manager, self.requests)
         # A liberty: loads are part of a step, and steps run in order.
         self.defer_block_free = False
+        # A liberty: nobody waits for what is stored.
+        self.requires_kv_delivery = False
 
     def before_call(self, method: object) -> None:
         """Read and write no more files if a method of the workers may change weights.
@@ -170,7 +197,7 @@ class LoadsPrompts(Scheduler):
             self._close()
 
     def _close(self) -> None:
-        if isinstance(self.connector, RawPrompts):
+        if self.connector is not None:
             self.connector.close()
 
     def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
