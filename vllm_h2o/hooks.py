@@ -363,11 +363,8 @@ def before_call(engine_core: Any, method: object) -> None:
         method: of the workers: its name, or a function.
 
     """
-    if (scheduler := _scheduler(engine_core)) is None:
-        return
-    if scheduler.conversations is not None:
-        scheduler.conversations.weights.call(method)
-    scheduler.before_call(method)
+    if (weights := _weights(engine_core)) is not None:
+        weights.call(method)
 
 
 def before_load(engine_core: Any, adapter: Any) -> None:
@@ -378,14 +375,13 @@ def before_load(engine_core: Any, adapter: Any) -> None:
         adapter: the LoRARequest.
 
     """
-    scheduler = _scheduler(engine_core)
-    if scheduler is not None and scheduler.conversations is not None:
-        scheduler.conversations.weights.load(adapter)
+    if (weights := _weights(engine_core)) is not None:
+        weights.load(adapter)
 
 
-def _scheduler(engine_core: Any) -> Any:
-    """The policy's scheduler of an engine; None while it starts, and without a policy."""
+def _weights(engine_core: Any) -> Any:
+    """The weights that an engine's scheduler counts; None while it starts, and if it does not."""
     from vllm_h2o.scheduler.scheduler import HeavyHitterScheduler
 
     scheduler = vars(engine_core).get("scheduler")
-    return scheduler if isinstance(scheduler, HeavyHitterScheduler) else None
+    return scheduler.weights if isinstance(scheduler, HeavyHitterScheduler) else None

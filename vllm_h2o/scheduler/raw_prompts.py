@@ -35,7 +35,7 @@ from vllm_h2o.errors import IntegrityError
 from vllm_h2o.options.config import KVPolicyConfig
 from vllm_h2o.scheduler.block_manager import HeavyHitterManager
 from vllm_h2o.scheduler.origin import made_by
-from vllm_h2o.scheduler.weights import READS
+from vllm_h2o.scheduler.weights import Weights
 
 logger = init_logger("vllm.kv_policy")
 
@@ -102,7 +102,8 @@ class RawPrompts(ExampleConnector):
         orders = ExampleConnectorMetadata()
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             request = self._requests[request_id]
-            start, loads = request.num_computed_tokens, request_id in self._requests_need_load
+            start = request.num_computed_tokens
+            loads = self._requests_need_load.pop(request_id, None) is not None
             end = self._end(request) if start < request.num_prompt_tokens else 0
             computes = start < end <= start + num_new
             if loads or (computes and not self._has_files(request, end)):
@@ -114,7 +115,6 @@ class RawPrompts(ExampleConnector):
                     is_store=not loads,
                     mm_hashes=self._names(request),
                 )
-            self._requests_need_load.pop(request_id, None)
         if self._requests_need_load:
             raise IntegrityError(f"requests {[*self._requests_need_load]} do not load their pages")
         return orders
@@ -170,37 +170,26 @@ class LoadsPrompts(Scheduler):
 
     connector: Any
 
-    def load_prompts(self, manager: HeavyHitterManager) -> None:
-        """Put :class:`RawPrompts` in place of vLLM's connector, if there is one.
+    def load_prompts(self, manager: HeavyHitterManager) -> Weights:
+        """Put :class:`RawPrompts` in place of vLLM's connector.
 
         Args:
             manager: the policy's, once it is bound.
 
+        Returns:
+            The weights that files are of. Others end loads and stores.
+
         """
-        if self.connector is None:
-            return
         # A liberty: vLLM makes connectors by their names, without the policy's block manager.
         self.connector = RawPrompts(self.vllm_config, self.kv_cache_config, manager, self.requests)
         # A liberty: loads are part of a step, and steps run in order.
         self.defer_block_free = False
         # A liberty: nobody waits for what is stored.
         self.requires_kv_delivery = False
-
-    def before_call(self, method: object) -> None:
-        """Read and write no more files if a method of the workers may change weights.
-
-        Args:
-            method: its name, or a function.
-
-        """
-        if method not in READS:
-            self._close()
-
-    def _close(self) -> None:
-        if self.connector is not None:
-            self.connector.close()
+        return Weights(self.connector.close)
 
     def reset_prefix_cache(self, *args: bool, **kwargs: bool) -> bool:
         """Reset the cache, and read and write no more files."""
-        self._close()
+        if self.connector is not None:
+            self.connector.close()
         return bool(super().reset_prefix_cache(*args, **kwargs))

@@ -84,7 +84,9 @@ class HeavyHitterScheduler(CutsChunks, KeepsTurns, LoadsPrompts, WaitsForChecks)
             self.other_groups,
             self.conversations,
         )
-        self.load_prompts(self.block_manager)
+        self.weights = None if self.conversations is None else self.conversations.weights
+        if self.connector is not None:
+            self.weights = self.load_prompts(self.block_manager)
         # A block id names one page in each layer of a group; some groups have fewer layers.
         groups = self.kv_cache_config.kv_cache_groups
         num_layers = max(len(group.layer_names) for group in groups)
