@@ -105,7 +105,9 @@ def test_of_an_engine(
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=4096, get_num_layers=lambda parallel: parallel),
         parallel_config=30,
-        cache_config=SimpleNamespace(enable_prefix_caching=caches, block_size=16),
+        cache_config=SimpleNamespace(
+            enable_prefix_caching=caches, block_size=16, effective_attention_block_size=None
+        ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=512),
     )
     policy: Any = SimpleNamespace(
@@ -145,6 +147,21 @@ def test_the_largest_budget(tmp_path: Path, asked: int | float | None, slots: in
     )
     found = Peak.of(config, KVPolicyConfig.required(config))
     assert (found.shared_len, found.rotates, found.reads_again) == (slots, True, False)
+
+
+def test_pages_that_vllm_enlarges_are_those_that_count(tmp_path: Path) -> None:
+    """Beside states a page grows once the layers are made, and a budget is whole pages."""
+    config = engine_config(
+        folder(tmp_path, "LlamaForCausalLM"),
+        kv_policy="h2o2",
+        kv_policy_config={"budget": 0.1, "split": "heads"},
+        max_model_len=256,
+        block_size=16,
+    )
+    with set_current_vllm_config(config):
+        impl = HeavyHitterImpl(6, SHAPE.head_size, SHAPE.scale, SHAPE.num_kv_heads)
+    config.cache_config.block_size = 512
+    assert impl.peak.shared_len == 512
 
 
 def test_programs_leave_what_is_counted() -> None:

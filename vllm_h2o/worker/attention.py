@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
                 "the second reading does not compute them",
                 "use --kv-policy-config.score combined",
             )
-        self.peak = Peak.of(vllm_config, config)
+        self._peak = partial(Peak.of, vllm_config, config)
         self.kinds = (config.splits, config.merges, config.keeps_scores)
         self.splits_layers = config.splits_layers
         self.float8, self.scales = DTYPES.get(kv_cache_dtype), (1.0, 1.0)
@@ -86,6 +87,11 @@ class HeavyHitterImpl(AttentionImpl[HeavyHitterMetadata]):
         self.rope_back: Rope | None = None
         self.watch: Watch | None = None
         self._cache: tuple[weakref.ref[torch.Tensor], LayerCache] | None = None
+
+    @cached_property
+    def peak(self) -> Peak:
+        """Memory that it takes. Beside states vLLM fixes a page's size after it makes layers."""
+        return self._peak()
 
     def forward(
         self,

@@ -150,7 +150,7 @@ def for_pages(available: int, vllm_config: VllmConfig, slot_bytes: int, num_laye
 
 def _shared_len(vllm_config: VllmConfig, config: KVPolicyConfig) -> int:
     """Slots a KV head in the largest budget that a request may ask for."""
-    model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
+    model, block_size = vllm_config.model_config, page_size(vllm_config)
     if model is None or not config.splits:
         return 0
     num_layers = model.get_num_layers(vllm_config.parallel_config) if config.splits_layers else 1
