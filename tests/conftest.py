@@ -27,8 +27,10 @@ from llvmlite.binding import ffi  # noqa: E402 (numba's: vLLM's proposer of n-gr
 
 from tests.draws import QUICK, draws  # noqa: E402
 from tests.house_rules import ROOT  # noqa: E402
+from tests.interpreted import quicken  # noqa: E402
 
 settings.register_profile(QUICK)
+quicken()
 
 _lookup = ffi._lib_wrapper.__getattr__
 
