@@ -88,6 +88,9 @@ def _write_tokenizer(folder: Path) -> None:
 class Server:
     """The processes of one ``vllm serve``; as a context it is there until the end.
 
+    Attributes:
+        vllm: the command `vllm`; tests have one that starts sooner.
+
     Args:
         model: the model's folder.
         log: takes what the server prints.
@@ -96,6 +99,8 @@ class Server:
         environment: of its processes, on top of this one's.
 
     """
+
+    vllm: tuple[str, ...] = VLLM
 
     def __init__(
         self,
@@ -112,7 +117,7 @@ class Server:
         self.children: list[psutil.Process] = []
         path = [str(plugins)] if plugins else []
         path += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [*VLLM, "serve", self.model]
+        command = [*self.vllm, "serve", self.model]
         command += ["--host=127.0.0.1", f"--port={port}", *flags]
         with log.open("w") as out:
             self.process = subprocess.Popen(

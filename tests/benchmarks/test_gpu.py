@@ -27,7 +27,9 @@ from benchmarks.gpu.engines import COMPARED, Check, apart, size_of
 from benchmarks.gpu.report import PROFILES, Report, holds
 from benchmarks.gpu.retained import differing, kept_by_reference
 from benchmarks.gpu.running import Outcome, run_all, run_part
+from benchmarks.soak.server import Server
 from tests.benchmarks.standin import standing_in
+from tests.e2e.forking import FORKING
 from tests.e2e.harness import CHARACTERS, engine, tiny_llama
 from tests.house_rules import ROOT
 from tests.worker.varlen import Varlen
@@ -47,6 +49,8 @@ RUN = (
 )
 LIKE_OTHERS = {f"engines: llama, {name}" for name in COMPARED if name not in RUN}
 """Parts that differ from the others by an option: each compiles a model's graph for a minute."""
+ELSEWHERE = ("kernels", "throughput")
+"""Kinds of parts that other tests run, here and in test_throughput.py."""
 
 
 @pytest.mark.slow
@@ -247,11 +251,12 @@ def test_engines_that_are_compared_have_options_that_exist(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    [part for part in SMALL if part.kind != "kernels" and part.name not in LIKE_OTHERS],
+    [part for part in SMALL if part.kind not in ELSEWHERE and part.name not in LIKE_OTHERS],
     ids=lambda part: part.name,
 )
-def test_course_runs_on_a_cpu(part: Part, tmp_path: Path) -> None:
+def test_course_runs_on_a_cpu(part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of each kind with engines or servers, of a tiny model: it ends, and holds."""
+    monkeypatch.setattr(Server, "vllm", FORKING)
     assert run_part(part.name, SMALL, tmp_path, HERE, "cpu")
     assert len(checks_in(tmp_path)) >= 1
     if part.kind == "latency":

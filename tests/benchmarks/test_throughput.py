@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +13,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
+from benchmarks.gpu.card import processor
+from benchmarks.gpu.course import parts
+from benchmarks.gpu.running import run_part
 from benchmarks.throughput import chart
 from benchmarks.throughput.models import MODELS, write_tokenizer
 from benchmarks.throughput.profiles import CPU, GPU, POLICIES, PRESSURE, QUICK, Profile, Side
 from benchmarks.throughput.runs import ratio_of
 from benchmarks.throughput.watch import Watch
-from tests.house_rules import ROOT
 from vllm_h2o.wire import PolicyStats
 
 FREE = {
@@ -39,21 +39,21 @@ PROFILE = Profile("P", "", "smollm2", 64, 32, 4, (Side("h2o", 0.2), Side("stock 
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_throughput_quick_writes_both_sides(tmp_path: Path) -> None:
-    """One pair of real runs: both sides, the same work, the smaller pool of pages for h2o's."""
-    command = [sys.executable, "-m", "benchmarks.throughput", "--quick", "--pairs", "1"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
-    log = tmp_path / "throughput-quick.log"
-    assert done.returncode == 0, done.stderr[-2000:] + (log.read_text() if log.exists() else "")
+def test_throughput_quick_writes_both_sides(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One pair of real runs, as the course for GPUs runs them: the same work on both sides, the
+    smaller pool of pages for h2o's.
+    """
+    (part,) = (part for part in parts(True, True, processor()) if part.kind == "throughput")
+    assert run_part(part.name, [part], tmp_path, processor(), "cpu")
     with (tmp_path / "throughput-quick.csv").open() as file:
         ours, theirs = csv.DictReader(file)
     assert (ours["side"], theirs["side"]) == ("h2o", "stock vLLM")
     assert int(ours["pool_pages"]) <= int(theirs["pool_pages"]) == 320 // 32 + 1
     assert int(ours["preemptions"]) == 0 < int(theirs["preemptions"])
     assert float(ours["mean_sequences"]) > float(theirs["mean_sequences"])
-    assert f"| {QUICK[0].id}: {QUICK[0].what} |" in done.stdout
+    assert f"| {QUICK[0].id}: {QUICK[0].what} |" in capfd.readouterr().out
 
 
 def test_tokenizer_of_a_shape_has_a_word_for_each_token(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def tokens(model: str, **settings: object) -> list[list[int]]:
     llm = LLM(
         model=model,
         dtype="float32",
+        enforce_eager=True,
         max_model_len=512,
         block_size=16,
         kv_policy="h2o",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.soak.server import ROOT, Server
+from tests.e2e.forking import FORKING
 from tests.e2e.harness import smollm2
 
 ENGINE = ("--dtype=float32", "--enforce-eager", "--max-model-len=512", "--block-size=16")
@@ -47,7 +48,9 @@ def documented_flags() -> list[str]:
 
 
 class Completing(Server):
-    """A server that is asked for completions."""
+    """A server that is asked for completions, and whose processes are forked."""
+
+    vllm = FORKING
 
     @classmethod
     def documented(cls, log: Path) -> Completing:

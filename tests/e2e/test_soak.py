@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak.__main__ import SHORT, run
+from benchmarks.soak.server import Server
+from tests.e2e.forking import FORKING
 
 KINDS = {
     "whole", "stream", "disconnect", "abort", "samples", "conversation", "malformed", "long",
@@ -17,11 +19,12 @@ KINDS = {
 
 
 @pytest.mark.timeout(1200)
-def test_short_soak_finds_no_fault(tmp_path: Path) -> None:
+def test_short_soak_finds_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is wrong with answers, canaries, memory, pages or death; and the load was a load.
 
     Half of it with ``continuation``, half with ``pressure``.
     """
+    monkeypatch.setattr(Server, "vllm", FORKING)
     shape = replace(SHORT, requests=SHORT.requests // 2)
     reports = [
         run(shape, mode, "snapkv", tmp_path / mode, killed)
