@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of ranks and stages, forked from one process that has imported vLLM already.
+"""Processes of ranks, stages and replicas, forked from one that has imported vLLM already.
 
 vLLM spawns them on a CPU, and each takes ten seconds to import the same modules.
 """
@@ -13,6 +13,7 @@ from multiprocessing.forkserver import set_forkserver_preload
 from typing import Any
 
 import torch._dynamo
+from vllm.v1.engine import coordinator, utils
 from vllm.v1.executor import multiproc_executor as executor
 from vllm.v1.worker import cpu_worker  # noqa: F401 (what takes so long)
 
@@ -35,10 +36,16 @@ class ForkedContext(context.ForkServerContext):
         return super().Process(target=_started, args=(dict(os.environ), target, kwargs), **rest)
 
 
+def fork(patch: Any) -> None:
+    """All processes that vLLM starts from this one are forked, until the patch is undone."""
+    set_forkserver_preload([__name__])
+    for module in (executor, utils, coordinator):
+        patch.setattr(module, "get_mp_context", ForkedContext)
+
+
 def install(patch: Any) -> None:
     """Two workers of vLLM's executor are forked, with a core each, until the patch is undone."""
     first, last = (f(os.sched_getaffinity(0)) for f in (min, max))
     # On one NUMA node vLLM asks for that.
     patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{last}")
-    set_forkserver_preload([__name__])
-    patch.setattr(executor, "get_mp_context", ForkedContext)
+    fork(patch)

@@ -389,10 +389,10 @@ def test_replicas_equal_one_process(
     """Two replicas in processes of their own; all prompts for one, two of them for the other."""
     # vLLM 0.33 gives each replica a NUMA node of its own, unless this is set to anything.
     monkeypatch.setenv("VLLM_CPU_SIM_MULTI_NUMA", "0")
+    ranks.fork(monkeypatch)
     asked = [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (3, 1), (4, 1)]
-    tokens = asyncio.run(replicas(model, asked))
     expected = token_ids(alone["h2o"].outputs)
-    assert tokens == [expected[prompt] for prompt, _ in asked]
+    assert asyncio.run(replicas(model, asked)) == [expected[prompt] for prompt, _ in asked]
     for rank, prompts in enumerate((PROMPTS, PROMPTS[3:])):
         lengths = [len(prompt) for prompt in prompts]
         evicted = [max(length + MAX_TOKENS - 1 - OPTIONS["budget"], 0) for length in lengths]
