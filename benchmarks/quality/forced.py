@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.triton_utils import dispatcher
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 BLOCK_SIZE = 16
@@ -70,9 +71,13 @@ def in_process(**arguments: Any) -> Iterator[LLM]:
     """vLLM's LLM of these arguments, shut down in the end.
 
     vLLM collects garbage nine times while an engine starts and stops, half a second each in a
-    process with many modules: here it is done once, at the end.
+    process with many modules: here it is done once, at the end. And it looks in all of them for
+    its kernels, to replace them on a CPU: here the first engine does.
     """
-    with ExitStack() as undo, mock.patch.object(gc, "collect", return_value=0):
+    found = (
+        mock.patch.object(dispatcher, "register_kernels") if dispatcher._registry else nullcontext()
+    )
+    with found, ExitStack() as undo, mock.patch.object(gc, "collect", return_value=0):
         # Of an engine that does not start, too: or the next one takes over its groups.
         undo.callback(cleanup_dist_env_and_memory)
         llm = LLM(**arguments)
