@@ -211,6 +211,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "second model": figures.second_model,
         "facts asked now": partial(figures.facts, "asked_now"),
         "facts asked later": partial(figures.facts, "asked_later"),
+        "in turn": figures.in_turn,
         "presses": figures.presses,
         "look-ups": figures.lookups,
         "written": figures.written,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from benchmarks.throughput.profiles import GPU
 
@@ -147,6 +147,32 @@ def _recall(file: str, asked: Row, policy: str) -> list[str]:
         found = find(file, **asked, policy=policy, share=share)
         cells.append(figure(found[-1]["mean"], 2) if found else "")
     return cells
+
+
+TURNS = {"1": "first", "2-4": "2 to 4", "5-7": "5 to 7", "8-10": "8 to 10", "1-10": "all"}
+"""Questions in turn, as ranges and in words."""
+
+
+def in_turn() -> str:
+    """Return how many facts are found that are asked for in turn, by policy and turn."""
+    reread = "`h2o2`, `score=reconstruction`"
+    sides = (
+        ("full", "1.0", "full cache"),
+        ("h2o2 reconstruction", "0.2", f"{reread}, 20 %"),
+        ("h2o2 reconstruction", "0.1", f"{reread}, 10 %"),
+        ("h2o2", "0.2", "`h2o2`, 20 %"),
+    )
+    table = []
+    for policy, share, shown in sides:
+        asked = {"source": "confirmation", "policy": policy, "share": share}
+        cells = []
+        for turns in TURNS:
+            first, _, last = turns.partition("-")
+            each = range(int(first), int(last or first) + 1)
+            found = [float(one("quality_turns.csv", **asked, turn=str(t))["found"]) for t in each]
+            cells.append(figure(fmean(found), 2))
+        table.append([shown, *cells])
+    return markdown(("policy", *TURNS.values()), table)
 
 
 LONG = "quality_long.csv"
