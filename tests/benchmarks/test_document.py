@@ -7,18 +7,15 @@ from itertools import chain
 
 import pytest
 
-from benchmarks.quality.texts import TextsUnavailableError, archive
 from benchmarks.throughput.document import CACHED, FILES, OURS, STOCK, Work, ratios, rows
+from tests.needs import needs_texts
 
 
 @pytest.mark.engine
 @pytest.mark.slow
 def test_document_is_read_once_where_questions_continue() -> None:
     """As pages of stock's prefix cache, or as an entry, in which nearly as much is found."""
-    try:
-        archive()
-    except TextsUnavailableError as error:
-        pytest.skip(str(error))
+    needs_texts()
     work = Work(length=800, questions=4, share=0.3)
     found = {row["side"]: row for row in chain(rows(1, work), rows(1, work, [FILES]))}
     assert found[STOCK]["cached"] == 0

@@ -16,8 +16,9 @@ from benchmarks.quality.paired import answered, lines, paired
 from benchmarks.quality.phrasings import CONFIRMATION, DEVELOPMENT, Source
 from benchmarks.quality.plans import ANEW, FACTS, NEEDLES, OTHER_LENGTHS, PLANS, VARIANTS
 from benchmarks.quality.tables import row
-from benchmarks.quality.texts import TextsUnavailableError, archive, documents
+from benchmarks.quality.texts import documents
 from benchmarks.smollm2 import model_dir
+from tests.needs import needs_texts
 
 pytestmark = pytest.mark.slow
 
@@ -28,10 +29,7 @@ SOURCES = (DEVELOPMENT, CONFIRMATION)
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """The small model's, where the texts can be had."""
-    try:
-        archive()
-    except TextsUnavailableError as error:
-        pytest.skip(str(error))
+    needs_texts()
     return Tokenizer.from_file(str(model_dir("float32") / "tokenizer.json"))
 
 

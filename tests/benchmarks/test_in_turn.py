@@ -6,17 +6,14 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.quality.in_turn import FULL, Work, rows
-from benchmarks.quality.texts import TextsUnavailableError, archive
+from tests.needs import needs_texts
 
 
 @pytest.mark.engine
 @pytest.mark.slow
 def test_each_turn_begins_where_the_last_one_ended() -> None:
     """All but the last answer's last token, with a policy; whole pages of it in stock vLLM."""
-    try:
-        archive()
-    except TextsUnavailableError as error:
-        pytest.skip(str(error))
+    needs_texts()
     work = Work(documents=2, length=512, questions=3)
     full, ours = (list(rows(work, policy, 0.5)) for policy in (FULL, "h2o2 reconstruction"))
     assert [row["turn"] for row in full] == [row["turn"] for row in ours] == [1, 2, 3]

@@ -18,7 +18,7 @@ from benchmarks.quality.chart import PANELS, draw, panel
 from benchmarks.quality.plans import QUICK
 from benchmarks.quality.tables import row
 from benchmarks.quality.tasks import Task
-from benchmarks.quality.texts import TextsUnavailableError, archive
+from tests.needs import needs_texts
 
 
 @pytest.mark.engine
@@ -26,10 +26,7 @@ from benchmarks.quality.texts import TextsUnavailableError, archive
 @pytest.mark.timeout(1200)
 def test_quality_at_quick_sizes_orders_policies() -> None:
     """Heavy hitters cost far less than a window alone; at 100 %, nothing changes."""
-    try:
-        archive()
-    except TextsUnavailableError as error:
-        pytest.skip(str(error))
+    needs_texts()
     bench = Bench({"quick": QUICK}, "float32", progress=False)
     rows = {row["policy"]: row for row in bench.rows(QUICK.policies)}
     above = {policy: row["above_full"] for policy, row in rows.items()}

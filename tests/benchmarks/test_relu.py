@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality.texts import TextsUnavailableError, archive
 from benchmarks.relu import figures, model_dir
+from tests.needs import needs_texts
 from vllm_h2o.sparsity.report import measure
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of training, and two for zeros."""
-    try:
-        archive()
-    except TextsUnavailableError as error:
-        pytest.skip(str(error))
+    needs_texts()
     return model_dir(2, 2, tmp_path_factory.mktemp("cache"))
 
 

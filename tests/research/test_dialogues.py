@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks.quality.texts import TextsUnavailableError, questions
+from benchmarks.quality.texts import questions
 from benchmarks.smollm2 import model_dir
 from research.dialogues import PASSAGES, QUESTIONS, Turn, dialogues, prompts, rows, spans, table
 from tests.e2e.harness import tiny_llama
+from tests.needs import needs_texts
 
 
 def test_answers_are_spans_of_the_passage() -> None:
@@ -56,10 +57,7 @@ def test_dialogue_rows_share_the_first_turn(tmp_path: Path) -> None:
 
 def test_dialogue_prompts_begin_with_all_that_was_said() -> None:
     """Each turn's prompt begins with all that was said, answers are there, and seeds differ."""
-    try:
-        questions("Quac/test-tiny.jsonl")
-    except TextsUnavailableError as error:
-        pytest.skip(str(error))
+    needs_texts(lambda: questions("Quac/test-tiny.jsonl"))
     tokenizer = Tokenizer.from_file(str(model_dir("float32") / "tokenizer.json"))
     talks, others = (dialogues(tokenizer, 3, seed) for seed in (1, 2))
     assert [len(talk) for talk in talks] == [QUESTIONS * PASSAGES] * 3

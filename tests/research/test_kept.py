@@ -9,19 +9,16 @@ from tokenizers import Tokenizer
 
 from benchmarks.quality.facts import facts
 from benchmarks.quality.phrasings import CONFIRMATION
-from benchmarks.quality.texts import TextsUnavailableError, archive
 from benchmarks.smollm2 import model_dir
 from research import kept
+from tests.needs import needs_texts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", kept.FORMS)
 def test_places_of_each_fact_are_those_of_its_value(form: str) -> None:
     """The tokens there decode to the value."""
-    try:
-        archive()
-    except TextsUnavailableError as error:
-        pytest.skip(str(error))
+    needs_texts()
     tokenizer = Tokenizer.from_file(str(model_dir("float32") / "tokenizer.json"))
     task = facts(tokenizer, CONFIRMATION, form, count=10, length=512)
     for index, (fact, *_) in enumerate(task.facts):

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.quality.facts import facts
 from benchmarks.quality.phrasings import CONFIRMATION
-from benchmarks.quality.texts import TextsUnavailableError, archive
 from benchmarks.smollm2 import model_dir
 from research.stream_recall import parse, run, stream, summary
+from tests.needs import needs_texts
 
 QUICK = ["--questions", "3", "--prompt", "160", "--preamble", "700", "--warm-up", "100"]
 SHAPE = ["--cache", "256", "--chunk", "128", "--limit", "512"]
@@ -24,10 +24,7 @@ SHAPE = ["--cache", "256", "--chunk", "128", "--limit", "512"]
 @pytest.mark.timeout(1200)
 def test_far_and_afresh(tmp_path: Path) -> None:
     """Past three renumberings facts are found as afresh; what is judged are the facts' tokens."""
-    try:
-        archive()
-    except TextsUnavailableError as error:
-        pytest.skip(str(error))
+    needs_texts()
     tokenizer = Tokenizer.from_file(str(model_dir("float32") / "tokenizer.json"))
     task = facts(tokenizer, CONFIRMATION, "asked_now", 3, 160)
     tokens, asked = stream(tokenizer, task, 700)

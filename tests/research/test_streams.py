@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quality.texts import TextsUnavailableError, archive
 from research.streams import parse, run
 from research.streams_figures import CSV, draw, runs
+from tests.needs import needs_texts
 
 
 @pytest.mark.engine
@@ -18,10 +18,7 @@ from research.streams_figures import CSV, draw, runs
 @pytest.mark.timeout(1200)
 def test_rolling_costs_what_original_positions_cost(tmp_path: Path) -> None:
     """Part by part, within what the model was trained on; and beyond the limit as before it."""
-    try:
-        archive()
-    except TextsUnavailableError as error:
-        pytest.skip(str(error))
+    needs_texts()
     table = tmp_path / "streams.csv"
     arguments = parse(["--quick", "--csv", str(table)])
     rows = list(run(arguments, arguments.policies))
